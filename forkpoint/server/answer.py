@@ -1,4 +1,4 @@
-"""The text of an answer taken apart while it comes: reasoning, content, tool calls."""
+"""Parses the text of an answer, while it comes, into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -17,25 +17,29 @@ from forkpoint.server.calls.site import Event, Named
 from forkpoint.server.notations import QWEN
 
 WORD_END = regex.compile(r"[\w.-]")
-MAX_SPACE = 200  # white space before a tag that waits for the tag, in characters
-# Where the reader is: in a list behind an opening tag, of which some part was not understood, calls need no tag.
+MAX_SPACE = 200  # characters of white space that are held back because a tag may follow
+# States of the parser. LIST: content after an opening tag with a list that was not understood; calls need no tag there.
 REASONING, CONTENT, LIST = "reasoning", "content", "list"
 QUOTES: Final = '`"'
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
+    """Text that the model wrote while it was thinking."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
+    """Text of the answer itself."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """Part of the tool call number `index`; its first part has the name. The arguments are JSON text."""
+    """A part of the tool call number `index`. The first part has the name. The arguments are JSON text."""
 
     index: int
     name: str | None
@@ -46,18 +50,16 @@ Piece: TypeAlias = Reasoning | Content | CallPart
 
 
 class AnswerParser:
-    """Feed it text as it comes. Text that may turn out to be a tag or a call is held back until that is decided.
+    """Turns text, fed as it comes, into pieces. Text that may belong to a tag or a call is held back until it is clear.
 
-    The answer is read in one of two states: reasoning, or content. A tag of thinking, or a call, leads from one to the
-    other; `_free` is that loop. A call ends the reasoning. A call of a declared function is certain once its name and
-    the beginning of its arguments have come, and is reported from then on; it can no longer be taken back, so if it
-    breaks off, its arguments are closed to valid JSON. A call of another function is reported when it is whole, and
-    is text if it breaks off.
+    The parser is in one of two states: reasoning or content. Tags of thinking, and calls, change the state; `_free` is
+    this loop. A call ends the reasoning. A call of a declared function is certain once its name and the beginning of
+    its arguments have come, and is reported from then on. It cannot be taken back, so if it breaks off, its arguments
+    are closed to valid JSON. A call of another function is reported once it is whole; if it breaks off, it is text.
 
-    `reasoning`: tell `<think>` parts from the rest; `starts_inside`: the prompt has opened one already. `tools`:
-    parameter schemas by name of the function, None where calls are not looked for. `notation`: how they are written.
-    `forced`: the answer is one call in JSON, which a grammar enforces. `single`: nothing is reported after the first
-    call.
+    `reasoning`: separate `<think>` parts from the content. `starts_inside`: the prompt has opened such a part. `tools`:
+    parameter schemas by function name; None to look for no calls. `notation`: how the model writes calls. `forced`: the
+    answer is one call in JSON, which a grammar enforces. `single`: report nothing after the first call.
     """
 
     def __init__(
@@ -72,8 +74,8 @@ class AnswerParser:
     ) -> None:
         self.num_calls = 0
         self.in_reasoning = reasoning and starts_inside
-        self.done = False  # whatever may come, nothing more will be reported
-        self.num_unopened = 0  # characters of content before a line with `</think>` that nothing has opened
+        self.done = False  # nothing more will be reported, whatever text may come
+        self.num_unopened = 0  # characters of content before a line with `</think>` but without a `<think>` before it
         self._num_content = 0  # characters of content that were reported
         self._was_reasoning = self.in_reasoning
         self._source = Incoming()
@@ -82,12 +84,12 @@ class AnswerParser:
         self._calls = CallsReader(notation, self._source, tools) if tools is not None and not forced else None
         self._triggers = {state: self._trigger(state, reasoning) for state in (REASONING, CONTENT, LIST)}
         self._in_list = False  # an opening tag has come whose calls were not understood
-        self._num_quoted = 0  # `<think>` tags in the content that are text
+        self._num_quoted = 0  # open `<think>` tags that the content only talks about
         self._begin_segment()
         self._parts = self._forced(reasoning) if forced else self._free(reasoning)
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that became certain with `text`."""
+        """Return the pieces that became certain with `text`."""
         if self.done:
             return []
         self._source.append(text)
@@ -99,12 +101,12 @@ class AnswerParser:
         return _joined(parts)
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
-        """What is left when no more text comes. `cut`: the answer's length ended it, so that a call stays as it is."""
+        """Return the remaining pieces. `cut`: the length limit ended the answer, so an unfinished call stays open."""
         self._source.finish(cut=cut)
         return self.feed("")
 
     def _trigger(self, state: str, reasoning: bool) -> regex.Pattern[str] | None:
-        """What ends a stretch of text in `state`."""
+        """Return the pattern that ends a stretch of text in `state`, or None if nothing can end it."""
         groups = [f"(?P<think_end>{THINK_END})"] * reasoning
         groups += [f"(?P<think>{THINK})"] * (reasoning and state != REASONING)
         if self._calls is not None:
@@ -123,7 +125,7 @@ class AnswerParser:
             return REASONING
         return LIST if self._in_list else CONTENT
 
-    # --- generators, which yield None where they need more text to go on
+    # --- generators, which yield None when they need more text
 
     def _free(self, reasoning: bool) -> Iterator[Piece | None]:
         yield from self._begin(reasoning)
@@ -150,8 +152,10 @@ class AnswerParser:
             yield from self._trim("\n")
 
     def _text(self) -> Generator[Piece | None, None, regex.Match[str] | None]:
-        """Report text up to a trigger, and return its match; None at the end of the answer. The white space before the
-        trigger is not read yet."""
+        """Report text up to a trigger and return the trigger's match, or None at the end of the answer.
+
+        The white space before the trigger is not read yet.
+        """
         source = self._source
         while True:
             pattern = self._triggers[self._state]
@@ -162,14 +166,15 @@ class AnswerParser:
             if pattern is not None and (is_found or not source.final):
                 certain = max(len(before.rstrip()), len(before) - MAX_SPACE)
             if certain:
-                yield self._tell(source.take(source.at + certain))
+                yield self._report(source.take(source.at + certain))
             if is_found:
                 return found
             if source.final:
                 return None
             yield None
 
-    def _tell(self, text: str) -> Piece:
+    def _report(self, text: str) -> Piece:
+        """Return `text` as a piece of the current state, and remember what tags after it depend on."""
         self._last = text[-1]
         for quote in QUOTES:
             self._quotes[quote] += text.count(quote)
@@ -184,7 +189,7 @@ class AnswerParser:
         self._quotes = dict.fromkeys(QUOTES, 0)
 
     def _trim(self, characters: str) -> Iterator[None]:
-        """Drop characters at the beginning of what follows."""
+        """Drop `characters` at the beginning of the text that follows."""
         source = self._source
         while True:
             rest = len(source.text[source.at :].lstrip(characters))
@@ -194,31 +199,31 @@ class AnswerParser:
             yield None
 
     def _end_thinking(self, space: str, tag: str) -> Iterator[Piece | None]:
-        """`</think>`: the end of the reasoning, text that talks about the tag, or a tag too many, which is dropped."""
+        """Handle `</think>`: it ends the reasoning, is text that talks about the tag, or is dropped as one too many."""
         if self.in_reasoning:
             self.in_reasoning = False
             self._begin_segment()
             yield from self._trim("\n")
         elif self._num_quoted or (not space and (yield from self._is_quoted())):
             self._num_quoted = max(self._num_quoted - 1, 0)
-            yield self._tell(space + tag)
+            yield self._report(space + tag)
         elif not self._last:
             yield from self._trim("\n")
         else:
             yield from self._drop_end(space)
 
     def _drop_end(self, space: str) -> Iterator[Piece | None]:
-        """A `</think>` in the content is not reported. On a line of its own it ends thinking that nothing opened."""
+        """Drop a `</think>` in the content. On a line of its own it ends thinking for which no `<think>` has come."""
         if not self._was_reasoning and not self.num_calls and self.num_unopened == 0:
             while self._source.is_empty and not self._source.final:
                 yield None
             if "\n" in space or self._source.text.startswith("\n", self._source.at):
                 self.num_unopened = self._num_content
         if space:
-            yield self._tell(space)
+            yield self._report(space)
 
     def _is_quoted(self) -> Generator[None, None, bool]:
-        """Whether the tag that was just read stands between quotes that the content has opened."""
+        """Return whether the tag that was just read is in quotation marks."""
         if self._last not in self._quotes or self._quotes[self._last] % 2 == 0:
             return False
         while self._source.is_empty and not self._source.final:
@@ -226,17 +231,17 @@ class AnswerParser:
         return self._source.text.startswith(self._last, self._source.at)
 
     def _think_again(self, space: str, tag: str) -> Iterator[Piece | None]:
-        """`<think>` in the content: reasoning begins again on a line of its own, elsewhere it is text."""
+        """Handle `<think>` in the content: at the start of a line it begins reasoning again, elsewhere it is text."""
         if not self._last or "\n" in self._last + space:
             self.in_reasoning = True
             self._begin_segment()
             yield from self._trim("\n")
         else:
             self._num_quoted += 1
-            yield self._tell(space + tag)
+            yield self._report(space + tag)
 
     def _read_calls(self, kind: str, space: str, tag: str) -> Iterator[Piece | None]:
-        """Read the calls that may begin with `tag`; if there are none, it is text."""
+        """Read the calls that may begin at `tag`. If there are none, report it as text."""
         assert self._calls is not None
         number = 0
         if kind in ("opening", "tag") or self._may_begin(kind, space):
@@ -250,7 +255,7 @@ class AnswerParser:
                 self._source.rewind()
         if number == 0:
             self._in_list |= kind == "opening" and self._notation.lists
-            yield self._tell(space + tag)
+            yield self._report(space + tag)
             return
         self.done = self._single
         self._in_list = False
@@ -258,13 +263,13 @@ class AnswerParser:
         yield from self._trim(" \n")
 
     def _may_begin(self, kind: str, space: str) -> bool:
-        """Whether a call without a tag may begin here."""
+        """Return whether a call without a tag may begin here."""
         if kind == "item":
             return bool(space) or not WORD_END.match(self._last)
         return not self._notation.bare_at_start or not self._last
 
     def _events(self, reading: Generator[Event | None, None, int]) -> Generator[Piece | None, None, int]:
-        """Report calls as pieces; returns their number."""
+        """Report calls as pieces and return their number."""
         while True:
             try:
                 event = next(reading)
@@ -280,8 +285,11 @@ class AnswerParser:
                 yield CallPart(self.num_calls - 1, None, event)
 
     def _forced(self, reasoning: bool) -> Iterator[Piece | None]:
-        """Read at most one call, behind reasoning if there is any. The grammar completes the arguments, so they are not
-        closed here; what is cut off before the name is certain is not reported."""
+        """Read reasoning, if there is any, and at most one call.
+
+        The grammar completes the arguments, so they are not closed here. A call that is cut off before its name is
+        certain is not reported.
+        """
         yield from self._begin(reasoning)
         while self.in_reasoning:
             found = yield from self._text()
@@ -302,9 +310,9 @@ class AnswerParser:
 
 
 def with_unopened_reasoning(pieces: list[Piece], num_unopened: int) -> list[Piece]:
-    """Return the pieces of a whole answer with its first `num_unopened` characters of content as reasoning.
+    """Return the pieces of a whole answer, with the first `num_unopened` characters of content turned into reasoning.
 
-    A stream has reported them as content before the tag came that shows what they are.
+    In a stream these characters are content: they are sent before the tag comes that shows what they are.
     """
     changed: list[Piece] = []
     for piece in _joined(pieces):
@@ -317,7 +325,7 @@ def with_unopened_reasoning(pieces: list[Piece], num_unopened: int) -> list[Piec
 
 
 def _joined(parts: list[Piece]) -> list[Piece]:
-    """Join the parts of the same stretch of text, or of the same call."""
+    """Join consecutive parts of the same kind of text, or of the same call."""
     runs: list[tuple[Piece, list[str]]] = []
     for part in parts:
         text = part.arguments if isinstance(part, CallPart) else part.text

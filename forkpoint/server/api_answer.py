@@ -1,4 +1,4 @@
-"""How an answer is sent, whichever API asked; and what the two of OpenAI's completions have in common."""
+"""The base class of all APIs' answers, and that of OpenAI's two kinds of completion."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ A = TypeVar("A", bound=PreparedRequest)
 
 @dataclass
 class ApiAnswer(ABC, Generic[A]):
-    """What an API makes of a generation. Read `events` or await `reply`, once."""
+    """An API's answer to one request, made from its generation. Read `events` or await `reply`, and only once."""
 
-    prefix: ClassVar[str]  # of names
+    prefix: ClassVar[str]  # begins the id of each answer of this API
 
     name: str
     prepared: A
@@ -33,22 +33,25 @@ class ApiAnswer(ABC, Generic[A]):
     created_s: int = field(init=False, default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        """For what a kind of answer keeps beside this."""
+        """Set up the state of a subclass."""
 
     @abstractmethod
     def events(self) -> AsyncIterator[bytes]:
-        """Asked for the first one once there is news of each prompt."""
+        """Yield the events of a stream. Read from the moment that each prompt has an output token."""
 
     @abstractmethod
     async def reply(self) -> Any:
-        """The whole answer: a model, or its JSON."""
+        """Return the whole answer: a pydantic model, or a value that becomes JSON."""
 
     @abstractmethod
     def error_event(self, error: HTTPError) -> bytes:
-        """An error in the middle of a stream, and the stream's end."""
+        """Return the events that report an error in the middle of a stream and end the stream."""
 
     async def send(self, request: Request) -> Any:
-        """Raises HTTPError or ForkpointError before anything is sent."""
+        """Return the whole answer, or a response that streams it.
+
+        Raises HTTPError or ForkpointError before anything is sent.
+        """
         with self.generation.closed_on_error():
             if not self.prepared.stream:
                 return await unless_left(request.receive, self.reply())
@@ -58,7 +61,10 @@ class ApiAnswer(ABC, Generic[A]):
 
 
 async def create(service: Service, prepare: Prepare[A], kind: type[ApiAnswer[A]], request: Request) -> Any:
-    """The answer of `kind` to what `prepare` reads. Raises HTTPError or ForkpointError before anything is sent."""
+    """Answer `request`: `prepare` reads its body, `kind` makes the answer.
+
+    Raises HTTPError or ForkpointError before anything is sent.
+    """
     prepared = await service.prepare(prepare, request)
     name = kind.prefix + service.new_id()
     answer = kind(name, prepared, await service.open(name, prepared, request.receive), service)
@@ -66,13 +72,13 @@ async def create(service: Service, prepare: Prepare[A], kind: type[ApiAnswer[A]]
 
 
 class CompletionAnswer(ApiAnswer[A]):
-    """Chunks with choices, of which a subclass knows what they are."""
+    """An answer of OpenAI's form: chunks that carry choices. A subclass yields the choices."""
 
     chunk_kind: ClassVar[str]
 
     @abstractmethod
     def choices(self) -> AsyncIterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
-        """Yield the news of choices as they come, each choice with the other fields of its chunk."""
+        """Yield new parts of choices as they come: lists of (choice, further fields of its chunk)."""
 
     def usage(self) -> dict[str, Any]:
         return self.generation.usage()

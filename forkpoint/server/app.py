@@ -1,4 +1,4 @@
-"""The routes."""
+"""Routes of the HTTP server: which path is answered by which function."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ERRORS: Answers = {
         503: "the model is loading, or the engine has stopped",
     }.items()
 }
-MESSAGES_ERRORS: Answers = {status: {**told, "model": MessagesErrorReply} for status, told in ERRORS.items()}
+MESSAGES_ERRORS: Answers = {status: {**answer, "model": MessagesErrorReply} for status, answer in ERRORS.items()}
 STREAM: Answers = {
     200: {
         "description": "the answer; with `stream` in events, each `data: {chunk}`, the last one `data: [DONE]`",
@@ -79,7 +79,7 @@ PROMPTS: tuple[tuple[str, type[BaseModel], PromptReader], ...] = (
 
 
 def create_app(service: Service) -> FastAPI:
-    """The ASGI application. The engine may still be loading; what needs it answers 503 until it is ready."""
+    """Return the ASGI application. Routes that need the engine answer 503 until it has loaded."""
     app = FastAPI(title="forkpoint", version=installed_version(), docs_url="/docs", redoc_url=None)
     app.add_middleware(Gate, config=service.config, metrics=service.metrics)
     _allow_origins(app, service.config)
@@ -96,7 +96,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _allow_origins(app: FastAPI, config: ServerConfig) -> None:
-    """Added last, CORS comes first: browsers ask without a key, and may read refusals too."""
+    """Add CORS. It is added last and so runs first: browsers send preflights without a key and may read refusals."""
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -118,18 +118,18 @@ def _add_body_routes(app: FastAPI, service: Service, responses: Responses) -> No
     def read(prepare: Prepare[Any]) -> Endpoint:
         return partial(service.prepare, prepare)
 
-    tell = partial(create, service)
+    answers = partial(create, service)
     streams, messages = {**ERRORS, **STREAM}, {**MESSAGES_ERRORS, **STREAM}
-    add("/v1/chat/completions", ChatBody, partial(tell, prepare_chat, ChatAnswer), ChatReply, streams)
-    add("/v1/completions", CompletionBody, partial(tell, prepare_completion, TextAnswer), CompletionReply, streams)
-    add("/v1/messages", MessagesBody, partial(tell, prepare_message, MessageAnswer), MessageReply, messages)
+    add("/v1/chat/completions", ChatBody, partial(answers, prepare_chat, ChatAnswer), ChatReply, streams)
+    add("/v1/completions", CompletionBody, partial(answers, prepare_completion, TextAnswer), CompletionReply, streams)
+    add("/v1/messages", MessagesBody, partial(answers, prepare_message, MessageAnswer), MessageReply, messages)
     add("/v1/messages/count_tokens", CountTokensBody, read(count_tokens), CountReply, MESSAGES_ERRORS)
     add("/v1/responses", ResponsesBody, responses.create, ResponseReply, streams)
     add("/v1/responses/input_tokens", CountBody, responses.count, CountedTokens, ERRORS)
     add("/tokenize", TokenizeBody, read(tokenize), TokenizeReply, ERRORS)
     add("/detokenize", DetokenizeBody, read(detokenize), DetokenizeReply, ERRORS)
     if service.engine.config.kv_events_config.is_on:
-        for path, body, prepare in PROMPTS:  # which routers ask about before they send the same body to one server
+        for path, body, prepare in PROMPTS:  # a router sends a body here first, to choose the replica that answers it
             own = documents(body, read(partial(read_prefix, prepare, service.config.salts_by_key)))
             routes.add_api_route("/prefix" + path, own, methods=["POST"], include_in_schema=False)
     app.include_router(routes)
@@ -164,7 +164,7 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_class=Response, responses={503: ERRORS[503]})
     async def health() -> Response:
-        """200 when requests are served; 503 while the model loads and after the engine has stopped."""
+        """Answer 200 while requests are served, 503 while the model loads and after the engine has stopped."""
         service.check_healthy()
         return Response(status_code=200)
 
@@ -174,7 +174,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
-        """Prometheus' text format. Without the engine's own figures while there is no engine to ask."""
+        """Return the metrics in Prometheus' text format. The engine's are missing while the engine is not ready."""
         return Response(await service.metrics_text(), media_type=CONTENT_TYPE)
 
     for path, answer in (("/health", health), ("/metrics", metrics)):
@@ -184,10 +184,10 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 def _add_dev_routes(app: FastAPI, service: Service) -> None:
     @app.post("/reset_prefix_cache", response_model=DoneReply, responses=ERRORS)
     async def reset_prefix_cache() -> DoneReply:
-        """Nothing cached so far is found again."""
+        """Make the prefix cache forget all that it holds."""
         return DoneReply(done=bool(await service.engine.call("reset_prefix_cache")))
 
     @app.post("/check_integrity", response_model=DoneReply, responses=ERRORS)
     async def check_integrity() -> DoneReply:
-        """Check that all pages, blocks, slots and checkpoints of the cache add up; 500 says what does not."""
+        """Check that the cache's pages, blocks, slots and checkpoints add up. Answers 500 naming the first mismatch."""
         return DoneReply(done=bool(await service.engine.call("check_integrity")))

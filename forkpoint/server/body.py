@@ -1,5 +1,7 @@
-"""Bodies of requests: routes that document them and leave them to be read off the event loop, and how they are read
-and what is said of those that are wrong."""
+"""Request bodies: routes that document them, memory that holds them, and parsing with errors that clients can use.
+
+A route does not parse its body. It hands the raw bytes to a reader, so that the event loop stays free.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ from forkpoint.server.errors import UNAVAILABLE, HTTPError, too_large
 from forkpoint.server.sse import encode
 
 JSON_HINT = "send a JSON object with Content-Type: application/json"
-MAX_SHOWN = 80  # characters of a wrong value, in an error message
-KIND = re.compile(r"str|int|[A-Z]\w*|.*\[.*")  # how pydantic names the alternatives of a field, beside field names
-MAX_DEPTH = 64  # of objects and lists in each other
-# Fields of all APIs that reach templates, schemas or answers as they are.
+MAX_SHOWN = 80  # characters of a wrong value that an error message shows
+# In the location of an error, pydantic puts the alternatives of a union between field names; these are their names.
+KIND = re.compile(r"str|int|[A-Z]\w*|.*\[.*")
+MAX_DEPTH = 64  # levels of nested objects and lists; templates and schemas are read by recursion
+# Fields, of all APIs, whose values reach templates, schemas or answers without being parsed further.
 PASSED_ON = frozenset(
     ("messages", "system", "input", "tools", "documents", "chat_template_kwargs", "metadata", "text", "reasoning")
 )
@@ -37,7 +40,10 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[Any]]
 
 
 class BodyRoute(APIRoute):
-    """Calls its endpoint with the request alone. The endpoint's signature is that of the document: see `documents`."""
+    """A route that passes the raw request to its endpoint.
+
+    FastAPI would parse the body first. The endpoint's signature is there for the OpenAPI document; see `documents`.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
@@ -45,8 +51,11 @@ class BodyRoute(APIRoute):
 
 
 def documents(body: type[BaseModel], answer: Endpoint) -> Endpoint:
-    """`answer`, which reads a `body` by itself, as an endpoint of whose body the OpenAPI document tells. What it
-    answers, a model or what JSON knows, is sent as JSON unless it is a response already."""
+    """Return `answer` as an endpoint whose body the OpenAPI document describes by the model `body`.
+
+    `answer` reads the body itself. It returns a response, which is sent as it is, or a pydantic model or JSON value,
+    which is sent as JSON.
+    """
 
     async def endpoint(request: Request) -> Response:
         answered = await answer(request)
@@ -63,17 +72,17 @@ def documents(body: type[BaseModel], answer: Endpoint) -> Endpoint:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """One body in memory. `limit` ends its request."""
+    """One body in memory. Rescheduling `limit` to now ends its request."""
 
     num_bytes: int = 0
     limit: asyncio.Timeout = field(default_factory=partial(asyncio.timeout, None))
 
 
 class Bodies:
-    """Holds the bodies of all requests in memory: at most `most` times `largest_bytes` together.
+    """Holds the bodies of all requests in memory, together at most `most * largest_bytes`.
 
-    Where there is no more room, the largest body is given up. Clients that send much, or slowly, therefore keep out
-    nobody who sends less.
+    When there is no room left, the largest body is given up. Clients that send much, or slowly, therefore cannot keep
+    out clients that send less.
     """
 
     def __init__(self, most: int, largest_bytes: int) -> None:
@@ -85,8 +94,8 @@ class Bodies:
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """Read the raw body and hold it until the context is left.
 
-        Raises HTTPError if the body is missing, too large, or given up for others. Also raises it for a body without
-        a JSON Content-Type, since web pages may send such bodies to any server.
+        Raises HTTPError if the body is missing, too large, given up for others, or has no JSON Content-Type: web pages
+        may send bodies of other types to any server.
         """
         held, parts = _Held(), list[bytes]()
         self._held.add(held)
@@ -134,13 +143,13 @@ def _json_body(request: Request, data: bytes) -> bytes:
 
 
 def is_json(content_type: bytes) -> bool:
-    """Return whether a Content-Type is one of JSON's. Browsers let no page send those to other sites unasked."""
+    """Return whether a Content-Type is JSON. Browsers send a preflight before a page may send JSON to another site."""
     kind = content_type.partition(b";")[0].strip().lower()
     return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
 
 
 def parse(model: type[B], data: bytes) -> B:
-    """The body as `model`. Raises HTTPError 400 that says what is wrong first."""
+    """Parse a body as `model`. Raises HTTPError 400 naming the first thing that is wrong."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -155,7 +164,7 @@ def parse(model: type[B], data: bytes) -> B:
 
 
 def _check_depth(name: str, value: object) -> None:
-    """Raises HTTPError for a value that is nested deeper than templates and schemas are read."""
+    """Raise HTTPError for a value nested more than `MAX_DEPTH` deep."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [inner for outer in level for inner in _inside(outer)]
@@ -169,18 +178,18 @@ def _inside(value: object) -> Iterable[object]:
 
 
 def _require_unicode(name: str, value: object) -> None:
-    """JSON can escape half a character, for which no bytes stand, and which no answer could repeat."""
+    """Raise HTTPError for a lone surrogate. JSON can escape one, but it has no UTF-8 form, so no answer can hold it."""
     try:
         json.dumps([name, value], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         shown_name = ascii(name)[1:-1]
         half = f"U+{ord(error.object[error.start]):04X}"
-        text = f"{shown_name}: the lone surrogate {half} is no text; send valid Unicode"
+        text = f"{shown_name}: the lone surrogate {half} is not text; send valid Unicode"
         raise HTTPError(400, text, param=shown_name) from None
 
 
 def validated(model: type[B], values: object) -> B:
-    """`values` as `model`. Raises HTTPError 400 that says what is wrong first."""
+    """Return `values` as `model`. Raises HTTPError 400 naming the first thing that is wrong."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -188,22 +197,23 @@ def validated(model: type[B], values: object) -> B:
 
 
 def _wrong_body(errors: Sequence[Mapping[str, Any]]) -> HTTPError:
-    """What is wrong with a body, of all that pydantic found."""
-    error = _most_telling(errors)
+    """Return an error that names one of the mistakes that pydantic found."""
+    error = _nearest(errors)
     place = ".".join(str(part) for part in error["loc"] if isinstance(part, int) or not KIND.fullmatch(part))
     if not place and error["input"] is None:
         return HTTPError(400, f"the body is empty; {JSON_HINT}")
-    said = "Input should be an object" if error["type"] == "model_type" else error["msg"]  # else it names our class
+    # pydantic's own text for a value that is not an object names our class.
+    said = "Input should be an object" if error["type"] == "model_type" else error["msg"]
     return HTTPError(400, f"{place or 'the body'}: {said}; given {_shown(error['input'])}", param=place or None)
 
 
 def _wrong_json(error: Exception) -> HTTPError:
-    """What is wrong with a body that `json` could not read."""
+    """Return an error that says why `json` could not read a body."""
     match error:
         case json.JSONDecodeError():
             said = f"{error.msg} at character {error.pos}"
         case UnicodeDecodeError():
-            said = f"byte {error.start} is no {error.encoding}; send UTF-8"
+            said = f"byte {error.start} is not {error.encoding}; send UTF-8"
         case RecursionError():
             said = "it is nested too deeply"
         case _:
@@ -211,9 +221,8 @@ def _wrong_json(error: Exception) -> HTTPError:
     return HTTPError(400, f"the body is not valid JSON: {said}")
 
 
-def _most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the most useful error of the first wrong field. If the field has several kinds, use the kind that fits
-    best."""
+def _nearest(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return an error of the first wrong field. If the field may be of several kinds, choose the kind nearest to it."""
     by_kind: dict[object, list[Mapping[str, Any]]] = defaultdict(list)
     for error in errors:
         if error["loc"][:1] == errors[0]["loc"][:1]:
@@ -222,18 +231,18 @@ def _most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _num_right(error: Mapping[str, Any]) -> int:
-    """Elements of a list before the wrong one."""
+    """Return the number of list elements before the wrong one."""
     return next((part for part in error["loc"][1:] if isinstance(part, int)), 0)
 
 
 def _shown(value: object) -> str:
-    """Return the beginning of a wrong value, for an error message."""
+    """Return the beginning of a wrong value as an error message shows it."""
     text = repr(_beginning(value))
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def _beginning(value: object) -> object:
-    """Return enough of a value to show its first `MAX_SHOWN` characters; writing all of it can take seconds."""
+    """Return the part of a value that fills `MAX_SHOWN` characters. Formatting the whole value can take seconds."""
     match value:
         case str() | bytes():
             return value[: MAX_SHOWN + 1]

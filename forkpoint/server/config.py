@@ -1,4 +1,4 @@
-"""Options of the server beside those of the engine. Names are vLLM's where vLLM has them."""
+"""Options of the server. Those of the engine are in `forkpoint.config`. Names follow vLLM where vLLM has the option."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREFIX = "letters, digits, '_' and ':', not starting with a digit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Raises ConfigError naming the option, what was given, and what is allowed."""
+    """All options of the server. Raises ConfigError naming the option, what was given, and what is allowed."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = option(8000, "port to listen on; 0 takes a free one")
@@ -35,9 +35,11 @@ class ServerConfig:
         (), "hosts that requests may name; default: any, but loopback ones alone on a loopback address without keys"
     )
     cache_salt_per_key: bool | None = option(
-        None, "no API key sees what another's prompts left in the cache; default: where there are several keys"
+        None, "keep the cached prompts of each API key apart from those of the others; default: if there are several"
     )
-    enable_prompt_tokens_details: bool = option(True, "tell in answers how much of a prompt was cached, and why not")
+    enable_prompt_tokens_details: bool = option(
+        True, "report in answers how much of a prompt was cached, and why not more"
+    )
     scheduling_policy: Literal["fcfs", "priority"] = option("fcfs", "'priority': requests may name their priority")
     served_model_name: tuple[str, ...] = option((), "names of the model in the API; default: as given to serve")
     ssl_certfile: str | None = option(None, "PEM file of a certificate: serve HTTPS", metavar="PATH", group=HTTPS)
@@ -63,8 +65,8 @@ class ServerConfig:
     allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods that such pages may use", group=ORIGINS)
     allowed_headers: tuple[str, ...] = option(("*",), "request headers that such pages may send", group=ORIGINS)
     allow_credentials: bool = option(False, "let such pages send cookies and HTTP authentication", group=ORIGINS)
-    max_body_bytes: int = option(32 * MIB, "size of a request body beyond which it is refused")
-    max_open_requests: int = option(4096, "completions being served beyond which new requests are refused")
+    max_body_bytes: int = option(32 * MIB, "largest request body, in bytes; larger ones are refused")
+    max_open_requests: int = option(4096, "most completions served at once; further requests are refused")
     shutdown_timeout_s: float = option(30.0, "seconds that open requests are given after Ctrl-C or SIGTERM")
     tool_call_parser: Literal[
         "auto",
@@ -85,37 +87,37 @@ class ServerConfig:
         "none",
     ] = option(
         "auto",
-        "the notation of tool calls, by vLLM's name; by default that of the chat template; none leaves them in it",
+        "the notation of tool calls, by vLLM's name; auto: that of the chat template; none leaves calls in the text",
     )
     reasoning_parser: Literal["auto", "qwen3", "deepseek_r1", "nemotron_v3", "olmo3", "ling3", "none"] = option(
-        "auto", "tell <think> parts from the answer, or leave them in it; vLLM's names all mean auto"
+        "auto", "separate <think> parts from the answer; none leaves them in it; vLLM's names all mean auto"
     )
     sse_keep_alive_interval: float = option(
         15.0,
-        "seconds of silence after which a stream has a comment; also before its first token, whose errors then "
-        "come in the stream; 0: none",
+        "send a comment in a stream after this many seconds of silence; 0: never. It may come before the first token, "
+        "and errors then come in the stream",
     )
     chat_template_content_format: Literal["auto", "string", "openai"] = option(
-        "auto", "what chat templates are given as content: a text, or a list of parts; auto: what the template shows"
+        "auto", "pass content to the chat template as a string, or as a list of parts (openai); auto: as it expects"
     )
     default_chat_template_kwargs: Mapping[str, Any] = mapping_option(
         ': variables of the chat template, such as {"enable_thinking": false}'
     )
     drop_billing_lines: bool = option(
-        True, "leave lines 'x-anthropic-billing-header: ...' at the head of a system prompt, as Claude Code writes, out"
+        True, "remove the lines 'x-anthropic-billing-header: ...' that Claude Code writes at the head of system prompts"
     )
     response_role: str = option("assistant", "role in the answers of chat completions")
-    max_logprobs: int = option(MAX_LOGPROBS, "most alternatives that a request may ask the log-probabilities of")
-    enable_force_include_usage: bool = option(False, "end every stream with its usage, asked for or not")
-    max_stored_responses: int = option(1024, "responses of /v1/responses kept to be asked for again; 0 keeps none")
-    max_stored_responses_bytes: int = option(64 * MIB, "memory for them")
+    max_logprobs: int = option(MAX_LOGPROBS, "most log-probabilities that a request may ask for at each token")
+    enable_force_include_usage: bool = option(False, "end every stream with its usage, even if it was not asked for")
+    max_stored_responses: int = option(1024, "responses of /v1/responses kept for later requests; 0 keeps none")
+    max_stored_responses_bytes: int = option(64 * MIB, "memory for stored responses, in bytes")
     metrics_prefix: str = option(
-        "forkpoint_", "of the names under /metrics; 'vllm:' suits vLLM's dashboards", group=REPORTS
+        "forkpoint_", "prefix of the names under /metrics; 'vllm:' suits vLLM's dashboards", group=REPORTS
     )
-    log_interval_s: float = option(10.0, "seconds between the lines that sum up the load", group=REPORTS)
-    disable_log_stats: bool = option(False, "leave these lines out", group=REPORTS)
+    log_interval_s: float = option(10.0, "seconds between log lines that sum up the load", group=REPORTS)
+    disable_log_stats: bool = option(False, "do not log the load", group=REPORTS)
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
-        "warning", "of what uvicorn, which does the HTTP, says of itself", group=REPORTS
+        "warning", "log level of uvicorn, the HTTP library", group=REPORTS
     )
     access_log: bool = option(False, "log every request", group=REPORTS)
     enable_dev_endpoints: bool = option(False, "serve /reset_prefix_cache and /check_integrity")
@@ -153,7 +155,7 @@ class ServerConfig:
 
 
 def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
-    """The texts given; one that is a JSON list, as vLLM takes them, stands for what it lists."""
+    """Return the given texts. A text that is a JSON list, as vLLM takes them, is replaced by its elements."""
     texts: list[str] = []
     for text in given:
         if not text.startswith("["):

@@ -1,6 +1,6 @@
-"""HTTP connections with limits: on the head of a request, on slow clients, on how many there are.
+"""HTTP connections with limits on the head of a request, on slow clients, and on the number of connections.
 
-uvicorn has none of these for the parser in C, whose cost grows with the square of an endless line's length.
+uvicorn has no such limits with its parser in C, whose cost grows with the square of the length of an endless line.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from forkpoint.obs.logs import LOGGER
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.sse import encode
 
-MAX_HEAD_BYTES: Final = 64 * 2**10  # of request line and headers together; nginx takes 32 KiB, proxies about as much
-MAX_HEADERS: Final = 256  # as vLLM
-PIECE_BYTES: Final = 16 * 2**10  # given to the parser at once
-HEAD_TIMEOUT_S: Final = 30.0  # from the connection, or a head's first byte, to its last
-BODY_GRACE_S: Final = 30.0  # for a body to come at all; then it has to come at this rate:
-MIN_BODY_BYTES_PER_S: Final = 1024
-MAX_FILES: Final = 2**20  # more than that are not asked of the system
-RESERVED_FILES: Final = 128  # for files, readers and the engine
-LOG_INTERVAL_S: Final = 10.0  # between lines that say that connections are refused
+MAX_HEAD_BYTES: Final = 64 * 2**10  # request line and headers together; nginx and other proxies allow about 32 KiB
+MAX_HEADERS: Final = 256  # vLLM's limit
+PIECE_BYTES: Final = 16 * 2**10  # passed to the parser at once, so that the limit on the head is checked in between
+HEAD_TIMEOUT_S: Final = 30.0  # from the opening of the connection, or a head's first byte, to the head's last byte
+BODY_GRACE_S: Final = 30.0  # time for a body on top of what it needs at the lowest rate
+MIN_BODY_BYTES_PER_S: Final = 1024  # the lowest rate
+MAX_FILES: Final = 2**20  # open files; no client load needs more
+RESERVED_FILES: Final = 128  # open files that are kept for files, readers and the engine
+LOG_INTERVAL_S: Final = 10.0  # between two log lines about too many connections
 
 
 def raise_file_limit() -> int:
-    """Allow as many open files as the system lets this process have; returns how many that are."""
+    """Raise this process's limit of open files as far as the system allows, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -45,23 +45,26 @@ def raise_file_limit() -> int:
 
 @dataclass(slots=True)
 class Connections:
-    """How many there may be, and those that wait for a request to begin or for its head to end, the longest first."""
+    """Counts the open connections and keeps those that can be closed for new ones.
+
+    `waiting` holds connections that wait for a request to begin or for its head to end, the longest wait first.
+    """
 
     most: int
-    refused: Callable[[int], None]  # is told the status
+    refused: Callable[[int], None]  # called with the status of each refusal
     num_open: int = 0
     waiting: dict[Connection, None] = field(default_factory=dict)
-    _told_s: float | None = None
+    _logged_s: float | None = None  # when the lack of room was logged last
 
     def make_room(self, now_s: float) -> bool:
-        """Close one that waits where there are too many; False: all are busy."""
+        """Close a waiting connection if there are too many. Return False if there are too many and none waits."""
         if self.num_open <= self.most:
             return True
-        if self._told_s is None or now_s - self._told_s > LOG_INTERVAL_S:
-            self._told_s = now_s
+        if self._logged_s is None or now_s - self._logged_s > LOG_INTERVAL_S:
+            self._logged_s = now_s
             LOGGER.warning(
-                "%d connections are all that the limit of open files leaves room for; idle ones are closed for new "
-                "ones. Raise the limit (ulimit -n) if these are real clients",
+                "the limit of open files leaves room for %d connections, and all are in use; idle ones are closed for "
+                "new ones. Raise the limit (ulimit -n) if these are real clients",
                 self.most,
             )
         if not self.waiting:
@@ -71,13 +74,13 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. Beyond uvicorn's it keeps the limits above, and answers in JSON where it refuses."""
+    """uvicorn's connection, with the limits above. It refuses in JSON."""
 
     def __init__(self, *args: Any, shared: Connections, **options: Any) -> None:
         super().__init__(*args, **options)
         self._shared = shared
         self._timer: asyncio.TimerHandle | None = None
-        self._num_silent_bytes = 0  # since the parser last told of the end of a head, of a body's part or end
+        self._num_silent_bytes = 0  # bytes since the parser last reported the end of a head, or a part or end of a body
         self._num_body_bytes = 0
         self._body_began_s = 0.0
 
@@ -104,7 +107,7 @@ class Connection(HttpToolsProtocol):
             self._feed(data[start : start + PIECE_BYTES])
 
     def give_way(self) -> None:
-        """Close, for a new connection to have room."""
+        """Close to make room for a new connection."""
         self._stop_waiting()
         self.transport.abort()
 
@@ -115,12 +118,12 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
-            pass  # answered as if it had not asked to
+            pass  # upgrades are not supported; the request is answered as if it had not asked for one
         except httptools.HttpParserError:
             if self.headers is not None and len(self.headers) > MAX_HEADERS:
                 self._refuse(HTTPError(431, f"the request has more than {MAX_HEADERS} headers; send fewer"))
             else:
-                self._refuse(HTTPError(400, "this is no valid HTTP request"))
+                self._refuse(HTTPError(400, "this is not a valid HTTP request"))
             return
         if self._num_silent_bytes > MAX_HEAD_BYTES:
             self._refuse(HTTPError(431, f"the head of the request exceeds {MAX_HEAD_BYTES} bytes; send less"))
@@ -133,7 +136,7 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
-            raise ValueError("too many headers")  # which httptools passes on as an error of its own
+            raise ValueError("too many headers")  # httptools turns it into an HttpParserError
 
     def on_headers_complete(self) -> None:
         self._num_silent_bytes = 0
@@ -183,7 +186,7 @@ class Connection(HttpToolsProtocol):
     # --- refusals
 
     def _refuse(self, error: HTTPError) -> None:
-        """Answer before a request has come about, and close. Nothing is said where an answer has begun."""
+        """Send `error` and close. If an answer has begun already, only close."""
         self._stop_waiting()
         if self.transport.is_closing():
             return
@@ -194,6 +197,6 @@ class Connection(HttpToolsProtocol):
             head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
         if self._is_answering():
-            self.cycle.disconnected = True  # whoever reads the rest of the body learns that none comes
+            self.cycle.disconnected = True  # ends the wait of whoever reads the rest of the body
             self.cycle.message_event.set()
         self.transport.close()

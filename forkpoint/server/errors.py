@@ -1,4 +1,4 @@
-"""What clients are told when something is wrong: OpenAI's or Anthropic's error objects, whoever raised."""
+"""Errors as clients receive them: OpenAI's or Anthropic's error objects, made from the exceptions of all parts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MESSAGES_TYPES: Final = MappingProxyType(
         503: "overloaded_error",
     }
 )
-CLIENT_LEFT: Final = 499  # nginx's status, for the log and the metrics
-RETRY_AFTER_S: Final = 1  # told to clients that are refused for lack of room
+CLIENT_LEFT: Final = 499  # nginx's status for a client that left; it appears in the log and the metrics only
+RETRY_AFTER_S: Final = 1  # seconds; the Retry-After header of refusals for lack of room
 INVALID, UNAVAILABLE = "invalid_request_error", "service_unavailable_error"
-# (status, type, code) of each error; of those that are kinds of each other the narrower comes first.
+# (status, type, code) of each exception. A subclass stands before its base class, since the first match counts.
 ANSWERS: Final[Mapping[type[ForkpointError], tuple[int, str, str | None]]] = MappingProxyType(
     {
         QueueFullError: (429, "rate_limit_error", "queue_full"),
@@ -49,7 +49,7 @@ ANSWERS: Final[Mapping[type[ForkpointError], tuple[int, str, str | None]]] = Map
 
 @dataclass(eq=False)
 class HTTPError(Exception):
-    """An answer that is an error. `type` and `code` are OpenAI's."""
+    """An error to answer with. `type` and `code` follow OpenAI."""
 
     status: int
     message: str
@@ -65,12 +65,12 @@ class HTTPError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def messages_body(self) -> dict[str, object]:
-        """Return the body in the form of Anthropic's API."""
+        """Return the error in the form of Anthropic's API."""
         kind = MESSAGES_TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def body_for(self, path: str) -> dict[str, object]:
-        """In the form of the API that `path` belongs to."""
+        """Return the error in the form of the API that `path` belongs to."""
         return self.messages_body() if "/v1/messages" in path else self.body()
 
     @property
@@ -79,18 +79,21 @@ class HTTPError(Exception):
 
 
 def too_large(most_bytes: int) -> HTTPError:
-    """For a body of more bytes than that."""
+    """Return the error for a body of more than `most_bytes` bytes."""
     return HTTPError(413, f"the request body exceeds max_body_bytes={most_bytes}; send less", code="body_too_large")
 
 
 def to_http(error: Exception, broken: str) -> HTTPError:
-    """The answer that tells `error`; what is not foreseen is a 500 that names its class, and the log has it in full.
-    `broken` is what the error put an end to, for the log."""
+    """Return the HTTPError that answers `error`.
+
+    An unexpected exception becomes a 500 that names its class. It is logged with its traceback, and with `broken`, the
+    work that it ended.
+    """
     if isinstance(error, HTTPError):
         return error
-    for kind, (status, told, code) in ANSWERS.items():
+    for kind, (status, type_name, code) in ANSWERS.items():
         if isinstance(error, kind):
-            return HTTPError(status, str(error), told, code=code)
+            return HTTPError(status, str(error), type_name, code=code)
     LOGGER.error("%s: unexpected error", broken, exc_info=error)
     return HTTPError(500, f"unexpected {type(error).__name__}", "server_error")
 
@@ -99,10 +102,10 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         headers = dict(getattr(error, "headers", None) or {})
         if isinstance(error, HTTPException):
-            told = _refusal(request, error, headers)
+            answer = _refusal(request, error, headers)
         else:
-            told = to_http(error, f"{request.method} {request.url.path}")
-        return JSONResponse(told.body_for(request.url.path), told.status, headers | told.headers)
+            answer = to_http(error, f"{request.method} {request.url.path}")
+        return JSONResponse(answer.body_for(request.url.path), answer.status, headers | answer.headers)
 
     for kind in (HTTPError, ForkpointError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)

@@ -1,4 +1,4 @@
-"""The engine requests behind one HTTP request, and what their answers have in common."""
+"""The engine requests of one HTTP request, and the parts that the answers of all APIs share."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from forkpoint.server.errors import HTTPError
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the engine makes of the prompts. Close it when nobody waits for the answer any more.
+    """The running completions of an HTTP request's prompts. Close it when nobody waits for the answer any more.
 
-    `tells_cache`: whoever asked may learn what was cached.
+    `reports_cache`: whether the answer may say how much of the prompts was cached.
     """
 
     engine: AsyncEngine
     opened: OpenRequest
-    tells_cache: bool
+    reports_cache: bool
 
     def close(self) -> None:
-        """End what still runs; harmless when all has ended."""
+        """Abort the requests that still run. Does nothing once all have ended."""
         for state in self.states:
             self.engine.abort(state.request_id)
 
@@ -39,14 +39,14 @@ class Generation:
             raise
 
     async def first_news(self) -> None:
-        """Wait until each prompt has an output token. Raises where one is refused or fails."""
+        """Wait until each prompt has an output token. Raises the error of a request that is refused or fails."""
         await self.opened.first_news()
         for state in self.states:
             for completion in state.completions:
                 _check_end(completion.finish_reason, completion.error)
 
     async def deltas(self, *, whole: bool = False) -> AsyncIterator[list[tuple[int, CompletionOutput]]]:
-        """Yield what the engine's `deltas` do. Raises HTTPError where a completion fails, after the news before."""
+        """Yield the deltas of `OpenRequest.deltas`. Raises HTTPError when a completion fails, after earlier deltas."""
         async for deltas in self.opened.deltas(whole=whole):
             for count, (_, delta) in enumerate(deltas):
                 if delta.finish_reason in FAILURES:
@@ -57,25 +57,25 @@ class Generation:
 
     @property
     def states(self) -> list[RequestState]:
-        """The states of the prompts."""
+        """Return the state of the engine request of each prompt."""
         return self.opened.states
 
     def details(self) -> dict[str, Any]:
-        """What the cache did and, where there may be drafts, what became of them; None for what is not told."""
-        states, told = self.states, {"cache": self.cache_info()}
+        """Return the fields `cache` and, with speculative decoding, `speculation`; None if they may not be reported."""
+        states, cache = self.states, self.cache_info()
         if self.engine.config.speculative_config is None:
-            return told
+            return {"cache": cache}
         counts = {
             "num_draft_tokens": sum(state.num_draft_tokens for state in states),
             "num_accepted_tokens": sum(state.num_accepted_tokens for state in states),
         }
-        return {**told, "speculation": counts if told["cache"] is not None else None}
+        return {"cache": cache, "speculation": counts if cache is not None else None}
 
-    def usage(self, *, tells_output: bool = True) -> dict[str, Any]:
-        """Token counts over all prompts as far as they have come; without `tells_output` as if nothing had come."""
+    def usage(self, *, counts_output: bool = True) -> dict[str, Any]:
+        """Return the token counts so far over all prompts. Without `counts_output` output tokens count as 0."""
         num_prompt = sum(len(state.prompt.token_ids) for state in self.states)
         completions = [completion for state in self.states for completion in state.completions]
-        num_output = sum(completion.num_tokens for completion in completions) if tells_output else 0
+        num_output = sum(completion.num_tokens for completion in completions) if counts_output else 0
         cache = self.cache_info()
         return {
             "prompt_tokens": num_prompt,
@@ -91,8 +91,8 @@ class Generation:
         return {"cached_tokens": cache["num_tokens"], "image_tokens": num_image_tokens}
 
     def cache_info(self) -> dict[str, Any] | None:
-        """Sums over the prompts, and the first reason for a miss; None where clients are not told."""
-        if not self.tells_cache:
+        """Return counts summed over the prompts and the first prompt's reason for a miss, or None if not reported."""
+        if not self.reports_cache:
             return None
         reports = [state.cache for state in self.states]
         return {

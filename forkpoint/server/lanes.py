@@ -1,4 +1,4 @@
-"""Lanes share readers out among requests: who is read next, and how long one may keep a reader while others wait."""
+"""Lanes decide which request a reader reads next, and how long a request may keep a reader while others wait."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, Final
 
 from forkpoint.errors import QueueFullError, RequestTooLargeError
 
-TIMEOUT_S: Final = 60.0  # for reading one request; a million tokens of text take a few seconds
-TURN_S: Final = 2.0  # after which a request that is still being read makes room for another
-MAX_WAIT_S: Final = 10.0  # for a turn; most clients send the request again then
+TIMEOUT_S: Final = 60.0  # limit for reading one request; a million tokens of text take a few seconds
+TURN_S: Final = 2.0  # length of a turn; a request that is still being read then makes room for another
+MAX_WAIT_S: Final = 10.0  # limit for the wait for a turn; most clients send a refused request again
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """One request that is being read. `limit` ends the reading."""
+    """One request that is being read. Rescheduling `limit` to now ends the reading."""
 
     limit: asyncio.Timeout
     is_displaced: bool = False
@@ -27,11 +27,11 @@ class _Place:
 
 @dataclass(slots=True)
 class Lane:
-    """Requests of one kind. At most `width` have a turn at once; the smallest one that waits is next.
+    """The queue of requests of one kind. At most `width` have a turn at once; the smallest waiting request is next.
 
-    A turn lasts `turn_s`. A request that is not read by then goes on in one of the places for slow ones, half as many
-    as turns. If these are taken, it keeps its turn until another request wants it, and is then refused. No request
-    is read for longer than `timeout_s`, or waits for longer than `wait_s`.
+    A turn lasts `turn_s`. A request that takes longer moves to one of the places for slow requests; there are half as
+    many places as turns. If all places are taken, the request keeps its turn until another request wants it, and is
+    then refused. No request is read for longer than `timeout_s` or waits for longer than `wait_s`.
     """
 
     niceness: int
@@ -39,12 +39,12 @@ class Lane:
     timeout_s: float = TIMEOUT_S
     turn_s: float = TURN_S
     wait_s: float = MAX_WAIT_S
-    idle: list[Any] = field(default_factory=list)  # readers that wait for a request of this lane
-    _num_free: int = field(init=False)  # turns
+    idle: list[Any] = field(default_factory=list)  # readers without a request
+    _num_free: int = field(init=False)  # free turns
     _waiting: list[tuple[int, int, asyncio.Future[None]]] = field(default_factory=list)  # the smallest request first
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _slow: set[_Place] = field(default_factory=set)
-    _overdue: dict[_Place, None] = field(default_factory=dict)  # still have their turn; the oldest first
+    _overdue: dict[_Place, None] = field(default_factory=dict)  # have kept their turn too long; the oldest first
 
     def __post_init__(self) -> None:
         self._num_free = self.width
@@ -55,9 +55,9 @@ class Lane:
 
     @asynccontextmanager
     async def turn(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait for a turn and hold a place within.
+        """Wait for a turn and hold it, or a place for slow requests, until the context is left.
 
-        Raises QueueFullError if no turn comes in time or another request needs the place, and RequestTooLargeError
+        Raises QueueFullError if no turn comes in time or another request needs the turn, and RequestTooLargeError
         after `timeout_s`.
         """
         await self._wait(num_bytes)
@@ -112,7 +112,7 @@ class Lane:
             self._displace()
 
     def _displace(self) -> None:
-        """Refuse the oldest request that is overdue if another one waits."""
+        """Refuse the oldest overdue request if another request waits."""
         if self._waiting and self._overdue:
             place = next(iter(self._overdue))
             del self._overdue[place]
@@ -134,6 +134,6 @@ class Lane:
         self._num_free += 1
         while self._num_free and self._waiting:
             granted = self._waiting.pop(0)[2]
-            if not granted.done():  # else its client has left in this very moment
+            if not granted.done():  # it is done if the client has just left
                 granted.set_result(None)
                 self._num_free -= 1

@@ -1,4 +1,4 @@
-"""Opens the server's socket, on an address or the path of a Unix socket, and loads the files of HTTPS."""
+"""The socket that the server listens on, at an address or a path, and the options for HTTPS."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 from forkpoint.errors import ConfigError
 from forkpoint.server.config import ServerConfig
 
-BACKLOG = 2048
+BACKLOG = 2048  # connections that the system accepts ahead of the server; uvicorn's default
 
 
 @contextmanager
 def listen(config: ServerConfig) -> Iterator[socket.socket]:
-    """The listening socket; at the end it is closed, and its path is gone.
+    """Open the listening socket. On leaving the context it is closed and its path removed.
 
     Raises ConfigError naming the address or the path, and what is wrong with it.
     """
@@ -29,7 +29,7 @@ def listen(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def url(config: ServerConfig, listener: socket.socket) -> str:
-    """Return the URL at which clients reach the server."""
+    """Return the URL that clients connect to."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]
@@ -73,18 +73,18 @@ def _remove_stale(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"cannot listen on {path}: a file is there that is no socket; give another --uds")
+        raise ConfigError(f"cannot listen on {path}: there is a file that is not a socket; give another --uds")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
             return
-    raise ConfigError(f"cannot listen on {path}: another server does; give another --uds")
+    raise ConfigError(f"cannot listen on {path}: another server listens there; give another --uds")
 
 
 def tls_options(config: ServerConfig) -> dict[str, Any]:
-    """uvicorn's options for HTTPS; none without a certificate.
+    """Return uvicorn's options for HTTPS, or an empty dict without a certificate.
 
     Raises ConfigError for files that cannot be read, do not belong together, or need a password.
     """
@@ -94,11 +94,12 @@ def tls_options(config: ServerConfig) -> dict[str, Any]:
     key = config.ssl_keyfile or config.ssl_certfile
     given = f"ssl_certfile={config.ssl_certfile!r}, ssl_keyfile={key!r}"
     try:
-        context.load_cert_chain(config.ssl_certfile, key, password="")  # else it would be asked for at the terminal
+        # The empty password keeps OpenSSL from asking for one at the terminal.
+        context.load_cert_chain(config.ssl_certfile, key, password="")
         if config.ssl_ca_certs is not None:
             given = f"ssl_ca_certs={config.ssl_ca_certs!r}"
             context.load_verify_locations(config.ssl_ca_certs)
-    except OSError as error:  # ssl's own errors are of this kind too
+    except OSError as error:  # ssl.SSLError is an OSError
         reason = error.strerror if not isinstance(error, ssl.SSLError) else error.reason or str(error)
         raise ConfigError(
             f"{given}: {reason}; give PEM files of a certificate and its key without a password"

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms."""
+"""Log-probabilities in the forms of OpenAI's chat and text completions, and prompts' in vLLM's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ChatLogprobs(ReplyModel):
 
 
 class TextLogprobs(ReplyModel):
-    """Lists with one entry per token; nothing foretells the first token of a prompt."""
+    """Lists with one entry per token. The first token of a prompt has no log-probability, as nothing predicts it."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -35,7 +35,7 @@ class TextLogprobs(ReplyModel):
 
 
 class PromptLogprob(ReplyModel):
-    """vLLM's form of an alternative; `rank` 1 is the most likely token."""
+    """An alternative in vLLM's form. Rank 1 is the most likely token."""
 
     logprob: float
     rank: int
@@ -46,9 +46,9 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
 
 def prompt_logprobs(state: RequestState) -> list[dict[int, dict[str, Any]] | None] | None:
-    """Return log-probabilities by token id for each prompt token; None if they were not requested.
+    """Return the alternatives at each prompt token, by token id; None if the request does not ask for them.
 
-    The first token's entry is None.
+    The entry of the first token is None, as nothing predicts it.
     """
     found = state.all_prompt_logprobs()
     if found is None:
@@ -63,18 +63,24 @@ def _prompt_logprob(one: Logprob) -> dict[str, Any]:
 
 
 def chat_logprobs(entries: Sequence[Mapping[int, Logprob]], num_top: int) -> dict[str, Any]:
-    """`entries` have the chosen token first, as `engine.outputs.logprob_dict` makes them."""
+    """Return the log-probabilities of a chat completion.
+
+    Each entry has the chosen token first, as `engine.outputs.logprob_dict` makes it.
+    """
     content = []
     for entry in entries:
-        top = [_told(one) for one in sorted(entry.values(), key=lambda one: one.rank) if one.rank <= num_top]
-        content.append({**_told(next(iter(entry.values()))), "top_logprobs": top})
+        top = [_top_logprob(one) for one in sorted(entry.values(), key=lambda one: one.rank) if one.rank <= num_top]
+        content.append({**_top_logprob(next(iter(entry.values()))), "top_logprobs": top})
     return {"content": content}
 
 
 def text_logprobs(
     entries: Sequence[tuple[str, Mapping[int, Logprob] | None]], num_top: int, offset: int
 ) -> dict[str, Any]:
-    """`entries` are (text of the token, its alternatives or None); the first token starts at `offset`."""
+    """Return the log-probabilities of a text completion.
+
+    `entries` are (text of the token, its alternatives or None). The first token starts at character `offset`.
+    """
     texts = [text for text, _ in entries]
     return {
         "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
@@ -84,12 +90,12 @@ def text_logprobs(
     }
 
 
-def _told(one: Logprob) -> dict[str, Any]:
+def _top_logprob(one: Logprob) -> dict[str, Any]:
     return {"token": one.decoded_token, "logprob": _finite(one.logprob), "bytes": list(one.token_bytes)}
 
 
 def _top(entry: Mapping[int, Logprob], num_top: int) -> dict[str, float]:
-    """The chosen token and the `num_top` most likely ones, the most likely first."""
+    """Return the chosen token and the `num_top` most likely tokens, the most likely first."""
     found: dict[str, float] = {}
     chosen = next(iter(entry.values()))
     for one in sorted(entry.values(), key=lambda one: one.rank):
@@ -99,4 +105,4 @@ def _top(entry: Mapping[int, Logprob], num_top: int) -> dict[str, float]:
 
 
 def _finite(value: float) -> float:
-    return max(value, -9999.0)  # JSON knows no infinity
+    return max(value, -9999.0)  # JSON has no infinity; OpenAI's API and vLLM send this value

@@ -1,4 +1,4 @@
-"""The metrics under /metrics: vLLM's names and labels behind a prefix, and those of states and checkpoints."""
+"""The metrics under /metrics: vLLM's names and labels after a prefix, and forkpoint's own of states and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ TOKENS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20
 STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LABELS: Final = ("model_name", "engine")
 ENGINE: Final = "0"
-HTTP_LABELS: Final = ("handler", "method", "status")  # as instrumentators of FastAPI have them, without the prefix
+HTTP_LABELS: Final = ("handler", "method", "status")  # the labels of FastAPI's instrumentators
 METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-# Of the figures that `text` is given: (name, text, key), and the label that a mapping's keys are values of.
+# (name of the metric, help, key of the figure that `text` receives). For a figure that is a mapping, a label follows
+# whose values are the mapping's keys.
 GAUGES: Final = (
     ("num_requests_open", "Requests being answered.", "num_requests_open"),
     ("num_requests_running", "Completions in the batch.", "num_running"),
     ("num_requests_waiting", "Completions that wait for room.", "num_waiting"),
-    ("kv_cache_usage_perc", "Share of the arena that requests hold; 1 is full.", "share_held"),
+    ("kv_cache_usage_perc", "Share of the arena that requests hold, from 0 to 1.", "share_held"),
     ("arena_usage_perc", "Share of the arena in use, cached entries included.", "share_used"),
     ("state_slots_usage_perc", "Slots in use, as a share of an arena full of slots.", "share_slots"),
     ("state_slots_running", "Slots that requests read or write.", "num_slots_held"),
@@ -50,7 +51,7 @@ COUNTERS: Final = (
     ("model_tokens", "Tokens that entered the model.", "num_model_tokens"),
     ("spec_decode_num_drafts", "Times that a row of a step had drafts.", "num_drafts"),
     ("spec_decode_num_draft_tokens", "Tokens that were drafted.", "num_draft_tokens"),
-    ("spec_decode_num_accepted_tokens", "Drafts that were what the model said.", "num_accepted_tokens"),
+    ("spec_decode_num_accepted_tokens", "Drafts that were accepted.", "num_accepted_tokens"),
 )
 LABELLED_COUNTERS: Final = (
     ("prefix_lost_tokens", "Reusable prompt tokens that were computed again.", "lost_tokens", "reason"),
@@ -60,7 +61,7 @@ LABELLED_COUNTERS: Final = (
     ("checkpoints_skipped", "Checkpoints for which there was no room.", "checkpoints_skipped", "origin"),
     (
         "spec_decode_num_accepted_tokens_per_pos",
-        "Accepted drafts by their place behind the newest token.",
+        "Accepted drafts by their place after the newest token.",
         "num_accepted_tokens_per_pos",
         "position",
     ),
@@ -68,8 +69,7 @@ LABELLED_COUNTERS: Final = (
 
 
 class Metrics:
-    """One registry, told what happens as an `engine.outputs.Observer`; `text` reads it all, with the engine's
-    own figures."""
+    """Collects all metrics. It is the engine's `engine.outputs.Observer`; `text` adds the engine's own figures."""
 
     def __init__(self, prefix: str, model_name: str) -> None:
         self._prefix = prefix
@@ -79,10 +79,10 @@ class Metrics:
             "http_requests", "Answers, by route, method and status.", HTTP_LABELS, registry=self._registry
         )
         ProcessCollector(registry=self._registry)
-        self._figures: Mapping[str, Any] = {}  # what `text` was given last
+        self._figures: Mapping[str, Any] = {}  # as `text` received them last
         self._config: Mapping[str, Any] = {}
         self._registry.register(self)
-        self.num_prompt_tokens = 0  # since the start, for the log
+        self.num_prompt_tokens = 0  # since the start, for the log of the load
         self.num_output_tokens = 0
         counter, histogram = self._counter, self._histogram
         labels = self._labels
@@ -114,7 +114,7 @@ class Metrics:
             self._step_tokens.observe(num_tokens)
 
     def first_token(self, state: RequestState, elapsed_s: float) -> None:
-        """A completion's first token came `elapsed_s` after its request."""
+        """Count a completion's first token, which came `elapsed_s` after its request."""
         num_prompt_tokens, cache = len(state.prompt.token_ids), state.cache
         self.num_prompt_tokens += num_prompt_tokens
         self.num_output_tokens += 1
@@ -126,14 +126,14 @@ class Metrics:
             self._misses.labels(*self._labels, cache.miss.value).inc()
 
     def next_tokens(self, elapsed_s: Sequence[float]) -> None:
-        """One step brought these times since the token before, one for each completion."""
+        """Count a step's tokens, one for each completion. `elapsed_s`: seconds since that completion's last token."""
         self.num_output_tokens += len(elapsed_s)
         self._output_tokens.inc(len(elapsed_s))
-        for value, count in Counts(elapsed_s).items():  # tokens of completions that are in every step have one time
+        for value, count in Counts(elapsed_s).items():  # completions that are in every step share one value
             self._inter_token.add(value, count)
 
     def finished(self, state: RequestState) -> None:
-        """A request has ended, with all its completions."""
+        """Count a request all of whose completions have ended."""
         self._prompt_length.observe(len(state.prompt.token_ids))
         for completion in state.completions:
             self._output_length.observe(completion.num_tokens)
@@ -157,12 +157,15 @@ class Metrics:
         self._refused.labels(*self._labels, type(error).__name__).inc()
 
     def http_answer(self, handler: str, method: str, status: int) -> None:
-        """An answer of the route declared as `handler`. `status` 0: the client left before there was one."""
+        """Count an answer of the route declared as `handler`. Status 0: the client left before an answer began."""
         self._http.labels(handler, method if method in METHODS else "other", str(status or CLIENT_LEFT)).inc()
 
     def text(self, own: Mapping[str, int], stats: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
-        """The exposition. `own` are the API process's figures (`num_requests_open`, `log_lines_lost`), `stats` the
-        engine's counters and gauges (empty: not known), `config` its options and sizes."""
+        """Return all metrics in Prometheus' text format.
+
+        `own`: figures of the API process (`num_requests_open`, `log_lines_lost`). `stats`: counters and gauges of the
+        engine, empty while it is not ready. `config`: options and sizes of the engine.
+        """
         self._figures, self._config = {**own, **_with_shares(stats)}, config
         return generate_latest(self._registry)
 
@@ -175,7 +178,7 @@ class Metrics:
         )
 
     def collect(self) -> Iterable[Metric]:
-        """What `text` was given, as gauges and counters; called by the registry."""
+        """Yield the figures that `text` received, as gauges and counters. Called by the registry."""
         labels, figures = self._labels, self._figures
         if self._config:
             names = (*LABELS, *self._config)
@@ -197,7 +200,7 @@ class Metrics:
 
 
 class CountedHistogram:
-    """A histogram that takes in equal values at once; prometheus_client's takes each value on its own."""
+    """A histogram that can observe the same value several times at once, unlike prometheus_client's."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]) -> None:
         self._name, self._text, self._labels = name, text, labels
@@ -218,7 +221,7 @@ class CountedHistogram:
 
 
 def _with_shares(stats: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The engine's stats, and of its arena the shares that are in use."""
+    """Return the engine's stats with the shares of its arena that are in use."""
     if not stats:
         return stats
     pages = max(1, stats["num_pages"] - 1)

@@ -1,4 +1,4 @@
-"""What every request passes first: its host, its id, its key, its size."""
+"""Checks that every request passes first: its host, its origin, its API key, its size. It also gets its id here."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from forkpoint.server.page import FOLDER as PAGE_FOLDER
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json", "/docs", "/favicon.ico"})
 # An IPv6 address in brackets or alone, or a name or IPv4 address; then perhaps a port.
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.%]+)\]|(?P<name>[^:\[\]@/?#\s]+))(?::\d*)?")
-SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # requests with these change nothing
 REQUEST_ID = b"x-request-id"
-MAX_REQUEST_ID_LENGTH = 128
-KEY: Final[ContextVar[bytes]] = ContextVar("key")  # that the request under way has shown; empty without
+MAX_REQUEST_ID_LENGTH = 128  # characters; longer ids are cut
+KEY: Final[ContextVar[bytes]] = ContextVar("key")  # the API key of the current request; empty if it needs none
 
 
 class Gate:
-    """Answers 403 to foreign hosts and pages, 401 without a known key and 413 for a body that is said to be too large.
+    """Answers 403 to foreign hosts and pages, 401 without a known key, and 413 if Content-Length is too large.
 
-    Returns X-Request-Id with every answer, and counts the answers.
+    Adds X-Request-Id to every answer, and counts the answers.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
@@ -67,10 +67,10 @@ class Gate:
             await self._app(scope, receive, send_with_id)
         except HTTPError as error:
             if not status:
-                told = JSONResponse(error.body_for(scope["path"]), error.status, error.headers)
-                await told(scope, receive, send_with_id)
+                refusal = JSONResponse(error.body_for(scope["path"]), error.status, error.headers)
+                await refusal(scope, receive, send_with_id)
         finally:
-            # The path of the route that answered, as it was declared; all that reached none are one.
+            # The declared path of the route, not the requested one: clients could create labels without end.
             route = getattr(scope.get("route"), "path", "none")
             self._metrics.http_answer(route, scope["method"], status)
             if self._config.access_log:
@@ -79,10 +79,12 @@ class Gate:
                 LOGGER.info("%s %s %s in %.3f s [%s]", scope["method"], scope["path"], status, elapsed, name)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        if sum(name == b"host" for name, _ in scope["headers"]) > 1:  # a proxy may go by the other one
+        if sum(name == b"host" for name, _ in scope["headers"]) > 1:  # a proxy may read another one than this server
             raise HTTPError(400, "the request has several Host headers; send one")
         self._hosts.check(headers.get(b"host"))
-        path = scope["path"].removeprefix(self._config.root_path) or "/"  # the proxy may have taken it off
+        path = (
+            scope["path"].removeprefix(self._config.root_path) or "/"
+        )  # some proxies remove the root path, some do not
         is_open = path in OPEN_PATHS or path.startswith(PAGE_FOLDER) or scope["method"] == "OPTIONS"
         KEY.set(self._known_key(headers) if self._keys and not is_open else b"")
         if not self._keys and scope["method"] not in SAFE_METHODS and not is_json(headers.get(b"content-type", b"")):
@@ -96,7 +98,7 @@ class Gate:
         if not any(hmac.compare_digest(given, key) for key in self._keys):
             raise HTTPError(
                 401,
-                "this server asks for an API key; send the header 'Authorization: Bearer KEY' with a valid one, "
+                "this server needs an API key; send the header 'Authorization: Bearer KEY' with a valid key, "
                 "or 'x-api-key: KEY'",
                 "authentication_error",
                 code="invalid_api_key",
@@ -105,14 +107,17 @@ class Gate:
 
 
 def given_key(headers: Mapping[bytes, bytes]) -> bytes:
-    """The API key of a request, as OpenAI's clients send it or as Anthropic's do; empty without one."""
+    """Return the API key of a request, in the header of OpenAI's clients or of Anthropic's; empty without a key."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 class Hosts:
-    """The hosts that requests may be for. A page on the web can give its own name this machine's address (DNS
-    rebinding) and so talk to a server that asks for no key; only the Host header then tells who it thinks it is."""
+    """The hosts that requests may name.
+
+    A web page can make its own name resolve to this machine's address (DNS rebinding) and so reach a server that needs
+    no key. Only the Host header then shows that the request came for another host.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         self._names = {config.host.lower(), *map(str.lower, config.allowed_hosts)}
@@ -121,32 +126,32 @@ class Hosts:
         self._any = not is_guarded or "*" in self._names
 
     def check(self, given: bytes | None) -> None:
-        """Raises HTTPError for a Host header with another name; browsers always send one."""
+        """Raise HTTPError for a Host header that names another host. Browsers always send the header."""
         if self._any or given is None:
             return
         name = _without_port(given.decode("latin-1").lower())
         if name not in self._names and not is_loopback(name):
             raise HTTPError(
                 403,
-                f"this server does not answer for the host {name[:MAX_REQUEST_ID_LENGTH]!r}; name it with "
-                "--allowed-hosts if it should",
+                f"this server does not answer for the host {name[:MAX_REQUEST_ID_LENGTH]!r}; if it should, name it "
+                "with --allowed-hosts",
                 "permission_error",
                 code="host_not_allowed",
             )
 
 
 class Origins:
-    """The origins whose pages may send requests that change something, besides those that CORS allows.
+    """The origins whose pages may send requests that change something without a preflight.
 
-    Browsers let any page send a POST without a JSON body to any server; only its Origin header then says where it
-    comes from. They ask the server first (CORS) about all other requests that could change something.
+    Browsers let any page send a POST with a body that is not JSON to any server. Only its Origin header then says
+    where it comes from. For all other requests that could change something they ask the server first (CORS).
     """
 
     def __init__(self, config: ServerConfig) -> None:
         self._allowed = frozenset(origin.encode() for origin in config.allowed_origins)
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raises HTTPError for a page of another site. Clients that are no browsers send no Origin."""
+        """Raise HTTPError for a page of another site. Clients other than browsers send no Origin."""
         given = headers.get(b"origin")
         if given is None or given in self._allowed or b"*" in self._allowed:
             return
@@ -154,15 +159,15 @@ class Origins:
             return  # a page of this server
         raise HTTPError(
             403,
-            f"pages of {given.decode('latin-1')[:MAX_REQUEST_ID_LENGTH]!r} may not do this; name the origin with "
-            "--allowed-origins if they should",
+            f"pages of {given.decode('latin-1')[:MAX_REQUEST_ID_LENGTH]!r} may not do this; if they should, name the "
+            "origin with --allowed-origins",
             "permission_error",
             code="origin_not_allowed",
         )
 
 
 def _without_port(host: str) -> str:
-    """Return the name or address in a Host header; a header in another form is returned as it is."""
+    """Return the name or address in a Host header. A header of another form is returned unchanged."""
     found = HOST.fullmatch(host)
     if found is None:
         return host
@@ -170,7 +175,7 @@ def _without_port(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine alone."""
+    """Return whether only this machine can be meant by a name or an address."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -180,5 +185,5 @@ def is_loopback(host: str) -> bool:
 
 
 def own_salt(given: str) -> str:
-    """`given` under the key that the request has shown: never the same as under another key, whatever is given."""
+    """Return the cache salt `given`, bound to the request's API key. Two keys never share a salt."""
     return hmac.new(KEY.get(), b"cache salt\0" + given.encode(), hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""How families write tool calls, and which of the notations a model uses."""
+"""The notations in which model families write tool calls, and the choice of a model's notation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forkpoint.server.calls.tagged_calls import CALL, CALL_END, FUNCTION_END, re
 
 
 def read_mistral(site: Site) -> CallReader:
-    """Read an object in a list, or a name and the arguments."""
+    """Read a call of Mistral's: an object in a list, or a name and arguments."""
     if site.source.text.startswith("{", site.source.at):
         return (yield from read_object(site))
     return (yield from read_name_and_arguments(site))
@@ -63,5 +63,5 @@ NOTATIONS: Final[Mapping[NotationName, Notation]] = {
 
 
 def find_notation(parser: str, tokenizer: Tokenizer | None, template: str) -> Notation:
-    """Return the notation of `--tool-call-parser`; for `auto`, the one that the template or the vocabulary shows."""
+    """Return the notation of a `--tool-call-parser`. For `auto`, the template or the vocabulary decides."""
     return NOTATIONS[notation_name(parser, tokenizer, template)]

@@ -1,4 +1,4 @@
-"""Log lines about what requests send and the server does not use."""
+"""Log lines about parts of requests that the server ignores or leaves out."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Final, TypeAlias
 
 from forkpoint.obs.logs import LOGGER
 
-Note: TypeAlias = Callable[[str], None]  # takes the text of a notice
+Note: TypeAlias = Callable[[str], None]  # called with the text of a notice
 
-MAX_NOTICES: Final = 256  # different texts; clients choose some of the words, so their number has to be bounded
-HASH_BYTES: Final = 8
+MAX_NOTICES: Final = 256  # different texts in the log; bounded, because clients choose some of the words
+HASH_BYTES: Final = 8  # a collision, which would hide a notice, is then practically impossible
 
 
 class Notices:
     """Logs each text once, whichever process it comes from.
 
-    Readers are forks that come and go, so the hashes of logged texts are in memory that all forks share. Two readers
-    that log at the same moment can overwrite each other's hash; the lost text is then logged once more.
+    Readers are short-lived forks, so the hashes of logged texts are kept in memory that all forks share. Two readers
+    that log at the same moment can overwrite each other's hash. The text whose hash is lost may be logged once more.
     """
 
     def __init__(self) -> None:
-        """Create the table. The processes that share it have to be forked later."""
+        """Create the table of hashes. The processes that share it have to be forked later."""
         self._hashes = mmap.mmap(-1, MAX_NOTICES * HASH_BYTES)
 
     def add(self, text: str) -> None:
@@ -48,4 +48,4 @@ class Notices:
 
 
 def ignore(text: str) -> None:
-    """Take a notice and log nothing, for messages that have been read before."""
+    """Take a notice without logging it. For messages whose notices have been logged already."""

@@ -1,4 +1,4 @@
-"""Serves the chat page. A browser gets a file again only after the file changed."""
+"""Serves the chat page. Browsers fetch a file again only after it has changed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ FOLDER: Final = "/static/"
 
 
 class PageFiles(StaticFiles):
+    """The files of the chat page, with headers for caching and security."""
+
     def file_response(self, *args: Any, **options: Any) -> Response:
-        """Add headers to a file. The page itself states the rest of its content security policy."""
+        """Return the response for a file. The rest of the content security policy is in the page itself."""
         response = super().file_response(*args, **options)
-        response.headers["Cache-Control"] = "no-cache"  # the browser keeps it and asks with If-None-Match
+        response.headers["Cache-Control"] = "no-cache"  # keep the file, and ask with If-None-Match before using it
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Content-Security-Policy"] = "frame-ancestors 'none'"
         return response
 
 
 def add_page(app: FastAPI) -> None:
-    mimetypes.add_type("text/javascript", ".js")  # some systems map it to an older type
+    mimetypes.add_type("text/javascript", ".js")  # some systems map .js to a type that browsers refuse
     files = PageFiles(packages=[("forkpoint.server", "static")])
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)

@@ -1,4 +1,4 @@
-"""What a router asks before it chooses a replica: the blocks that a request's prompt begins with."""
+"""Answers a router's question before it chooses a replica: which blocks does a request's prompt begin with?"""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PromptReader: TypeAlias = Prepare[PreparedRequest | Wanted]
 
 
 def read_prefix(prepare: PromptReader, salted: bool, texts: Texts, data: bytes) -> dict[str, list[int]]:
-    """Hashes of the blocks of a prompt that the request could take from a cache, as events name them; of a request
-    with several prompts those of the first. None where nothing is published of what it could take.
+    """Return the hashes, as in cache events, of the prompt's blocks that the request could reuse from a cache.
 
-    Runs in a reader's process.
+    For several prompts these are the first prompt's. The list is empty if no event publishes blocks that the request
+    could reuse. Runs in a reader's process.
     """
     prepared = prepare(texts, data)
-    # A request that wants stored responses goes to the replica that has stored them.
+    # Only the replica that stored a response can go on from it, so hashes would not help.
     if isinstance(prepared, Wanted) or salted or prepared.params.cache_salt:
         return {"block_hashes": []}
     prompt = prepared.prompts[0]

@@ -1,4 +1,4 @@
-"""What bodies of requests and answers share, with OpenAI's names. The OpenAPI document is made of these types."""
+"""Base types of request bodies and answers, with OpenAI's names. The OpenAPI document is generated from them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 from forkpoint.params import MAX_INT32
 from forkpoint.server.errors import HTTPError
 
-MAX_SHOWN: Final = 64  # characters of an unknown name, in the log
-MAX_UNUSED: Final = 16  # unknown fields of one request that the log may name
+MAX_SHOWN: Final = 64  # characters of an unknown name that the log shows
+MAX_UNUSED: Final = 16  # unknown fields of one request that are kept, so that the log can name them
 RULES_TEXT: Final = files("forkpoint.server").joinpath("fields.yaml").read_text("utf-8")
 RULES: Final[Mapping[str, Any]] = MappingProxyType(
-    yaml.load(RULES_TEXT, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # ten times as fast in C
+    yaml.load(RULES_TEXT, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the loader in C is ten times as fast
 )
 
 
 class Body(BaseModel):
-    """A part of a request. Members that are not known are left alone: templates may read them."""
+    """A part of a request. Unknown members are kept, since chat templates may read them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Counts a mapping before its entries are looked at, each of which could be an error of its own."""
+    """Return a validator for the number of a mapping's entries. It runs first, as each entry may cause an error."""
 
     def check(given: object) -> object:
         if isinstance(given, Mapping) and len(given) > most:
@@ -40,23 +40,23 @@ def at_most(most: int) -> BeforeValidator:
 
 
 class FirstError(FailFast):
-    """pydantic's own cannot be hashed, as the members of a union are."""
+    """pydantic's FailFast, made hashable: pydantic hashes the members of a union."""
 
     def __hash__(self) -> int:
         return hash(self.fail_fast)
 
 
 T = TypeVar("T")
-Many = Annotated[list[T], FirstError()]  # a list that may be long: its first wrong element is error enough
+Many = Annotated[list[T], FirstError()]  # a list that may be long; checking stops at its first wrong element
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_INT32)]
 
 
 class RequestBody(Body):
-    """The body of a request, with the rules of fields.yaml's sections `apis`.
+    """The body of a request. The sections `apis` of fields.yaml say how fields without a meaning here are treated.
 
-    A field that is null asks for nothing. A field without a meaning here is ignored, which `unused_fields` reports. A
-    field is refused where the answer would be wrong without it.
+    A null field counts as missing. A field that this server does not know is ignored, and `unused_fields` reports it.
+    A field is refused if the answer would be wrong without it.
     """
 
     no_effect: ClassVar[frozenset[str]]
@@ -73,7 +73,7 @@ class RequestBody(Body):
     @model_validator(mode="before")
     @classmethod
     def _drop_unused(cls, given: object) -> object:
-        """Leave out nulls, and unknown fields beyond those that the log names: pydantic's time grows quadratically."""
+        """Leave out nulls, and unknown fields beyond `MAX_UNUSED`: pydantic's time grows with their number squared."""
         if not isinstance(given, dict):
             return given
         fields = {name: value for name, value in given.items() if value is not None}
@@ -92,7 +92,7 @@ class RequestBody(Body):
         return self
 
     def unused_fields(self) -> list[str]:
-        """Return a sentence for each field that is ignored, for the log."""
+        """Return a sentence for the log about each ignored field."""
         known = self.no_effect | self.refused.keys()
         return [self._unused(name) for name in self.model_extra or {} if name not in known]
 
@@ -107,7 +107,7 @@ class RequestBody(Body):
 
     @classmethod
     def document(cls, schema: dict[str, Any]) -> None:
-        """Name in the OpenAPI document what is accepted without effect."""
+        """List in the OpenAPI document the fields that are accepted without effect."""
         for name in sorted(cls.no_effect - set(cls.model_fields)):
             schema["properties"][name] = {"description": "accepted; changes nothing in the answer's text"}
         for name, do in sorted(cls.ignored.items()):
@@ -117,7 +117,7 @@ class RequestBody(Body):
 
 
 class ReplyModel(BaseModel):
-    """An answer."""
+    """A part of an answer."""
 
 
 class PromptTokensDetails(ReplyModel):
@@ -133,8 +133,8 @@ class CompletionUsage(ReplyModel):
 
 
 class CacheInfo(ReplyModel):
-    """What the prefix cache did for a prompt: `num_tokens` were reused, keys and values alone reached
-    `kv_num_tokens`, and `miss` says why not all of the reusable prompt was reused."""
+    """What the prefix cache did for a prompt: `num_tokens` tokens were reused. Keys and values alone were cached for
+    `kv_num_tokens`. `miss` says why not all of the reusable prompt was reused."""
 
     num_tokens: int
     kv_num_tokens: int
@@ -142,8 +142,7 @@ class CacheInfo(ReplyModel):
 
 
 class SpeculationInfo(ReplyModel):
-    """Under --speculative-config: tokens that were drafted for an answer, and how many of them were what the model
-    said."""
+    """With --speculative-config: the number of draft tokens of an answer, and how many of them were accepted."""
 
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -179,6 +178,6 @@ class VersionReply(ReplyModel):
 
 
 class DoneReply(ReplyModel):
-    """What cannot be done is answered with an error, so `done` is always true."""
+    """The answer to an operation without a result. `done` is always true, as a failure is answered with an error."""
 
     done: bool

@@ -1,7 +1,7 @@
-"""Processes that read requests: one loads what reading takes, and forks a reader whenever one is wanted.
+"""The processes that read requests: a loader, which loads the tokenizer and the templates, and readers, its forks.
 
-The loader is forked from the API process before that has threads, and never sees a request. A reader is a fork of it:
-there within milliseconds, everything loaded, its memory shared, and free to be killed in the middle of its work.
+The loader is forked from the API process before that process has threads. It never sees a request. A reader starts
+within milliseconds with everything loaded, shares the loader's memory, and may be killed in the middle of its work.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from forkpoint.server.errors import HTTPError, to_http
 from forkpoint.server.texts import Facts, Prepare, Texts
 from forkpoint.worker.child import HANDLED_SIGNALS, signals_blocked
 
-HEAD: Final = struct.Struct("!QQ")  # bytes of the pickled function, bytes of the data
-LENGTH: Final = struct.Struct("!Q")  # bytes of the pickled answer
-MAX_GROWTH_BYTES: Final = 4 * 2**30  # of a reader's own memory, beyond which its request fails
-MAX_STACK_BYTES: Final = 4 * 2**20  # half of what the engine's threads have: what passes here does not overflow there
-FIRST_TO_GO: Final = "1000"  # for the system that runs out of memory: a reader, rather than the engine
+HEAD: Final = struct.Struct("!QQ")  # number of bytes of the pickled function, and of the data
+LENGTH: Final = struct.Struct("!Q")  # number of bytes of the pickled answer
+MAX_GROWTH_BYTES: Final = 4 * 2**30  # memory that a reader may allocate; its request fails beyond it
+# Half of the engine threads' stack: a grammar that does not overflow a reader's stack does not overflow theirs.
+MAX_STACK_BYTES: Final = 4 * 2**20
+FIRST_TO_GO: Final = "1000"  # oom_score_adj: a system short of memory kills a reader rather than the engine
 
 
 @dataclass(frozen=True, slots=True)
 class StartReader:
-    """The socket of the reader follows."""
+    """Ask the loader to fork a reader. The handle of the reader's socket follows this message."""
 
     number: int
     niceness: int
@@ -43,20 +44,24 @@ class StartReader:
 
 @dataclass(frozen=True, slots=True)
 class EndReader:
+    """Ask the loader to kill a reader."""
+
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """Sent in place of a result."""
+
     error: Exception
 
 
 def fork_loader(texts: Texts, channel: Connection, others: Connection) -> int:
     """Start the loader and return its process id. `others` is the API process's end of the channel."""
-    with signals_blocked():  # they are for the API process, from this one's first moment on
+    with signals_blocked():  # the loader must not act on a signal before it ignores them; only the API process does
         pid = os.fork()
         if not pid:
-            signal.set_wakeup_fd(-1)  # of an event loop that stays behind
+            signal.set_wakeup_fd(-1)  # it belongs to the API process's event loop
             for number in HANDLED_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
     if pid:
@@ -67,23 +72,23 @@ def fork_loader(texts: Texts, channel: Connection, others: Connection) -> int:
     except BaseException:
         LOGGER.exception("the process that starts readers stops")
     finally:
-        os._exit(0)  # the API process sees its end closed, and asks for no exit code
+        os._exit(0)  # the API process notices the closed channel and ignores the exit code
 
 
 def _load_and_fork(texts: Texts, channel: Connection) -> None:
     readers: dict[int, int] = {}
     try:
-        told = _load(texts)
-        channel.send(told)
-        while not isinstance(told, Failed):
+        loaded = _load(texts)
+        channel.send(loaded)
+        while not isinstance(loaded, Failed):
             match channel.recv():
                 case Facts() as facts:
                     texts.begin(facts)
                     gc.collect()
-                    gc.freeze()  # else each reader's first collection would copy all shared memory
+                    gc.freeze()  # without it each reader's first collection would copy all shared memory
                 case StartReader(number, niceness):
                     handle = reduction.recv_handle(channel)
-                    with contextlib.suppress(OSError):  # too many processes: the API process sees its end closed
+                    with contextlib.suppress(OSError):  # too many processes; the API process sees its socket closed
                         readers[number] = _fork_reader(texts, channel, handle, niceness)
                     os.close(handle)
                 case EndReader(number):
@@ -98,13 +103,13 @@ def _load(texts: Texts) -> object:
         return texts.load()
     except (ForkpointError, OSError) as error:
         return Failed(error)
-    except Exception as error:  # of a kind that may not survive the way
+    except Exception as error:  # it may not be picklable
         return Failed(EngineStoppedError(f"unexpected {type(error).__name__}: {error}"))
 
 
 def _end(pid: int | None) -> None:
     if pid is not None:
-        os.kill(pid, signal.SIGKILL)  # it may have ended, but is not reaped before the next line
+        os.kill(pid, signal.SIGKILL)  # safe even if the reader has ended, as only the next line reaps it
         os.waitpid(pid, 0)
 
 
@@ -118,7 +123,7 @@ def _fork_reader(texts: Texts, channel: Connection, handle: int, niceness: int) 
         _bound_memory()
         with socket.socket(fileno=handle) as own:
             _read_requests(texts, own)
-    finally:  # also where the API process has gone in the middle of an answer
+    finally:  # reached too if the API process ends in the middle of an answer
         os._exit(0)
 
 
@@ -143,11 +148,11 @@ def _read_requests(texts: Texts, own: socket.socket) -> None:
 
 
 def _answer(prepare: Prepare[object], texts: Texts, data: bytes) -> bytes:
-    """What `prepare` returns, or an error that can be answered for whatever it raises."""
+    """Return the pickled result of `prepare`, or a pickled `Failed` with the error to answer with."""
     try:
         return pickle.dumps(prepare(texts, data), pickle.HIGHEST_PROTOCOL)
     except RecursionError:
-        error = HTTPError(400, "something in the body is nested too deeply to be read")
+        error = HTTPError(400, "a value in the body is nested too deeply to be read; give it flatter")
     except MemoryError:
         error = HTTPError(400, "the request takes too much memory to read; send less")
     except Exception as raised:

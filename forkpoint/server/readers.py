@@ -1,9 +1,9 @@
-"""Readers: requests are parsed, checked, rendered and tokenised in processes of their own.
+"""Readers: processes that parse, check, render and tokenise requests.
 
-`Readers.run(prepare, data)` has one of them call `prepare(texts, data)`, which is pickled by its name. It returns
-what `prepare` returns, or raises the error to answer with. When the caller is cancelled or a time limit passes, the
-reader is killed in the middle of its work; another one is forked within milliseconds. Requests are read in lanes by
-their size, each with readers of its own, so small requests never wait for large ones.
+`Readers.run(prepare, data)` makes a reader call `prepare(texts, data)`. The function is pickled by its name. `run`
+returns its result or raises the error to answer with. If the caller is cancelled or a time limit passes, the reader is
+killed in the middle of its work, and another one is forked within milliseconds. Requests are sorted into lanes by
+size. Each lane has readers of its own, so small requests never wait for large ones.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from forkpoint.server.lanes import Lane
 from forkpoint.server.reader_process import HEAD, LENGTH, EndReader, Failed, StartReader, fork_loader
 from forkpoint.server.texts import Facts, Prepare, Texts
 
-SMALL_BYTES: Final = 64 * 2**10  # requests of at most this size have the lane with the highest priority
-RETIRE_BYTES: Final = 2**20  # larger requests may leave their reader with much memory: it is not used again
-NICENESS: Final = 10  # of readers of all but small requests: they must not slow the engine's steps
-SMALL_NICENESS: Final = 5
-BUFFER_BYTES: Final = 2**20
+SMALL_BYTES: Final = 64 * 2**10  # requests of at most this size use the lane with the highest priority
+RETIRE_BYTES: Final = 2**20  # a reader is not used again after a request this large, which may leave it much memory
+NICENESS: Final = 10  # readers of medium and large requests must not slow the engine's steps
+SMALL_NICENESS: Final = 5  # small requests take little time, so they may go before the others
+BUFFER_BYTES: Final = 2**20  # asyncio's read buffer; the default of 64 KiB would slow large answers
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Reader:
+    """A reader process, as the API process sees it."""
+
     number: int
     inbox: asyncio.StreamReader
     outbox: asyncio.StreamWriter
@@ -51,7 +53,7 @@ class _Reader:
 
 
 class Readers:
-    """The API process's side. All methods but `fork` belong to one event loop."""
+    """The API process's side of the readers. All methods but `fork` belong to one event loop."""
 
     def __init__(self, channel: Connection, pid: int) -> None:
         self._channel = channel
@@ -62,40 +64,40 @@ class Readers:
             Lane(niceness, width) for niceness in (SMALL_NICENESS, NICENESS, NICENESS)
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._told: asyncio.Future[Any] | None = None
+        self._loaded: asyncio.Future[Any] | None = None
         self._is_loading = True
         self._lost = asyncio.Event()
         self._closed = False
-        self.num_open = 0  # requests that come in, wait to be read, or are being read
+        self.num_open = 0  # requests whose body is being received, waits for a reader, or is being read
 
     @classmethod
     def fork(cls, texts: Texts) -> Readers:
-        """Start the process that loads. To be called before this process has threads."""
+        """Fork the loader. Call this before the process has threads."""
         ours, theirs = Pipe()
         pid = fork_loader(texts, theirs, ours)
         theirs.close()
         return cls(ours, pid)
 
     async def loaded(self) -> Any:
-        """Wait for what `Texts.load` returns; raises what it raised. Once."""
+        """Return the result of `Texts.load` once the loader has it, or raise its error. Call this once."""
         self._loop = asyncio.get_running_loop()
-        self._told = self._loop.create_future()
+        self._loaded = self._loop.create_future()
         self._loop.add_reader(self._channel.fileno(), self._receive)
-        os.set_blocking(self._channel.fileno(), True)  # uvloop has changed that; messages come and go as a whole
-        return await self._told
+        os.set_blocking(self._channel.fileno(), True)  # uvloop made it non-blocking; messages are sent as a whole
+        return await self._loaded
 
     def begin(self, facts: Facts) -> None:
-        """Tell the readers what they wait for. From now on requests are read."""
+        """Send the engine's sizes to the loader. Requests can be read from now on."""
         self._channel.send(facts)
 
     async def lost(self) -> ForkpointError:
-        """Wait until readers can no longer be started; why."""
+        """Wait until readers can no longer be started, and return the reason."""
         await self._lost.wait()
         return EngineStoppedError("the process that starts readers has ended; was it killed?")
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """A request counts as open within, from its first byte on."""
+        """Count a request as open until the context is left."""
         self.num_open += 1
         try:
             yield
@@ -103,9 +105,9 @@ class Readers:
             self.num_open -= 1
 
     async def run(self, prepare: Prepare[T], data: bytes, lane: Lane | None = None) -> T:
-        """Return what `prepare` makes of `data`, by default in the lane for its size.
+        """Run `prepare` on `data` in a reader and return the result. The default lane is the one for the data's size.
 
-        Raises what `prepare` and `Lane.turn` raise, and RequestFailedError if the process dies of the request.
+        Raises the errors of `prepare` and `Lane.turn`, and RequestFailedError if the reader dies of the request.
         """
         lane = lane or self._lane(len(data))
         async with lane.turn(len(data)):
@@ -115,12 +117,12 @@ class Readers:
         return answer  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End all readers, whatever they do; harmless a second time."""
+        """Kill all readers and the loader, even in the middle of their work. Does nothing when called again."""
         if self._closed:
             return
         self._closed = True
         if self._is_loading:
-            os.kill(self._pid, signal.SIGKILL)  # it has no readers, and would not listen yet
+            os.kill(self._pid, signal.SIGKILL)  # it has no readers yet, and does not look at the channel while loading
         self._unwatch()
         self._channel.close()
         os.waitpid(self._pid, 0)
@@ -131,7 +133,7 @@ class Readers:
         return self._medium if num_bytes < RETIRE_BYTES else self._large
 
     async def _run(self, lane: Lane, function: bytes, data: bytes) -> Any:
-        while lane.idle and lane.idle[-1].inbox.at_eof():  # the system has ended it while it had nothing to do
+        while lane.idle and lane.idle[-1].inbox.at_eof():  # the system killed the reader while it was idle
             self._end(lane.idle.pop())
         reader = lane.idle.pop() if lane.idle else await self._start(lane)
         keep = False
@@ -142,7 +144,7 @@ class Readers:
         except (asyncio.IncompleteReadError, OSError):
             self._check_open()
             raise RequestFailedError(
-                "the process that read the request has died; the system may have run out of memory: send less"
+                "the process that read the request has died, perhaps because the system ran out of memory; send less"
             ) from None
         finally:
             if keep:
@@ -161,7 +163,7 @@ class Readers:
             inbox, outbox = await asyncio.open_unix_connection(sock=ours, limit=BUFFER_BYTES)
         except BaseException:
             ours.close()
-            self._tell_end(number)
+            self._send_end(number)
             raise
         return _Reader(number, inbox, outbox)
 
@@ -171,30 +173,30 @@ class Readers:
 
     def _end(self, reader: _Reader) -> None:
         reader.outbox.transport.abort()
-        self._tell_end(reader.number)
+        self._send_end(reader.number)
 
-    def _tell_end(self, number: int) -> None:
+    def _send_end(self, number: int) -> None:
         if not self._closed:
-            with contextlib.suppress(OSError):  # the loader has gone, and its readers end with it
+            with contextlib.suppress(OSError):  # the loader has ended, and its readers with it
                 self._channel.send(EndReader(number))
 
     def _receive(self) -> None:
-        assert self._told is not None
+        assert self._loaded is not None
         try:
-            told = self._channel.recv()
+            loaded = self._channel.recv()
         except (EOFError, OSError):
             self._unwatch()
             self._lost.set()
-            if not self._told.done():
-                self._told.set_exception(EngineStoppedError("the process that loads the tokenizer has been killed"))
+            if not self._loaded.done():
+                self._loaded.set_exception(EngineStoppedError("the process that loads the tokenizer has been killed"))
             return
         self._is_loading = False
-        if self._told.done():
-            return  # cancelled
-        if isinstance(told, Failed):
-            self._told.set_exception(told.error)
+        if self._loaded.done():
+            return  # nobody waits any more
+        if isinstance(loaded, Failed):
+            self._loaded.set_exception(loaded.error)
         else:
-            self._told.set_result(told)
+            self._loaded.set_result(loaded)
 
     def _unwatch(self) -> None:
         if self._loop is not None and not self._loop.is_closed():

@@ -1,4 +1,4 @@
-"""The life of the server: listen, load, serve, drain, end."""
+"""The life cycle of the server: listen, load, serve, drain, end."""
 
 from __future__ import annotations
 
@@ -32,28 +32,31 @@ from forkpoint.server.readers import Readers
 from forkpoint.server.service import Service
 from forkpoint.server.texts import Facts, Texts
 
-OK, FAILED = 0, 1
-LAST_ANSWERS_S = 2.0  # for open requests to be told, and probes to see 503, after the engine has died
+OK, FAILED = 0, 1  # exit codes
+LAST_ANSWERS_S = 2.0  # after the engine has died: time for errors to reach open requests, and for probes to see 503
 
 
 def serve(engine: EngineConfig, config: ServerConfig) -> int:
-    """Serve until Ctrl-C or SIGTERM and return the exit code: 0, or 1 when the engine died.
+    """Serve until Ctrl-C or SIGTERM, and return the exit code: 0, or 1 if the engine died.
 
-    Raises ConfigError for an address that cannot be listened on and for wrong files of HTTPS or of a chat template,
-    and what loading the model raises.
+    Raises ConfigError if the server cannot listen at the address, or if a file for HTTPS or the chat template is wrong.
+    Also raises the errors of loading the model.
     """
     tls_options(config)
     read_template(engine.chat_template)
     set_up_logging(engine.log_level)
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
+    # prometheus_client would add to each metric a series with its time of creation, which nobody reads.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     with opened(engine, config) as server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(server.run())
 
 
 @contextlib.contextmanager
 def opened(engine: EngineConfig, config: ServerConfig) -> Iterator[ApiServer]:
-    """A server that listens, and whose readers load; to be opened before this process has threads. Raises ConfigError
-    for an address that cannot be listened on."""
+    """Open a server that listens, and whose readers begin to load. Call this before the process has threads.
+
+    Raises ConfigError if the server cannot listen at the address.
+    """
     config = replace(config, served_model_name=config.served_model_name or (engine.model,))
     events = engine.kv_events_config
     if events.host is None and config.uds is None:
@@ -63,7 +66,7 @@ def opened(engine: EngineConfig, config: ServerConfig) -> Iterator[ApiServer]:
 
 
 class ApiServer:
-    """One engine behind one listening socket. Call `run` once; `ready` is set when requests are answered."""
+    """One engine and the HTTP server in front of it. Call `run` once. `ready` is set when requests can be answered."""
 
     def __init__(self, engine: EngineConfig, config: ServerConfig, listener: socket.socket, readers: Readers) -> None:
         self._config = config
@@ -84,7 +87,8 @@ class ApiServer:
         serving = asyncio.create_task(http.serve([self._listener]))
         living = asyncio.create_task(self._live())
         logging = asyncio.create_task(self._log_load())
-        documenting = asyncio.create_task(asyncio.to_thread(http.app.openapi))  # kept; it takes a second of somebody's
+        # FastAPI keeps the OpenAPI document. Generating it takes a second, which no client has to wait for this way.
+        documenting = asyncio.create_task(asyncio.to_thread(http.app.openapi))
         self._handle_signals(living)
         try:
             await asyncio.wait((living, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +105,7 @@ class ApiServer:
         return exit_code
 
     async def _live(self) -> ForkpointError:
-        """Load the model, then serve it until one of the other processes is gone; why. Cancelled by signals."""
+        """Load the model, serve it until another process has ended, and return the reason. Signals cancel this."""
         await self._engine.start(self._writer())
         inputs = self._engine.inputs
         self._readers.begin(Facts(inputs.vocab_size, inputs.max_model_len, inputs.eos_token_ids))
@@ -116,9 +120,12 @@ class ApiServer:
                 end.cancel()
 
     async def _end(self, living: asyncio.Task[ForkpointError], serving: asyncio.Task[None]) -> int:
-        """The exit code, once either has ended. Raises what loading raised."""
+        """Drain the server if it is ready, and return the exit code. Raises the error of loading the model.
+
+        Call this when `living` or `serving` has ended.
+        """
         if living.done() and not living.cancelled():
-            LOGGER.error("%s; open requests have failed, the server ends", living.result())
+            LOGGER.error("%s; open requests have failed and the server ends", living.result())
             await asyncio.sleep(LAST_ANSWERS_S)
             return FAILED
         if serving.done():
@@ -135,7 +142,7 @@ class ApiServer:
         return (Tokenizer.writer(form) if form is not None else None), eos_token_ids
 
     async def _drain(self) -> None:
-        """Take no more requests; give those that are open their time."""
+        """Refuse new requests, and wait until open requests have ended or `shutdown_timeout_s` is over."""
         self._service.closing = True
         limit = self._config.shutdown_timeout_s
         if self._service.num_open:
@@ -194,7 +201,7 @@ class _Uvicorn(uvicorn.Server):
                 **tls,
             )
         )
-        logger = logging.getLogger("uvicorn")  # what it says goes where forkpoint's own log does
+        logger = logging.getLogger("uvicorn")  # its lines go to forkpoint's own log
         logger.handlers, logger.propagate = list(LOGGER.handlers), False
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What all kinds of completion take, what SamplingParams become of it, and what is asked of the engine."""
+"""Fields that all kinds of completion accept, their translation to SamplingParams, and the prepared request."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import Body, Many, RequestBody, TokenId, at_most
 from forkpoint.server.texts import Texts
 
-MAX_REQUEST_ID_LENGTH: Final = 128
+MAX_REQUEST_ID_LENGTH: Final = 128  # characters, as for the header X-Request-Id
 
 
 def bounded(name: str, help: str | None = None) -> Any:
-    """The optional field of a body that SamplingParams has too, with the same bounds."""
+    """Return an optional body field with the bounds and the help of the field `name` of SamplingParams."""
     given = SamplingParams.__dataclass_fields__[name].metadata
     low, high, above = given["bounds"]
     least: dict[str, Any] = {"gt" if above else "ge": low}
@@ -35,18 +35,20 @@ def bounded(name: str, help: str | None = None) -> Any:
 
 
 class StreamOptions(Body):
+    """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`: every chunk has the usage so far."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class UsageOptions(Body):
-    """OpenRouter's way to ask for the usage at the end of a stream."""
+    """OpenRouter's option for the usage at the end of a stream."""
 
     include: bool | None = None
 
 
 class SampledBody(RequestBody):
-    """What all kinds of answers take that are not Anthropic's: OpenAI's fields and those of other engines."""
+    """Fields that all APIs but Anthropic's accept: OpenAI's, and extensions of other engines."""
 
     model: str | None = None
     stream: bool | None = None
@@ -60,7 +62,7 @@ class SampledBody(RequestBody):
     logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASED_TOKENS)] = Field(
         None, max_length=MAX_BIASED_TOKENS
     )
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="of its 64 bits the last 63 count")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="the highest of its 64 bits is ignored")
     stop: str | Many[Annotated[str, Field(min_length=1)]] | None = None
     min_tokens: int | None = bounded("min_tokens")
     ignore_eos: bool | None = None
@@ -69,15 +71,14 @@ class SampledBody(RequestBody):
 
 
 class ResponseFormat(Body):
-    """The last type comes with `json_schema: {"name", "schema"}`."""
+    """OpenAI's `response_format`. The type json_schema needs `json_schema: {"name", "schema"}`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
 
 class SamplingBody(SampledBody):
-    """What both kinds of completion take, `cache_breakpoints` among it. The `guided_*` fields are older names of what
-    `structured_outputs` holds."""
+    """Fields that chat and text completions accept. The `guided_*` fields are older names for `structured_outputs`."""
 
     n: int | None = bounded("n")
     stream_options: StreamOptions | None = None
@@ -91,18 +92,20 @@ class SamplingBody(SampledBody):
         description="prompt positions, in tokens, at which other prompts are expected to part from this one",
     )
     bad_words: Many[Annotated[str, Field(min_length=1)]] | None = Field(
-        None, max_length=MAX_BAD_WORDS, description="texts that do not come, at the start of a word or within one"
+        None,
+        max_length=MAX_BAD_WORDS,
+        description="texts that the answer must not contain, at the start of a word or within one",
     )
     allowed_token_ids: Many[TokenId] | None = Field(
-        None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, description="no other ids come"
+        None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, description="the answer has only these ids"
     )
     truncate_prompt_tokens: int | None = bounded(
-        "truncate_prompt_tokens", "so many of the prompt's last tokens are kept; -1: as many as have room"
+        "truncate_prompt_tokens", "keep this many of the prompt's last tokens; -1: as many as fit"
     )
     prompt_logprobs: int | None = bounded("prompt_logprobs", "not in streams")
-    return_token_ids: bool | None = Field(None, description="tell the ids of the prompt and of the answer too")
+    return_token_ids: bool | None = Field(None, description="return the token ids of the prompt and of the answer too")
     request_id: str | None = Field(
-        None, pattern=r"^[!-~]+$", max_length=MAX_REQUEST_ID_LENGTH, description="of the answer; printable ASCII"
+        None, pattern=r"^[!-~]+$", max_length=MAX_REQUEST_ID_LENGTH, description="the answer's id, in printable ASCII"
     )
 
     response_format: ResponseFormat | None = None
@@ -117,17 +120,20 @@ class SamplingBody(SampledBody):
     @model_validator(mode="after")
     def _check_stream(self) -> SamplingBody:
         if self.stream_options is not None and not self.stream:
-            raise HTTPError(
-                400, "stream_options are for streams; give stream: true, or leave them out", param="stream_options"
-            )
+            raise HTTPError(400, "stream_options need stream: true; set it, or leave them out", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
-            raise HTTPError(400, "prompt_logprobs are not told in streams; leave stream out", param="prompt_logprobs")
+            raise HTTPError(
+                400, "prompt_logprobs are not available in streams; leave stream out", param="prompt_logprobs"
+            )
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """What is asked of the engine, and how it is told. `request_id`: the name that the client has chosen for it."""
+    """A request as a reader has read it: what the engine is to do, and what the answer has to contain.
+
+    `returns_ids`: the answer has token ids. `request_id`: the id that the client has chosen for the answer.
+    """
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -141,7 +147,7 @@ class PreparedRequest:
 
     @classmethod
     def of(cls, body: SamplingBody, texts: Texts, **others: Any) -> Self:
-        """What `body` says alike in all APIs, beside `others`."""
+        """Create a prepared request from the fields of `body` that all APIs share, and `others`."""
         options = body.stream_options
         asks_usage = bool(options and options.include_usage) or bool(body.usage and body.usage.include)
         return cls(
@@ -164,18 +170,18 @@ def sampling_params(
     prompt_logprobs: int | None = None,
     structured: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
-    """Raises HTTPError or InvalidParamsError for values out of range.
+    """Return the SamplingParams of `body`. Raises HTTPError or InvalidParamsError for values out of range.
 
-    A field that is missing or null takes the model's default; the model's `max_tokens` bounds all requests.
+    A missing or null field takes the model's default. The model's `max_tokens` bounds that of every request.
     """
     most = texts.config.max_logprobs
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         if value is not None and value > most:
-            raise HTTPError(400, f"{name}={value} is not allowed; this server tells at most {most} (--max-logprobs)")
+            raise HTTPError(400, f"{name}={value} is not allowed; this server returns at most {most} (--max-logprobs)")
     same = SamplingParams.__dataclass_fields__.keys() & SamplingBody.model_fields.keys()
     given: dict[str, Any] = {name: value for name in same if (value := getattr(body, name)) is not None}
     if body.seed is not None:
-        given["seed"] = body.seed & (2**63 - 1)  # clients send any 64 bits
+        given["seed"] = body.seed & (2**63 - 1)  # clients send signed and unsigned 64-bit values
     limits = [limit for limit in (max_tokens, texts.sampling.get("max_tokens")) if limit is not None]
     wanted = {
         "max_tokens": min(limits, default=None),
@@ -187,7 +193,10 @@ def sampling_params(
 
 
 def structured_outputs(body: SamplingBody) -> StructuredOutputsParams | None:
-    """Raises HTTPError or InvalidParamsError where the body contradicts itself or asks for something unknown."""
+    """Return the grammar that `body` asks for, or None.
+
+    Raises HTTPError or InvalidParamsError if the body asks for two grammars or for an unknown kind.
+    """
     sources = {"response_format": _from_format(body.response_format), "structured_outputs": body.structured_outputs}
     for name in ("json", "regex", "choice", "grammar"):
         value = getattr(body, f"guided_{name}")
@@ -209,7 +218,7 @@ def structured_outputs(body: SamplingBody) -> StructuredOutputsParams | None:
 
 
 def _from_format(given: ResponseFormat | None) -> dict[str, Any] | None:
-    """Convert `response_format` to the form of `structured_outputs`."""
+    """Return `response_format` in the form of `structured_outputs`."""
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":

@@ -1,4 +1,4 @@
-"""What every endpoint needs: the engine, the options, the limits."""
+"""The service that all endpoints share: the engine, the readers, the options and the limits."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ from forkpoint.server.texts import Prepare, Room, in_room
 from forkpoint.server.trials import Trials
 
 T = TypeVar("T")
-MAX_BODIES = 16  # of the largest size that may be held at once, and any number of smaller ones in their place
+MAX_BODIES = 16  # bodies of the largest size that fit into memory together; smaller ones may be more
 
 
 @dataclass(slots=True)
 class Service:
-    """Written by the server's life cycle alone: `closing` once the server takes no more requests."""
+    """Prepares requests and hands them to the engine.
+
+    `closing`: no more requests are accepted. Only `ApiServer` sets it.
+    """
 
     engine: AsyncEngine
     readers: Readers
@@ -51,13 +54,13 @@ class Service:
         self.trials = Trials(self.engine, self.readers)
 
     def check_healthy(self) -> None:
-        """Raises the error with which requests are refused now."""
+        """Raise an error if requests are refused at the moment."""
         if self.closing:
             raise EngineStoppedError("the server is shutting down")
         self.engine.check_ready()
 
     async def metrics_text(self) -> bytes:
-        """Prometheus' text format, without the engine's figures where it cannot tell them."""
+        """Return the metrics in Prometheus' text format, without the engine's figures while it is not ready."""
         stats = {}
         if self.engine.is_ready:
             with contextlib.suppress(EngineStoppedError):
@@ -67,26 +70,26 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        """Prompts that the engine answers, and requests that are being read."""
+        """Number of prompts that the engine answers and of requests that are being read."""
         return self.engine.num_open + self.readers.num_open
 
     async def prepare(self, prepare: Prepare[T], request: Request) -> T:
-        """What `prepare` makes of the request's body, in a reader's process; ended when the client leaves.
+        """Run `prepare` on the request's body in a reader and return the result. Stops if the client leaves.
 
-        Raises the HTTPError with which to answer, and QueueFullError beyond the server's own limit.
+        Raises the error to answer with, among them QueueFullError if too many requests are open.
         """
         async with self.body(request) as data:
             return await self.prepare_from(data, prepare, request)
 
     async def prepare_from(self, data: bytes, prepare: Prepare[T], request: Request) -> T:
-        """What `prepare` makes of a body that has been read, once or several times, as `prepare` does."""
+        """Do the same for a body that has been received. May be called several times for one body."""
         room = self._room()
-        read = partial(in_room, prepare, replace(room, num_open=room.num_open - 1))  # this request is counted too
+        read = partial(in_room, prepare, replace(room, num_open=room.num_open - 1))  # without this request itself
         return await unless_left(request.receive, self.readers.run(read, data))
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytes]:
-        """The request's body, counted while it is held. Raises what `prepare` does."""
+        """Receive the request's body, and count the request as open until the context is left. Raises as `prepare`."""
         self.check_healthy()
         self._check_room(1)
         with self.readers.counted():
@@ -94,10 +97,10 @@ class Service:
                 yield data
 
     async def open(self, name: str, prepared: PreparedRequest, receive: Receive) -> Generation:
-        """Send all prompts to the engine, or none where one is refused, as the server's options allow the client.
+        """Send all prompts to the engine, or none if one is refused.
 
-        Raises what `AsyncEngine.add` and `Trials.check` do, QueueFullError beyond the server's own limit, and
-        HTTPError for a priority where clients may name none.
+        Raises the errors of `AsyncEngine.add` and `Trials.check`, QueueFullError if too many completions are open, and
+        HTTPError for a priority under another policy than `priority`.
         """
         config, params, priority = self.config, prepared.params, prepared.priority
         with self.readers.counted():
@@ -114,11 +117,11 @@ class Service:
         if config.salts_by_key:
             params = replace(params, cache_salt=own_salt(params.cache_salt))
         opened = OpenRequest()
-        generation = Generation(self.engine, opened, tells_cache=config.enable_prompt_tokens_details)
+        generation = Generation(self.engine, opened, reports_cache=config.enable_prompt_tokens_details)
         with generation.closed_on_error():
             for index, prompt in enumerate(prepared.prompts):
                 if index:
-                    await asyncio.sleep(0)  # other streams have their turn between two
+                    await asyncio.sleep(0)  # lets other streams go on between two prompts
                 self.engine.add(opened, f"{name}-{index}", prompt, params, priority=priority)
         return generation
 
@@ -131,6 +134,5 @@ class Service:
         return Room(self.engine.num_sequences + self.readers.num_open, self.config.max_open_requests)
 
     def new_id(self) -> str:
-        """Return an id for an answer. It differs from the request's id, because clients may send the same X-Request-Id
-        twice."""
+        """Return a new id for an answer. X-Request-Id does not serve, as clients may send the same one twice."""
         return uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Server-sent events: one answer in many pieces, dropped as soon as nobody reads it."""
+"""Server-sent events: answers in pieces. The work for an answer stops as soon as its client leaves."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from forkpoint.server.errors import CLIENT_LEFT, HTTPError, to_http
 encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": keep-alive\n\n"  # while there is nothing to say, so that no proxy takes a stream for dead
-MIN_WATCH_S: Final = 0.01  # between two looks at a stream whose reader is slow
-# Proxies are not to collect what should stream.
+COMMENT = b": keep-alive\n\n"  # sent in silence, so that no proxy takes the stream for dead
+MIN_WATCH_S: Final = 0.01  # time between two looks at a stream whose client is slow
+# Proxies must pass a stream on at once instead of buffering it.
 HEADERS: Final = MappingProxyType({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
 
@@ -27,15 +27,15 @@ def event(data: object) -> bytes:
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:
-    """An event with its type beside the data."""
+    """Return an event with a line for its type before the data."""
     return b"event: " + str(data["type"]).encode() + b"\ndata: " + encode(data) + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Sends what `events` yields, and a comment whenever nothing came for `interval_s` (0: no comments).
+    """Sends the events, and a comment whenever nothing came for `interval_s` seconds (0: no comments).
 
-    An error in the middle becomes what `on_error` makes of it. `on_close` is called at the end, however it came: by
-    itself, by an error, or because the reader left.
+    An error in the middle is sent as the events that `on_error` returns for it. `on_close` is called at the end of the
+    stream, whether it is complete, has failed, or lost its client.
     """
 
     media_type = "text/event-stream"
@@ -47,11 +47,11 @@ class EventStream(StreamingResponse):
         on_error: Callable[[HTTPError], bytes],
         interval_s: float,
     ) -> None:
-        super().__init__(_told(events, on_error), headers=HEADERS)
+        super().__init__(_with_error(events, on_error), headers=HEADERS)
         self._on_close = on_close
         self._interval_s = interval_s
         self._sent_s = 0.0  # when something was sent last
-        self._is_waiting = False  # for an event, so that a comment may be sent
+        self._is_waiting = False  # whether it waits for an event; only then a comment may be sent
         self._timer: asyncio.TimerHandle | None = None
         self._comment: asyncio.Task[None] | None = None
 
@@ -79,7 +79,7 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _watch(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
-        """Send a comment if nothing was sent for `interval_s`, and look again when that may be so."""
+        """Send a comment if nothing was sent for `interval_s`, and schedule the next look."""
         if self._is_waiting and loop.time() - self._sent_s >= self._interval_s:
             self._sent_s = loop.time()
             self._comment = loop.create_task(self._send_comment(send))
@@ -87,11 +87,12 @@ class EventStream(StreamingResponse):
         self._timer = loop.call_at(next_s, self._watch, loop, send)
 
     async def _send_comment(self, send: Send) -> None:
-        if self._is_waiting:  # else an event has come in the meantime, which may be the last one
+        if self._is_waiting:  # otherwise an event has come in the meantime, perhaps the last one
             await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
 
-async def _told(events: AsyncIterator[bytes], on_error: Callable[[HTTPError], bytes]) -> AsyncIterator[bytes]:
+async def _with_error(events: AsyncIterator[bytes], on_error: Callable[[HTTPError], bytes]) -> AsyncIterator[bytes]:
+    """Yield `events`. If they fail, yield the events of the error instead of raising."""
     try:
         async for data in events:
             yield data
@@ -105,7 +106,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client leaves first. Raises HTTPError then."""
+    """Return the result of `work`. If the client leaves first, cancel `work` and raise HTTPError."""
     task = asyncio.create_task(work)
     await _ended_or_left(receive, task)
     return task.result()
@@ -114,11 +115,11 @@ async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def begin(
     receive: Receive, first_news: Coroutine[Any, Any, None], events: AsyncIterator[bytes], interval_s: float
 ) -> AsyncIterator[bytes]:
-    """Return the events of a stream, once its first news is there.
+    """Wait for `first_news`, and return the events of the stream.
 
-    With an `interval_s` above 0 that takes `interval_s` at most: a request that fails later does so in the stream,
-    which begins with a comment. Raises as `first_news` does, and HTTPError where the client leaves, before anything is
-    sent.
+    With an `interval_s` above 0 this takes at most `interval_s` seconds. The stream then begins with a comment, and a
+    failure of `first_news` is reported in the stream. An earlier failure is raised before anything is sent, and so is
+    HTTPError if the client leaves.
     """
     first = asyncio.create_task(first_news)
     await _ended_or_left(receive, first, interval_s or None)
@@ -129,7 +130,7 @@ async def begin(
 
 
 async def _after(first: asyncio.Task[None], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield a comment, and the events once `first` is done."""
+    """Yield a comment, and after the end of `first` the events."""
     try:
         yield COMMENT
         await first
@@ -140,8 +141,10 @@ async def _after(first: asyncio.Task[None], events: AsyncIterator[bytes]) -> Asy
 
 
 async def _ended_or_left(receive: Receive, task: asyncio.Task[Any], timeout_s: float | None = None) -> None:
-    """Wait for the end of `task`, but no longer than `timeout_s`. If the client leaves first it is cancelled, and
-    HTTPError raised, for nobody to see."""
+    """Wait for the end of `task`, at most `timeout_s` seconds.
+
+    If the client leaves first, cancel `task` and raise HTTPError, which only the log and the metrics see.
+    """
     leaver = asyncio.create_task(wait_for_disconnect(receive))
     try:
         await asyncio.wait((task, leaver), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,5 +1,7 @@
-"""A turn of a conversation, as all APIs share it: the chat completion that others are translated to, what is asked of
-the engine, and its answer in pieces."""
+"""A turn of a conversation, shared by all chat APIs: preparing it, and reading its answer in pieces.
+
+Bodies of the other APIs are translated to that of a chat completion first.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ Change: TypeAlias = Literal["begins", "grows", "completed", "incomplete"]
 
 
 def template_variables(body: ChatBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What the chat template is given: the request's own variables go before what its fields mean, and both before
-    the server's `defaults`."""
+    """Return the variables of the chat template.
+
+    `chat_template_kwargs` override the request's other fields, which override the server's `defaults`.
+    """
     variables = dict(defaults)
     if body.documents is not None:
         variables["documents"] = body.documents
@@ -36,16 +40,22 @@ def template_variables(body: ChatBody, defaults: Mapping[str, Any]) -> dict[str,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTurn(PreparedRequest):
-    """`parser` makes what takes an answer's text apart; `names_call`: the request names the function to call;
-    `tells_reasoning`: reasoning is told at all."""
+    """A prepared request of a chat API.
+
+    `parser` creates the parser of an answer's text. `names_call`: the request names the function to call.
+    `reports_reasoning`: the answer may contain reasoning.
+    """
 
     parser: Callable[[], AnswerParser]
     names_call: bool
-    tells_reasoning: bool
+    reports_reasoning: bool
 
     @classmethod
     def read(cls, texts: Texts, body: ChatBody, **others: Any) -> Self:
-        """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
+        """Prepare a chat completion. Runs in a reader's process.
+
+        Raises HTTPError or ForkpointError if the request is wrong.
+        """
         model = texts.served_name(body.model)
         plan = plan_tools(body)
         params = sampling_params(
@@ -81,7 +91,7 @@ class PreparedTurn(PreparedRequest):
             params=params,
             parser=parser,
             names_call=isinstance(body.tool_choice, FunctionChoice),
-            tells_reasoning=body.tells_reasoning,
+            reports_reasoning=body.reports_reasoning,
             **others,
         )
 
@@ -93,20 +103,20 @@ def _thinking(texts: Texts, body: ChatBody, prompt: Prompt, params: SamplingPara
     begun = (prompt.text or "").rstrip()
     if begun.endswith(THINK) or (body.continue_final_message and _ends_in_thinking(body.messages[-1])):
         return "open"
-    # Under a grammar thinking has to be expected to be possible.
+    # A grammar allows thinking only if it is expected, so under a grammar the model must be able to think.
     is_over = begun.endswith(THINK_END) or body.continue_final_message or not texts.may_think
     return "none" if params.structured_outputs is not None and is_over else "optional"
 
 
 def _ends_in_thinking(message: ChatMessage) -> bool:
-    """Whether the last `<think>` of a message is not closed."""
+    """Return whether the last `<think>` of a message is not closed."""
     parts = message.content if isinstance(message.content, list) else [{"text": message.content}]
     text = "".join(str(part.get("text") or "") for part in parts)
     return text.rfind(THINK) > text.rfind(THINK_END)
 
 
 def prompt_of(texts: Texts, body: ChatBody) -> Prompt:
-    """The prompt that `PreparedTurn.read` would make, which need not fit the context."""
+    """Return the prompt of a chat completion. Unlike `PreparedTurn.read`, accept one that does not fit the context."""
     texts.served_name(body.model)
     return _render(texts, body, plan_tools(body).shown, None)
 
@@ -133,7 +143,7 @@ def _render(texts: Texts, body: ChatBody, tools: list[dict[str, Any]] | None, pa
 
 @dataclass(slots=True)
 class News:
-    """What one completion gained: pieces that became certain, all tokens since the last news, and why it ended."""
+    """New parts of one completion: pieces that became certain, tokens since the last news, and why it ended."""
 
     index: int
     pieces: list[Piece] = field(default_factory=list)
@@ -144,7 +154,7 @@ class News:
 
 
 class Talk:
-    """The answer of a turn, as it comes. Read `news` or `changes`, once, to its end or until it is closed."""
+    """The answer of a turn as it comes. Read either `news` or `changes`, once, to the end or until it is closed."""
 
     def __init__(self, turn: PreparedTurn, generation: Generation) -> None:
         self.num_reasoning_tokens = 0
@@ -154,14 +164,17 @@ class Talk:
         self._parsers = [turn.parser() for _ in range(turn.params.n)]
 
     async def news(self, *, whole: bool = False) -> AsyncIterator[News]:
-        """Until all completions have ended; `whole`: all of each at its end. Raises where one fails."""
+        """Yield news until all completions have ended. `whole`: yield each completion once, at its end.
+
+        Raises HTTPError if a completion fails.
+        """
         held = {index: News(index) for index in range(len(self._parsers))}
         try:
             async for deltas in self._generation.deltas():
                 for _, delta in deltas:
                     news = held.get(delta.index)
                     if news is None:
-                        continue  # what is told has ended before what is generated
+                        continue  # the answer ended with its first call, while the engine still generates
                     self._read(delta, news)
                     if news.reason is not None:
                         if whole:
@@ -175,11 +188,14 @@ class Talk:
                 if not held:
                     break
         finally:
-            self._generation.close()  # that of others where one fails, too
+            self._generation.close()  # if one completion failed, this ends the others
 
     async def changes(self) -> AsyncIterator[tuple[Change, Piece]]:
-        """The pieces of a turn with one completion as parts of its answer: a stretch of reasoning or of content, or a
-        call, begins and grows with a piece and ends after it. One that the answer's length cuts off is incomplete."""
+        """Yield changes of the parts of a single completion: stretches of reasoning or content, and calls.
+
+        A part begins with a piece, grows with this and further pieces, and ends completed. The last part is incomplete
+        if the length limit ended the answer.
+        """
         last: Piece | None = None
         async for news in self.news():
             for piece in news.pieces:
@@ -201,20 +217,20 @@ class Talk:
             self.num_reasoning_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             pieces += parser.finish(cut=delta.finish_reason is FinishReason.LENGTH)
-        news.pieces += [piece for piece in pieces if self._turn.tells_reasoning or not isinstance(piece, Reasoning)]
+        news.pieces += [piece for piece in pieces if self._turn.reports_reasoning or not isinstance(piece, Reasoning)]
         news.token_ids += delta.token_ids
         news.logprobs += delta.logprobs or ()
         news.reason, news.stop_reason = self._reason(parser, delta), delta.stop_reason
 
     def _move_unopened(self, news: News) -> None:
-        """Make reasoning of the content before a `</think>` that nothing has opened."""
+        """Turn the content before a `</think>` that nothing has opened into reasoning."""
         num = self._parsers[news.index].num_unopened
         if num:
             pieces = with_unopened_reasoning(news.pieces, num)
-            news.pieces = [one for one in pieces if self._turn.tells_reasoning or not isinstance(one, Reasoning)]
+            news.pieces = [one for one in pieces if self._turn.reports_reasoning or not isinstance(one, Reasoning)]
 
     def _reason(self, parser: AnswerParser, delta: CompletionOutput) -> Reason | None:
-        """A call to the function that the request names is no reason of its own, as OpenAI has it."""
+        """Return why the completion ended. As in OpenAI's API, that is `stop` if the request named the function."""
         if parser.done:
             return "tool_calls"
         if delta.finish_reason is None:

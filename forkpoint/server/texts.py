@@ -1,9 +1,9 @@
-"""What a reader knows, and the functions that it runs.
+"""The tokenizer, chat template and limits of a reader, and the kind of function that a reader runs.
 
-Each endpoint with a body has a body model and a pure function `prepare(texts, data)`, which a reader calls with the
-raw body: it parses, checks, renders and tokenises, and returns a small frozen dataclass with all that the answering
-half in the event loop needs (token ids as int32 arrays, no message, no tool schema that is not asked again), or raises
-what is to be answered. `Service.prepare(prepare_x, request)` runs it and is cancelled when the client leaves.
+Each endpoint with a body has a body model and a pure function `prepare(texts, data)`. A reader calls it with the raw
+body. The function parses, checks, renders and tokenises. It returns a small frozen dataclass with all that the event
+loop needs to answer (token ids as int32 arrays, but no messages), or raises the error to answer with.
+`Service.prepare(prepare_x, request)` runs it, and is cancelled when the client leaves.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from forkpoint.server.protocol import RequestBody
 
 B = TypeVar("B", bound=RequestBody)
 T = TypeVar("T")
-MAX_SHOWN_CHARS: Final = 200  # of an unknown model's name, in an error
+MAX_SHOWN_CHARS: Final = 200  # characters of an unknown model's name that an error shows
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the engine has told: the sizes that requests are checked against."""
+    """The engine's sizes, against which requests are checked."""
 
     vocab_size: int
     max_model_len: int
@@ -50,13 +50,13 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many completions the server answers now, and how many it may answer at once."""
+    """The number of completions that the server answers now, and its limit."""
 
     num_open: int
     limit: int
 
     def check(self, num_more: int) -> None:
-        """Raises QueueFullError if so many more do not fit now, and RequestTooLargeError if they never do."""
+        """Raise QueueFullError if `num_more` completions do not fit now, RequestTooLargeError if they never do."""
         if num_more > self.limit:
             raise RequestTooLargeError(
                 f"the request asks for {num_more} completions, more than max_open_requests={self.limit}: send fewer "
@@ -70,33 +70,34 @@ class Room:
 
 
 class Texts:
-    """Tokenizer, chat template and limits, in a reader's process. `inputs` is there once the engine is ready."""
+    """Tokenizer, chat template and limits, in a reader's process. `inputs` is set once the engine is ready."""
 
     inputs: InputProcessor
 
     def __init__(self, engine: EngineConfig, config: ServerConfig) -> None:
         self.engine = engine
         self.config = config
-        self.room = Room(0, config.max_open_requests)  # for the request that is being read
+        self.room = Room(0, config.max_open_requests)  # room for the request that is being read
         self.tokenizer: Tokenizer | None = None
         self._chat: ChatTemplate | None = None
         self.images: ImageProcessor | None = None  # None: the model reads no images
         self._max_characters = 0
-        self.sampling: Mapping[str, Any] = {}  # defaults of requests
+        self.sampling: Mapping[str, Any] = {}  # defaults of the sampling parameters
         self.notices = Notices()
 
     def load(self) -> tuple[str | None, frozenset[int]]:
-        """Read the tokenizer and the chat template, in a process that goes on without torch.
+        """Load the tokenizer and the chat template. Keeps the process from importing torch.
 
-        Returns what the API process needs of the tokenizer: its `tokenizers` form as JSON (None without one), and the
-        ids that end a completion. Raises ModelFolderError or ConfigError.
+        Returns the tokenizer in its `tokenizers` form as JSON (None without a tokenizer), and the ids that end a
+        completion, both for the API process. Raises ModelFolderError or ConfigError.
         """
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
         if not self.engine.skip_tokenizer_init:
-            if "torch" not in sys.modules:  # transformers would load it, for models: half of the time and the memory
+            # transformers would import torch for its models, which takes half of the time and of the memory.
+            if "torch" not in sys.modules:
                 sys.modules["torch"] = None  # type: ignore[assignment]
-                os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it says that there is none
-            import_module("llguidance")  # for all readers, of which some compile grammars
+                os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # no warning that torch is missing
+            import_module("llguidance")  # imported once here, as readers that compile grammars are forks
             self.tokenizer = Tokenizer.load(self.engine.tokenizer or self.engine.model)
             self.images = ImageProcessor.load(self.engine)
             if self.images is not None:
@@ -119,7 +120,7 @@ class Texts:
         if self.tokenizer is not None:
             self._max_characters = length * self.tokenizer.longest_token
 
-    # --- for the functions
+    # --- for the `prepare` functions
 
     def parse(self, model: type[B], data: bytes) -> B:
         """Return the body as `model` and log the fields that are ignored. Raises HTTPError 400 for a wrong body."""
@@ -129,24 +130,24 @@ class Texts:
         return body
 
     def served_name(self, asked: str | None) -> str:
-        """The name to answer with. Raises HTTPError 404 for a model that is not served."""
+        """Return the model name to answer with. Raises HTTPError 404 for a model that is not served."""
         return served_name(self.config.served_model_name, asked)
 
     def require_tokenizer(self) -> Tokenizer:
-        """Raises InvalidPromptError where there is none."""
+        """Return the tokenizer. Raises InvalidPromptError if the server has none."""
         if self.tokenizer is None:
-            raise InvalidPromptError("the server was started without a tokenizer; it knows token ids only")
+            raise InvalidPromptError("the server was started without a tokenizer; give token ids instead of text")
         return self.tokenizer
 
     @cached_property
     def notation(self) -> Notation:
-        """How the model writes tool calls."""
+        """The notation in which the model writes tool calls."""
         template = self._chat.source if self._chat is not None else ""
         return find_notation(self.config.tool_call_parser, self.tokenizer, template)
 
     @cached_property
     def may_think(self) -> bool:
-        """Whether the model writes thinking as far as its chat template or its vocabulary shows."""
+        """Whether the chat template or the vocabulary has `</think>`, so that the model may write thinking."""
         if self._chat is not None and THINK_END in self._chat.source:
             return True
         return self.tokenizer is not None and self.tokenizer.backend.token_to_id(THINK_END) is not None
@@ -155,8 +156,11 @@ class Texts:
         return self.require_tokenizer().decode(token_ids, skip_special_tokens=False)
 
     def prompt(self, given: str | list[int], params: SamplingParams, *, special: bool) -> Prompt:
-        """A text, with `special` tokens before it, or token ids, cut as `params` say and checked. Raises a
-        RequestError; a text that cannot fit is not tokenised first."""
+        """Return a text or token ids as a prompt, truncated as `params` say and checked.
+
+        `special`: a text gets the tokenizer's special tokens. Raises a RequestError; for a text that is far too long
+        it does so without tokenising it.
+        """
         if not isinstance(given, str):
             return self.inputs.prompt(given, params)
         tokenizer = self.require_tokenizer()
@@ -168,8 +172,11 @@ class Texts:
     def render(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> Prompt:
-        """The prompt of a conversation, with the options of `ChatTemplate.render`, cut as `params` say. Raises as that
-        does, and a RequestError for one that cannot fit; without `params` it need not."""
+        """Return the prompt of a conversation, truncated as `params` say. `options` go to `ChatTemplate.render`.
+
+        Raises the errors of `ChatTemplate.render`, and a RequestError for a prompt that does not fit the context.
+        Without `params` only the length of the text is checked.
+        """
         if self._chat is None:
             raise ConfigError("chat needs a tokenizer; start the server without --skip-tokenizer-init")
         limit = self.inputs.max_model_len
@@ -182,7 +189,7 @@ class Texts:
         return self.inputs.prompt(prompt, params=params) if params is not None else prompt
 
     def check_length(self, text: str) -> None:
-        """Raises InvalidPromptError for a text of more characters than the longest tokens have, as many as fit."""
+        """Raise InvalidPromptError for a text that cannot fit, even if each of its tokens were the longest one."""
         if len(text) > self._max_characters:
             raise InvalidPromptError(
                 f"the prompt has {len(text)} characters; with max_model_len={self.inputs.max_model_len} no prompt of "
@@ -190,17 +197,17 @@ class Texts:
             )
 
 
-Prepare: TypeAlias = Callable[[Texts, bytes], T]  # what a reader runs, by its name
+Prepare: TypeAlias = Callable[[Texts, bytes], T]  # a function that a reader runs; it is pickled by its name
 
 
 def in_room(prepare: Prepare[T], room: Room, texts: Texts, data: bytes) -> T:
-    """Run `prepare`, which may ask whether there is `room` for what it is about to tokenise."""
+    """Run `prepare`. It can check against `room` whether its prompts fit before it tokenises them."""
     texts.room = room
     return prepare(texts, data)
 
 
 def served_name(names: Sequence[str], asked: str | None) -> str:
-    """The name to answer with, of those served. Raises HTTPError 404 for another."""
+    """Return the model name to answer with: `asked`, or the first of `names`. Raises HTTPError 404 for any other."""
     if not asked:
         return names[0]
     if asked not in names:

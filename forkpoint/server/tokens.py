@@ -17,7 +17,7 @@ CHAT_FIELDS = {"messages", "tools", "add_generation_prompt", "chat_template_kwar
 
 
 class TokenizeBody(Body):
-    """A text (`prompt`) or a conversation (`messages`), as the completion endpoints would read it."""
+    """A text (`prompt`) or a conversation (`messages`) to tokenise as the completion endpoints would."""
 
     model: str | None = None
     prompt: str | None = None
@@ -44,6 +44,8 @@ class TokenizeReply(ReplyModel):
 
 
 class DetokenizeBody(Body):
+    """Token ids to turn into text."""
+
     model: str | None = None
     tokens: Many[TokenId]
 
@@ -53,7 +55,7 @@ class DetokenizeReply(ReplyModel):
 
 
 def tokenize(texts: Texts, data: bytes) -> TokenizeReply:
-    """Runs in a reader's process."""
+    """Answer POST /tokenize. Runs in a reader's process."""
     body = parse(TokenizeBody, data)
     texts.served_name(body.model)
     tokenizer = texts.require_tokenizer()
@@ -76,7 +78,7 @@ def tokenize(texts: Texts, data: bytes) -> TokenizeReply:
 
 
 def detokenize(texts: Texts, data: bytes) -> DetokenizeReply:
-    """Runs in a reader's process."""
+    """Answer POST /detokenize. Runs in a reader's process."""
     body = parse(DetokenizeBody, data)
     texts.served_name(body.model)
     limit = texts.inputs.vocab_size

@@ -1,4 +1,4 @@
-"""Grammars are compiled once in a reader's process, which may be killed, before the engine compiles them."""
+"""Trial compilation of grammars in a reader, which can be killed, before the engine compiles them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from forkpoint.server.readers import NICENESS, Readers
 from forkpoint.server.sse import unless_left
 from forkpoint.server.texts import Texts
 
-MAX_COMPILE_S: Final = 2.0  # of a core's time: the engine takes it again
-TIMEOUT_S: Final = 5.0  # for the compiling, which has the engine's steps go first
-TURN_S: Final = 0.3  # after which a grammar that is still being compiled makes room for another
-NUM_AT_ONCE: Final = 3  # within their turn
-MAX_KEPT: Final = 256  # of those that were found to compile
+MAX_COMPILE_S: Final = 2.0  # seconds of CPU time; the engine will need the same again
+TIMEOUT_S: Final = 5.0  # wall-clock limit of a trial; longer than MAX_COMPILE_S, as the engine has priority
+TURN_S: Final = 0.3  # length of a turn; a grammar that is still being compiled then makes room for another
+NUM_AT_ONCE: Final = 3  # trials that have their turn at once
+MAX_KEPT: Final = 256  # grammars remembered as compiling
 
 
 class Trials:
-    """What was found to compile needs no further trial; what is simple needs none at all."""
+    """Runs trials. Grammars that have passed one, and simple grammars, need no trial."""
 
     def __init__(self, engine: AsyncEngine, readers: Readers) -> None:
         self._engine = engine
@@ -33,7 +33,7 @@ class Trials:
         self._passed: dict[StructuredOutputsParams, None] = {}  # the oldest first
 
     async def check(self, wanted: StructuredOutputsParams | None, receive: Receive) -> None:
-        """Raises HTTPError or InvalidParamsError for what cannot be compiled, or takes too long or too much memory."""
+        """Raise HTTPError or InvalidParamsError if `wanted` does not compile, or takes too much time or memory."""
         if wanted is None or wanted in self._passed:
             return
         name = self._engine.inputs.grammars.slow_name(wanted)
@@ -46,8 +46,8 @@ class Trials:
             raise _too_slow(name) from error
         except RequestFailedError as error:
             raise InvalidParamsError(
-                f"structured_outputs.{name} could not be compiled: its process ended, which may mean that "
-                "it takes too much memory; make it smaller"
+                f"structured_outputs.{name} could not be compiled: its process ended, perhaps for lack of memory; "
+                "make it smaller"
             ) from error
         self._passed[wanted] = None
         if len(self._passed) > MAX_KEPT:
@@ -62,7 +62,7 @@ def _too_slow(name: str | None) -> InvalidParamsError:
 
 
 def compile_once(wanted: StructuredOutputsParams, texts: Texts, data: bytes) -> None:
-    """Runs in a reader's process. Raises InvalidParamsError for what cannot be compiled, or takes too long."""
+    """Compile a grammar. Raises InvalidParamsError if that fails or takes too long. Runs in a reader's process."""
     started_s = time.process_time()
     grammars = texts.inputs.grammars
     grammars.check(wanted)

@@ -84,7 +84,7 @@ def test_what_is_too_much_is_said(server: RunningServer) -> None:
         assert refusal(read_all(one)) == (431, "the request has more than 256 headers; send fewer")
     with connect(server) as one:
         one.sendall(b"NONSENSE\r\n\r\n")
-        assert refusal(read_all(one)) == (400, "this is no valid HTTP request")
+        assert refusal(read_all(one)) == (400, "this is not a valid HTTP request")
     with connect(server) as one:
         one.sendall(b"GET /version HTTP/1.1\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n\r\n")
         assert read_all(one).startswith(b"HTTP/1.1 200")

@@ -49,7 +49,7 @@ def ask(http: httpx2.Client, path: str, **fields: Any) -> httpx2.Response:
         ({"prompt_embeds": "AAAA"}, "give text or token ids"),
         ({"return_tokens_as_token_ids": True}, "return_token_ids"),
         ({"stream_options": {"include_usage": True}}, "stream: true"),
-        ({"stream": True, "prompt_logprobs": 1}, "not told in streams"),
+        ({"stream": True, "prompt_logprobs": 1}, "not available in streams"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ],
 )

@@ -188,12 +188,12 @@ def test_wrong_options_are_refused(options: dict[str, object], says: str) -> Non
 def test_a_path_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    with pytest.raises(ConfigError, match="no socket"), listen(ServerConfig(uds=str(file))):
+    with pytest.raises(ConfigError, match="not a socket"), listen(ServerConfig(uds=str(file))):
         pass
     assert file.read_text() == "mine"
     path = str(tmp_path / "one.sock")
     with listen(ServerConfig(uds=path)):
-        with pytest.raises(ConfigError, match="another server does"), listen(ServerConfig(uds=path)):
+        with pytest.raises(ConfigError, match="another server listens there"), listen(ServerConfig(uds=path)):
             pass
         assert Path(path).exists()
     assert not Path(path).exists()

@@ -173,7 +173,7 @@ def test_what_a_cancelled_response_has_said_is_kept(client: openai.OpenAI) -> No
             "there is no stored item 'msg_1'; send the item itself",
         ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "needs its call_id"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "runs no tools, and web_search are all"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "runs no tools, and all given tools (web_search)"),
         ({"input": "x", "tools": [{"type": "function", "name": ""}]}, "tools.0.name"),
         ({"input": "x", "tools": [TOOLS[0], TOOLS[0]]}, "two tools are named 'forecast'"),
         ({"input": "x", "conversation": "c"}, "previous_response_id"),

@@ -1,4 +1,4 @@
-"""The text of an answer that has come and is not read yet."""
+"""The part of an answer's text that has come and is not read yet."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ T = TypeVar("T")
 # A reader that yields None when it needs more text, and returns a result.
 Waits: TypeAlias = Generator[None, None, T]
 
-# A call that is not certain is held back until it is whole, and read again if it is none. This many times the answer's
-# length, and this many characters, may be read again. Then no such call is held back any more: the cost stays linear.
+# A possible call is held back until it is whole, and is read again as text if it is not a call. At most MAX_READ_AGAIN
+# times the answer's length and MIN_READ_AGAIN characters are read again. After that no possible call is held back any
+# more, so the cost stays linear.
 MAX_READ_AGAIN, MIN_READ_AGAIN = 2, 16_384
 SPACE = regex.compile(r"\s*")
-END = "@END@"  # stands for the end of the answer in the source of an `Ending`
+END = "@END@"  # means the end of the answer in the source of an `Ending`
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A pattern in which END matches the end of the answer, and nothing else while more text may come."""
+    """A pattern in which END matches the end of the answer. While more text may come, END matches nothing."""
 
     open: regex.Pattern[str]
     final: regex.Pattern[str]
@@ -32,10 +33,10 @@ class Ending:
 
 
 class Incoming:
-    """Readers look at `text` from position `at` on and move `at`. A reader that may turn out to be wrong marks its
-    beginning, which keeps the text from there on, and rewinds.
+    """Text that readers consume: they look at `text` from position `at` on, and move `at`.
 
-    `final`: no more text comes. `cut`: it ended because of its length, not because the model ended it.
+    A reader that may have to give up sets a mark first, which keeps the text from there on, and rewinds to it later.
+    `final`: no more text comes. `cut`: the length limit ended the answer, not the model.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class Incoming:
         self.at = 0
         self.final = False
         self.cut = False
-        self._num_again = 0  # characters that were or will be read again
+        self._num_again = 0  # characters that are read again after rewinds
         self._start = 0  # position of `text` in the whole answer
         self._marks: list[int] = []  # positions in the whole answer
         self._kept: list[str] = []  # the text from the first mark to `_start`
@@ -60,21 +61,21 @@ class Incoming:
 
     @property
     def may_hold(self) -> bool:
-        """Whether text may be held back that has to be read again if it is not a call."""
+        """Whether a possible call may be held back, although it has to be read again if it is not one."""
         return self._num_again <= MIN_READ_AGAIN + MAX_READ_AGAIN * (self._start + len(self.text))
 
     @property
     def is_empty(self) -> bool:
-        """Whether all that has come is read."""
+        """Whether all text that has come is read."""
         return self.at == len(self.text)
 
     @property
     def is_cut_here(self) -> bool:
-        """Whether the answer's length ended it here; white space says nothing."""
+        """Whether the length limit ended the answer here. White space after this position does not count."""
         return self.cut and not self.text[self.at :].strip()
 
     def take(self, end: int) -> str:
-        """Read up to position `end`."""
+        """Read and return the text up to position `end`."""
         taken = self.text[self.at : end]
         self.at = end
         return taken
@@ -100,7 +101,7 @@ class Incoming:
         self.unmark()
 
     def matched(self, pattern: regex.Pattern[str] | Ending) -> Waits[regex.Match[str] | None]:
-        """Match `pattern` at the current position, without reading it. Waits while more text may decide."""
+        """Return the match of `pattern` at the current position, without reading it. Wait if more text may decide."""
         while True:
             chosen = pattern
             if isinstance(chosen, Ending):
@@ -120,7 +121,7 @@ class Incoming:
             yield None
 
     def skip_tag(self, tags: tuple[str, ...]) -> Waits[bool]:
-        """Read white space and one of `tags` behind it; reads nothing if none of them follows."""
+        """Read white space and one of `tags` after it, and return True. If none follows, read nothing."""
         while True:
             space = SPACE.match(self.text, self.at)
             assert space is not None

@@ -1,4 +1,4 @@
-"""Calls whose arguments are JSON: an object that names the function, or an object behind the name."""
+"""Readers of calls whose arguments are JSON: an object that names the function, or an object after the name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD = regex.compile(
     rf"(?P<nested>[\"']function[\"']{COLON}\{{{SPACE})?"
     rf"[\"'](?:name|function)[\"']{COLON}(?P<name>{STRING}){COMMA}[\"'](?:arguments|parameters)[\"']{COLON}(?=\{{)"
 )
-# What follows the arguments in their object: members that say nothing more, and its end, which may be missing.
+# The text after the arguments: further members of the object, which mean nothing, and its end, which may be missing.
 MEMBERS: Final = rf"(?:{COMMA}{STRING}{COLON}(?:{STRING}|[\w.+-]{{1,64}})){{0,4}}{SPACE}"
 NOT_CLOSED: Final = rf"(?=[^\s,}}])|{END}"
 TAIL = Ending.compile(rf"{MEMBERS}(?:\}}|{NOT_CLOSED})")
@@ -47,11 +47,11 @@ KIMI_HEAD = regex.compile(
     rf"[^<]{{0,100}}{regex.escape(KIMI_CALL)}{SPACE}(?:functions\.)?(?P<name>[^\s<>]{{1,256}}?)(?P<number>:\d{{1,9}})?{SPACE}"
     rf"{regex.escape(KIMI_ARGUMENTS)}{SPACE}(?:(?=\{{)|(?P<empty>(?={regex.escape(KIMI_END)})))"
 )
-KIMI_AFTER = regex.compile(rf"[^<]{{0,100}}{regex.escape(KIMI_END)}")  # what the model adds there means nothing
+KIMI_AFTER = regex.compile(rf"[^<]{{0,100}}{regex.escape(KIMI_END)}")  # text before the tag means nothing
 
 
 def read_object(site: Site) -> CallReader:
-    """Read `{"name": ..., "arguments": {...}}`. Only this order is reported while it comes."""
+    """Read `{"name": ..., "arguments": {...}}`. A call in another order is reported once it is whole."""
     source = site.source
     head = yield from source.matched(HEAD)
     if head is None:
@@ -69,6 +69,7 @@ def read_object(site: Site) -> CallReader:
 
 
 def read_name_and_arguments(site: Site) -> CallReader:
+    """Read the name of a function and the object with its arguments."""
     head = yield from site.source.matched(NAME_AND_ARGUMENTS)
     if head is None:
         return False
@@ -79,7 +80,7 @@ def read_name_and_arguments(site: Site) -> CallReader:
 
 
 def read_kimi(site: Site) -> CallReader:
-    """Read an id, which names the function and the number of the call, and the arguments."""
+    """Read a call of Kimi's: an id, which has the function's name and the call's number, and the arguments."""
     head = yield from site.source.matched(KIMI_HEAD)
     if head is None:
         return False
@@ -101,7 +102,7 @@ def read_kimi(site: Site) -> CallReader:
 
 
 def _arguments(site: Site, *, strict: bool = False) -> CallReader:
-    """Read an object; returns whether it was written in full."""
+    """Read the object with the arguments, and return whether it was written in full."""
     arguments = JsonText(site.strict_stop if strict else site.stop)
     yield from arguments.read(site.source)
     sound = arguments.done and arguments.sound
@@ -111,7 +112,7 @@ def _arguments(site: Site, *, strict: bool = False) -> CallReader:
 
 
 def _read_whole(site: Site) -> CallReader:
-    """Read an object that has to be seen whole before it is known to be a call."""
+    """Read an object that can be recognised as a call only once it is whole."""
     source = site.source
     if not source.may_hold or (yield from source.matched(OBJECT)) is None:
         return False
@@ -141,7 +142,7 @@ def _parsed(text: str) -> Any:
 
 
 def _call(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
-    """Return the name and the arguments of the call that `value` is; None if it is none."""
+    """Return the name and the arguments of the call `value`, or None if it is not a call."""
     if not isinstance(value, Mapping):
         return None
     inner = value["function"] if isinstance(value.get("function"), Mapping) else value
@@ -160,6 +161,6 @@ def _call(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
 
 
 def string_value(written: str) -> str:
-    """The value of a string in quotes."""
+    """Return the value of a string in quotes."""
     value = _parsed(written)
     return value if isinstance(value, str) else written[1:-1]

@@ -1,4 +1,4 @@
-"""JSON as models write it, made strict JSON while it comes."""
+"""Turns JSON as models write it into strict JSON, while it comes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from forkpoint.server.calls.incoming import Ending, Incoming
 
 JSON_NUMBER = regex.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 LOOSE_NUMBER = regex.compile(r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
-MAX_DEPTH = 256  # of brackets, far from what makes other programs' readers of JSON fail
-MAX_DIGITS = 4000  # Python reads no longer integers
+MAX_DEPTH = 256  # nested brackets; far below the depth at which other JSON parsers fail
+MAX_DIGITS = 4000  # Python refuses to parse integers of more than 4300 digits
 WORDS: Final = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 NOT_JSON: Final = ("NaN", "Infinity", "-Infinity")
 
@@ -22,14 +22,14 @@ SPACE_RUN = regex.compile(r"\s+")
 WORD_RUN = regex.compile(r"""[^\s{}\[\],:"'<]+""")
 TEXT_RUN = regex.compile(r"""[^"'\\\x00-\x1f<]+""")
 ESCAPE = regex.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^ux])", regex.DOTALL)
-# What follows the quote that ends a string; another quote is part of the string, which should have escaped it.
+# A quote ends a string only before such text. Any other quote is part of the string, and should have been escaped.
 STRING_END = Ending.compile(r"""["']\s{0,100}(?:[,}\]<]|["'][^"'\\\n]{1,64}["']\s{0,10}:|@END@)""")
 VALUE, KEY, COLON, NEXT = "value", "key", "colon", "next"  # what may come now
 CLOSING: Final = {"{": "}", "[": "]"}
 
 
 def strict_json(text: str) -> Any:
-    """Parse JSON and nothing beyond it. Raises ValueError, or RecursionError for deep nesting."""
+    """Parse strict JSON. Raises ValueError for anything else, and RecursionError for deep nesting."""
     return json.loads(text, parse_constant=_refuse, parse_float=_finite)
 
 
@@ -45,7 +45,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def number_json(text: str, *, whole: bool = False) -> str | None:
-    """Return `text` as a JSON number with the digits as written; None if it is none. `whole`: 5.0 is 5."""
+    """Return `text` as a JSON number with the same digits, or None if it is not a number. `whole`: 5.0 becomes 5."""
     if len(text) > MAX_DIGITS or not LOOSE_NUMBER.fullmatch(text) or not math.isfinite(float(text)):
         return None
     if JSON_NUMBER.fullmatch(text):
@@ -61,16 +61,17 @@ def number_json(text: str, *, whole: bool = False) -> str | None:
 
 
 def escaped(text: str) -> str:
-    """Return `text` as it stands between the quotes of a JSON string."""
+    """Return `text` as the inside of a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class JsonText:
-    """One JSON value, read piece by piece. Valid JSON passes through as it is written.
+    """One JSON value, read piece by piece. Valid JSON passes through unchanged.
 
-    Mended: raw control characters, Python's words, quotes and escapes, loose numbers, commas before a closing bracket.
-    `sound` turns false for worse: missing brackets, commas or colons, bare words, quotes within strings that are not
-    escaped. The text that `read` and then `close` return is JSON in any case.
+    Repaired without further notice: raw control characters; Python's words, quotes and escapes; loose numbers; commas
+    before a closing bracket. Other mistakes are repaired too but set `sound` to False: missing brackets, commas or
+    colons, bare words, and quotes within strings that are not escaped. The text from `read` and then `close` is always
+    valid JSON.
 
     `stop`: text at which even a string ends, such as the tags that end a call.
     """
@@ -82,11 +83,14 @@ class JsonText:
         self._stack: list[str] = []  # brackets that are open
         self._ends: list[str] = []  # how each of them is closed
         self._expected = VALUE
-        self._held = ""  # white space, and a comma that may have to be dropped
-        self._quote = ""  # that of the string being read
+        self._held = ""  # white space, and a comma that is dropped if a bracket closes next
+        self._quote = ""  # the opening quote of the string being read; empty outside strings
 
     def read(self, source: Incoming) -> Iterator[str | None]:
-        """The parts of the value; None where more text is needed. Ends with the value, at a tag, or with the answer."""
+        """Yield the parts of the value, and None when more text is needed.
+
+        It stops at the end of the value, at a tag, or at the end of the answer.
+        """
         while not self.done:
             if source.is_empty:
                 if source.final:
@@ -104,7 +108,7 @@ class JsonText:
                 yield from self._token(source)
 
     def close(self) -> str:
-        """What makes JSON of the parts that have come."""
+        """Return the text that completes the parts so far to a JSON value."""
         if self.done:
             return ""
         self.done = True
@@ -164,7 +168,7 @@ class JsonText:
         return held
 
     def _begin(self) -> str:
-        """What comes before a key or value: held text, and a comma or colon if it is missing."""
+        """Return the text before a key or value: held text, and a comma or colon if it is missing."""
         if self._expected == NEXT:
             self.sound = False
             self._held = "," + self._held
@@ -183,7 +187,7 @@ class JsonText:
         self._expected = KEY if self._stack[-1] == "{" else VALUE
 
     def _end(self, bracket: str) -> str:
-        """Close `bracket`, and brackets within it that are open; ignore it if there is no such bracket."""
+        """Close a bracket and all open brackets within it. Ignore `bracket` if no such bracket is open."""
         opening = "{" if bracket == "}" else "["
         if opening not in self._stack:
             self.sound = False
@@ -207,7 +211,7 @@ class JsonText:
         return text
 
     def _completed(self) -> None:
-        """A key or a value without brackets has come."""
+        """Note that a key, or a value without brackets, has come."""
         self._expected = COLON if self._expected == KEY else NEXT
         self.done = not self._stack
 
@@ -237,7 +241,7 @@ class JsonText:
     # --- strings
 
     def _string(self, source: Incoming) -> Generator[str | None, None, bool]:
-        """Read on in a string; false at a tag that ends the call within it."""
+        """Read a part of a string. Return False at a tag that ends the call within the string."""
         run = TEXT_RUN.match(source.text, source.at)
         if run is not None:
             yield source.take(run.end())
@@ -273,7 +277,7 @@ class JsonText:
 
     def _escape(self, source: Incoming) -> Iterator[str | None]:
         found = yield from source.matched(ESCAPE)
-        if found is None:  # the answer ends within it, or it is not an escape
+        if found is None:  # the answer ends within the escape, or it is not an escape
             source.at += 1
             if not source.is_empty:
                 yield "\\\\"

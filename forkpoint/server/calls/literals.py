@@ -1,4 +1,4 @@
-"""Whole values that models write as JSON or as Python literals, made strict JSON."""
+"""Turns whole values, which models write as JSON or as Python literals, into strict JSON."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from forkpoint.server.calls.incoming import Incoming
 from forkpoint.server.calls.json_text import JsonText, strict_json
 
 JSON_WORDS: Final = {"true": True, "false": False, "null": None}
-MAX_PYTHON_CHARACTERS = 65_536  # Python's own parser takes a hundred times the memory of its text
+MAX_PYTHON_CHARACTERS = 65_536  # Python's own parser needs a hundred times the memory of the text
 
 
 def literal_json(text: str) -> str | None:
-    """Return `text`, a literal of JSON or Python, as JSON; None if it is none. JSON stays as it is written."""
+    """Return a literal of JSON or Python as JSON, or None if `text` is not a literal. JSON is returned unchanged."""
     if is_json(text):
         return text
     return _loose_json(text) or _python_json(text)
@@ -43,18 +43,18 @@ def _python_json(text: str) -> str | None:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes that Python does not know
+            warnings.simplefilter("ignore")  # Python warns about unknown escapes
             tree = ast.parse(text.strip(), mode="eval").body
         value = ast.literal_eval(_Words().visit(tree))
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        written.encode()  # half a character is not text
+        written.encode()  # raises for lone surrogates
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
     return written
 
 
 class _Words(ast.NodeTransformer):
-    """Makes constants of JSON's words, which models mix in, and lists of sets. The keys of an object are strings."""
+    """Replaces JSON's words, which models mix in, by constants, and sets by lists. Checks that keys are strings."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(JSON_WORDS[node.id]) if node.id in JSON_WORDS else node

@@ -1,4 +1,4 @@
-"""Calls written like Python: `f(x=1, y="a")`, with the mistakes that models make."""
+"""Reader of calls written like Python, `f(x=1, y="a")`, with the mistakes that models make."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AFTER_VALUE = Ending.compile(rf"{SPACE}(?:,{SPACE}(?:\)|(?=[^\s)])|{END})|\))")
 OPENING_QUOTE = Ending.compile(
     r"(?P<raw>[rR])?[uUfF]?(?P<quote>'''|\"\"\"|'(?='?[^']|'?@END@)|\"(?=\"?[^\"]|\"?@END@))"
 )
-# What follows the quote that ends a string. Any other quote should have been escaped and is part of the string.
+# A quote ends a string only before such text. Any other quote is part of the string, and should have been escaped.
 AFTER_STRING: Final = (
     rf"{SPACE}(?:,{SPACE}(?:{KEY}{SPACE}=[^=]|\))|\){SPACE}(?:\]|<|,{SPACE}[\w\{{]|;|\n?{NAME}{SPACE}\(|{END})|{END})"
 )
@@ -40,7 +40,7 @@ CLOSED_BY: Final = {"(": ")", "[": "]", "{": "}"}
 
 
 def read_python(site: Site) -> CallReader:
-    """Read one call with named arguments, or the same as a JSON object. Strings are reported while they come."""
+    """Read one call with named arguments, or a call as a JSON object. Strings are reported while they come."""
     source = site.source
     if source.text.startswith("{", source.at):
         return (yield from read_object(site))
@@ -99,7 +99,7 @@ def read_python(site: Site) -> CallReader:
 
 
 def _json(written: str, parameter: Parameter) -> str | None:
-    """The JSON of a value without quotes. A number stays a string where only a string is allowed."""
+    """Return the JSON of a value without quotes, or None. A number becomes a string if only a string is allowed."""
     bare = written.strip()
     if parameter.is_text and bare not in ("None", "null") and (number_json(bare) or not bare.startswith(("[", "{"))):
         return dumps(bare)
@@ -107,7 +107,7 @@ def _json(written: str, parameter: Parameter) -> str | None:
 
 
 def _string(source: Incoming, quote: str, *, raw: bool) -> Iterator[str | None]:
-    """The text of a string up to its closing quote, which is read too; None where more text is needed."""
+    """Yield the text of a string, and None when more text is needed. The closing quote is read too."""
     run_of = TEXT_RUNS[quote[0]]
     while True:
         if source.is_empty:
@@ -130,7 +130,7 @@ def _string(source: Incoming, quote: str, *, raw: bool) -> Iterator[str | None]:
 
 
 def _escape(source: Incoming) -> Iterator[str | None]:
-    """The character that an escape stands for; an escape that Python does not know stays as it is written."""
+    """Yield the character that an escape means. An escape that Python does not know is left unchanged."""
     found = yield from source.matched(ESCAPE)
     if found is None:
         yield source.take(source.at + 1)
@@ -147,7 +147,7 @@ def _escape(source: Incoming) -> Iterator[str | None]:
 
 
 def _value(source: Incoming) -> Generator[None, None, str]:
-    """Read a value that does not begin with a quote, up to the comma or bracket after it."""
+    """Read and return a value that does not begin with a quote, up to the comma or bracket after it."""
     parts: list[str] = []
     brackets: list[str] = []
     quote = ""

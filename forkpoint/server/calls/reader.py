@@ -1,4 +1,4 @@
-"""Reads the calls that begin at an opening tag, one after the other."""
+"""Reads consecutive calls in one notation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ AFTER_CALL = Ending.compile(rf"[^\S\n]{{0,100}}(?:[,;\]{{<\n]|{END})")
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """How a family writes calls.
+    """The way in which a model family writes calls.
 
-    `opening` and `closing`: the tags around calls; `closings`: further tags that end calls. `read`: reads one call.
+    `opening` and `closing`: tags around calls. `closings`: further tags that end calls. `read`: reads one call.
     `tags`: tags that begin a call whose opening tag is missing. `bare`: a pattern that begins a call of a declared
-    function in the content without any tag; `bare_at_start`: only where the content begins. `lists`: several calls may
-    stand in square brackets. `repeats`: the model may write calls a second time, without the opening tag.
+    function in the content without any tag. `bare_at_start`: such a call is possible only at the start of the content.
+    `lists`: several calls may be in square brackets. `repeats`: the model may write calls a second time, without the
+    opening tag.
     """
 
     opening: str
@@ -55,10 +56,10 @@ class CallsReader:
     def read(
         self, *, bare: bool = False, in_list: bool = False, single: bool = False
     ) -> Generator[Event | None, None, int]:
-        """Read calls and the tags that end them; returns their number. If it is 0, some text may have been read.
+        """Read calls and the tags that end them, and return their number. Even if it is 0, text may have been read.
 
-        `bare`: no tag has come, so only declared functions count. `in_list`: calls before this one were not understood.
-        `single`: read one call.
+        `bare`: no tag has come, so only calls of declared functions count. `in_list`: the call is in a list whose
+        earlier calls were not understood. `single`: read one call only.
         """
         source, calls = self._source, list[Event]()
         number = 0
@@ -78,7 +79,7 @@ class CallsReader:
         return number
 
     def _before_call(self, number: int, in_list: bool) -> Generator[None, None, bool]:
-        """Read what stands between calls; returns whether a list begins."""
+        """Read the text between two calls, and return whether a list begins."""
         source = self._source
         yield from source.skip_space()
         if number and source.text.startswith((",", ";"), source.at):
@@ -91,8 +92,10 @@ class CallsReader:
         return False
 
     def _call(self, bare: bool, calls: list[Event]) -> Generator[Event | None, None, bool]:
-        """Read one call. One of a declared function is reported while it comes, another one when it is whole. `calls`
-        gains what is reported."""
+        """Read one call, and return whether there is one. Its reported events are appended to `calls`.
+
+        A call of a declared function is reported while it comes, another call once it is whole.
+        """
         held: list[Event] = []
         is_certain = False
         reading = self._notation.read(self._bare if bare else self._tagged)
@@ -126,7 +129,7 @@ class CallsReader:
             pass
 
     def _skip_repeated(self, calls: list[Event]) -> Generator[Event | None, None, None]:
-        """Read the same calls once more, if they follow with the closing tag but without the opening one."""
+        """Skip a repetition of `calls`, if one follows with the closing tag but without the opening tag."""
         source = self._source
         source.mark()
         yield from source.skip_space()
@@ -148,7 +151,7 @@ class CallsReader:
 
 
 def _silently(reading: Generator[Event | None, None, bool]) -> Generator[None, None, bool]:
-    """Wait for `reading` as it does, without its events."""
+    """Run `reading` to its end without reporting its events, and return its result."""
     while True:
         try:
             event = next(reading)
@@ -159,7 +162,7 @@ def _silently(reading: Generator[Event | None, None, bool]) -> Generator[None, N
 
 
 def joined(events: list[Event]) -> list[tuple[str, str]]:
-    """The names and the arguments of calls."""
+    """Return the name and the arguments of each call."""
     calls: list[tuple[str, str]] = []
     for event in events:
         if isinstance(event, Named):

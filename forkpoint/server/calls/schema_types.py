@@ -1,4 +1,4 @@
-"""The JSON types that a function's schema allows for a parameter, and values written as text made JSON of them."""
+"""The JSON types that a schema allows for a parameter, and the conversion of values written as text to these types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forkpoint.server.calls.json_text import number_json, strict_json
 from forkpoint.server.calls.literals import is_json, literal_json
 
 ANY: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
-# Names of types that clients write, of JSON Schema and of programming languages.
+# Type names that clients write: those of JSON Schema and of programming languages.
 NAMES: Final[Mapping[str, frozenset[str]]] = {
     **{name: frozenset({name}) for name in ANY},
     **dict.fromkeys(("number", "float", "double", "num"), frozenset({"number", "integer"})),
@@ -31,15 +31,15 @@ TYPES: Final[Mapping[type, frozenset[str]]] = {
     dict: NAMES["object"],
 }
 WORDS: Final = {"true": "true", "false": "false", "1": "true", "0": "false"}
-MAX_DEPTH = 64  # of schemas within schemas, as of request bodies
+MAX_DEPTH = 64  # nested schemas; request bodies have the same limit
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What a schema says of one parameter.
+    """The values that a schema allows for one parameter.
 
-    `types`: those that it allows, ANY if it says nothing. `constants`: the values that `enum` and `const` list and that
-    are not strings, as JSON.
+    `types`: the allowed types, ANY if the schema does not limit them. `constants`: the values of `enum` and `const`
+    that are not strings, as JSON.
     """
 
     types: frozenset[str] = ANY
@@ -47,12 +47,14 @@ class Parameter:
 
     @property
     def is_text(self) -> bool:
-        """Whether each value is a string, or null."""
+        """Whether every allowed value is a string or null."""
         return "string" in self.types and self.types <= {"string", "null"} and not self.constants
 
     def json(self, text: str) -> str:
-        """Return the JSON value that `text` stands for. A value that may be a string is one, unless it is null or an
-        array or object that is allowed too."""
+        """Return the value written as `text` in JSON.
+
+        If strings are allowed, the value is a string, unless it is an allowed null, array or object.
+        """
         bare = text.strip()
         if self.types == ANY:
             return bare if is_json(bare) else dumps(text)
@@ -66,7 +68,7 @@ class Parameter:
         return self._scalar(bare) or literal_json(bare) or dumps(text)
 
     def _scalar(self, bare: str) -> str | None:
-        """A boolean or number, or a value in a JSON string."""
+        """Return a boolean, a number, or the value inside a JSON string; None if `bare` is none of them."""
         if "boolean" in self.types and bare.lower() in ("true", "false"):
             return bare.lower()
         if self.types & {"number", "integer"}:
@@ -91,7 +93,7 @@ class Functions:
         self.names = tuple(schemas)
 
     def declared(self, written: str) -> str | None:
-        """The declared name that `written` means."""
+        """Return the declared name that `written` means, or None."""
         for name in (written, written.removeprefix("functions.")):
             if name in self._schemas:
                 return name
@@ -112,8 +114,7 @@ class Functions:
 
 
 class _Reading:
-    """Reads what a schema allows; each reference once, so that schemas that refer to each other cost no more than they
-    are long."""
+    """Reads the allowed values from a schema. It follows each reference once, so the cost is linear in the schema."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -165,7 +166,7 @@ def dumps(value: Any) -> str:
 
 
 def _both(types: frozenset[str], others: frozenset[str]) -> frozenset[str]:
-    """Types that both schemas allow; those of either one if they contradict each other."""
+    """Return the types that both schemas allow. If there are none, return the types of either."""
     return types & others or types | others
 
 
@@ -174,7 +175,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _resolve(ref: str, root: Any) -> Any:
-    """The schema that a reference within the same document points to; None if there is none."""
+    """Return the schema that a reference within the same document points to, or None."""
     if not ref.startswith("#"):
         return None
     found = root
@@ -190,7 +191,7 @@ def _resolve(ref: str, root: Any) -> Any:
 
 
 def _properties(schema: Any, root: Any, key: str) -> Iterator[Any]:
-    """The schemas that `schema` and its parts have for the property `key`."""
+    """Yield the schemas of the property `key` in `schema` and its parts."""
     queue, seen = [schema], 0
     while queue and seen < 10_000:
         current = queue.pop(0)

@@ -1,4 +1,4 @@
-"""What the readers of calls share: the text to read, the declared functions, and what they report."""
+"""Types that the readers of calls share: the text to read, the declared functions, and the reported events."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from forkpoint.server.calls.schema_types import Functions
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A call of a function begins; parts of its arguments, which are JSON, follow as strings."""
+    """Reports the beginning of a call. The parts of its arguments, which are JSON, follow as strings."""
 
     function: str
 
 
 Event: TypeAlias = Named | str
-# Reads one call: yields its events, and None where it needs more text. Returns whether the call was written in full. A
-# reader that finds no call returns False without having named one.
+# Reads one call. Yields its events, and None when it needs more text. Returns whether the call was written in full. A
+# reader that finds no call returns False without having yielded a Named.
 CallReader: TypeAlias = Generator[Event | None, None, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The place in an output where calls are read.
+    """The text and the rules by which a reader reads a call.
 
-    `stop`: the text at which a string that never ends is given up. `strict_stop`: the same for a text that may turn out
-    not to be a call. `needs_arguments`: an object without arguments is not a call, because no tag says that it is one.
+    `stop`: text at which a string that never ends is given up. `strict_stop`: the same for a call that is not certain.
+    `needs_arguments`: an object without arguments is not a call, because no tag shows that it is one.
     """
 
     source: Incoming

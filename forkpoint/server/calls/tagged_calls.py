@@ -1,4 +1,4 @@
-"""Calls whose parameters stand between tags, each value as plain text."""
+"""Readers of calls whose parameters are between tags, with each value as plain text."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ NULLS: Final = ("null", "None")
 class Tags:
     """Patterns of a notation.
 
-    `head`: the name of the function, up to what shows that it is a call. `parameter`: the tags before a value, with its
-    `key`. `value_end` matches where a value may end, at a "<": `closed` is a tag that belongs to the value, `another`
-    the beginning of the next parameter, `restart` that of the next call, which counts only if the value holds more ends
-    of calls than beginnings. `call_end`: the tag that ends the function.
+    `head`: the name of the function, up to the text that shows that it is a call. `parameter`: the tags before a value,
+    with its `key`. `value_end`: matches at a "<" where a value may end, with one of these groups: `closed` is the
+    value's own closing tag, `another` begins the next parameter, and `restart` begins the next call. A restart counts
+    only if the value has more tags that end a call than tags that begin one. `call_end`: the tag that ends the
+    function.
     """
 
     head: Ending
@@ -73,7 +74,7 @@ LING_TAGS: Final = _tags(
     parameter=r"<arg_key>\s{{0,20}}{key}\s{{0,20}}</arg_key>(?:\s|\\n){{0,100}}<arg_value>",
     value_close="</arg_value>",
     call_end=CALL_END,
-    space=r"(?:\s|\\n){0,100}",  # it writes line ends as \n too
+    space=r"(?:\s|\\n){0,100}",  # the model also writes line ends as a backslash and n
 )
 
 
@@ -85,6 +86,7 @@ def read_qwen(site: Site) -> CallReader:
 
 
 def read_ling(site: Site) -> CallReader:
+    """Read a call of Ling's: a name, and parameters between tags."""
     return (yield from _read_tagged(site, LING_TAGS))
 
 
@@ -99,7 +101,7 @@ def _read_tagged(site: Site, tags: Tags) -> CallReader:
         return (yield from _read_json_in_tags(site, function, declared, tags))
     parameter = yield from source.matched(tags.parameter)
     if not declared and parameter is None and tags.call_end == CALL_END:
-        return False  # a word between the tags of a call says nothing
+        return False  # a single word between the tags of a call is not a call
     yield Named(function)
     yield "{"
     is_first, given = True, set[str]()
@@ -138,20 +140,20 @@ def _read_json_in_tags(site: Site, function: str, declared: bool, tags: Tags) ->
 
 
 def _value_json(value: _Value, parameter: Parameter, source: Incoming) -> Generator[str | None, None, bool]:
-    """Report a value as JSON: a string while it comes, other types when they are whole. Returns whether it ended."""
+    """Report a value as JSON, and return whether it ended. Strings are reported while they come, others at the end."""
     parts: list[str] = []
-    is_told = False
+    is_reported = False
     for text in value.read():
         if text is None:
             yield None
             continue
         parts.append(text)
-        if is_told:
+        if is_reported:
             yield escaped(text)
         elif parameter.is_text and not _may_be_null(parameter, parts):
-            is_told = True
+            is_reported = True
             yield '"' + escaped("".join(parts))
-    if is_told:
+    if is_reported:
         yield "" if source.cut and not value.ended else '"'
     elif parameter.is_text and source.cut and not value.ended:
         yield '"' + escaped("".join(parts))
@@ -169,19 +171,19 @@ def _may_be_null(parameter: Parameter, parts: list[str]) -> bool:
 
 @dataclass(slots=True)
 class _Value:
-    """The text of one value, without the line end that the notation puts before and after it."""
+    """Reads the text of one value, without the line ends that the notation puts before and after it."""
 
     site: Site
     tags: Tags
     function: str
     given: set[str]  # keys of the call so far
-    strict: bool  # the call is given up where another begins in the value
+    strict: bool  # give the call up if another one begins in the value
     ended: bool = False
-    _balance: int = 0  # tags in the value that begin a call, less those that end one
+    _balance: int = 0  # tags in the value that begin a call, minus tags that end one
     _is_first: bool = field(default=True)
 
     def read(self) -> Generator[str | None, None, None]:
-        """The parts of the text; None where more is needed. Sets `ended` if it ends before the answer does."""
+        """Yield the parts of the text, and None when more is needed. Set `ended` if the value ends in the answer."""
         source = self.site.source
         held = ""  # a line end that belongs to the value if more of it comes
         while True:
@@ -217,7 +219,7 @@ class _Value:
             yield held
 
     def _is_end(self) -> Generator[None, None, bool]:
-        """Whether the value ends at this "<"; reads the tag that ends it, if it is the value's own."""
+        """Return whether the value ends at this "<". The value's own closing tag is read, any other tag is not."""
         source = self.site.source
         found = yield from source.matched(self.tags.value_end)
         if found is None:

@@ -1,4 +1,4 @@
-"""The body of a chat completion, to which those of other APIs are translated."""
+"""The body of a chat completion. The bodies of the other chat APIs are translated to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FunctionSpec(Body):
 
 
 class ToolSpec(Body):
-    """`type` is function; OpenAI's custom tools, which take free text, are refused."""
+    """A function that the model may call. OpenAI's custom tools, which take free text, are refused."""
 
     type: Literal["function"]
     function: FunctionSpec
@@ -29,19 +29,21 @@ class NamedFunction(Body):
 
 
 class FunctionChoice(Body):
-    """The function that the answer must call."""
+    """A choice of one function, which the answer must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedFunctions(Body):
+    """The functions that the answer may call; with the mode `required` it must call one of them."""
+
     mode: Literal["auto", "required"]
     tools: Many[FunctionChoice] = Field(min_length=1)
 
 
 class AllowedFunctionsChoice(Body):
-    """The functions that may be called, of those that there are; mode required: one of them must be."""
+    """A choice of some of the functions in `tools`."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
@@ -51,7 +53,7 @@ AnyToolChoice: TypeAlias = Literal["none", "auto", "required"] | FunctionChoice 
 
 
 class ChatMessage(Body):
-    """One message; `content` is a text or a list of text parts."""
+    """A message. `content` is a text or a list of text parts."""
 
     role: str
     content: str | Many[dict[str, Any]] | None = None
@@ -59,33 +61,33 @@ class ChatMessage(Body):
 
 
 class ReasoningOptions(Body):
-    """OpenAI's and OpenRouter's options. `effort` reaches the chat template. `summary` and the like are ignored."""
+    """OpenAI's and OpenRouter's options. `effort` goes to the chat template. `summary` and other fields are ignored."""
 
     effort: str | None = None
     summary: str | None = None
     enabled: bool | None = None
-    exclude: bool | None = Field(None, description="true: reasoning is not told")
+    exclude: bool | None = Field(None, description="true: the answer leaves reasoning out")
 
 
 class ThinkingOptions(Body):
-    """`disabled` and `enabled` switch thinking. Any other type leaves it to the chat template."""
+    """The types `enabled` and `disabled` switch thinking on or off. Any other type leaves it to the chat template."""
 
     type: str
 
 
 class ThinkingFields(Body):
-    """The ways in which clients of any API ask for thinking."""
+    """The fields by which clients of any API ask for thinking."""
 
-    enable_thinking: bool | None = Field(None, description="for the template")
+    enable_thinking: bool | None = Field(None, description="passed to the chat template")
     reasoning_effort: str | None = Field(
-        None, description="for the template, as `reasoning_effort` and as `enable_thinking`: false for `none`"
+        None, description="passed to the chat template; also sets `enable_thinking`: false for `none`, otherwise true"
     )
     reasoning: ReasoningOptions | None = None
 
     def thinking_variables(self, thinking: ThinkingOptions | None = None) -> dict[str, Any]:
-        """Return the variables of the chat template that these fields and `thinking` mean.
+        """Return the variables of the chat template that follow from these fields and `thinking`.
 
-        `enable_thinking` goes before `thinking`, `reasoning.enabled` and the effort, in this order.
+        If fields disagree, `enable_thinking` wins over `thinking`, which wins over `reasoning.enabled` and the effort.
         """
         variables: dict[str, Any] = {}
         reasoning = self.reasoning
@@ -115,17 +117,20 @@ class ChatBody(SamplingBody, ThinkingFields, apis=("completions", "chat")):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: Many[dict[str, Any]] | None = Field(None, description="for templates that show them")
+    documents: Many[dict[str, Any]] | None = Field(None, description="passed to the chat template, which may show them")
     thinking: ThinkingOptions | None = None
-    include_reasoning: bool | None = Field(None, description="false: reasoning is not told")
+    include_reasoning: bool | None = Field(None, description="false: the answer leaves reasoning out")
 
     @property
-    def tells_reasoning(self) -> bool:
+    def reports_reasoning(self) -> bool:
+        """Whether the answer may contain reasoning."""
         excluded = self.reasoning is not None and self.reasoning.exclude
         return not excluded if self.include_reasoning is None else self.include_reasoning
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
-            raise HTTPError(400, "top_logprobs are told with logprobs: true", param="top_logprobs")
+            raise HTTPError(
+                400, "top_logprobs need logprobs: true; set it, or leave top_logprobs out", param="top_logprobs"
+            )
         return self

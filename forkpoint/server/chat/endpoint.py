@@ -26,7 +26,7 @@ class ToolCall(ReplyModel):
 
 
 class AnswerMessage(ReplyModel):
-    """`reasoning` and `reasoning_content` are two names of the same thing, each with its clients."""
+    """The message of an answer. `reasoning` and `reasoning_content` are equal; clients expect one or the other."""
 
     role: str
     content: str | None = None
@@ -58,11 +58,13 @@ class ChatReply(ReplyModel):
 
 
 def prepare_chat(texts: Texts, data: bytes) -> PreparedTurn:
-    """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
+    """Prepare a chat completion. Runs in a reader's process. Raises HTTPError or ForkpointError for a wrong request."""
     return PreparedTurn.read(texts, texts.parse(ChatBody, data))
 
 
 class ChatAnswer(CompletionAnswer[PreparedTurn]):
+    """The answer to a chat completion."""
+
     prefix = "chatcmpl-"
     chunk_kind = "chat.completion.chunk"
 
@@ -87,27 +89,27 @@ class ChatAnswer(CompletionAnswer[PreparedTurn]):
         return ChatReply.model_validate(self.document("chat.completion", choices, **self.ending(), **prompt))
 
     def _choice(self, news: News) -> dict[str, Any]:
-        """Return a choice in the form of a chunk."""
-        told = {"index": news.index, "delta": self._delta(news), "logprobs": None, "finish_reason": news.reason}
+        """Return `news` as the choice of a chunk."""
+        choice = {"index": news.index, "delta": self._delta(news), "logprobs": None, "finish_reason": news.reason}
         num_top = self.prepared.params.logprobs
         if num_top is not None:
-            told["logprobs"] = chat_logprobs(news.logprobs, num_top)
+            choice["logprobs"] = chat_logprobs(news.logprobs, num_top)
         if news.reason is not None:
-            told["stop_reason"] = news.stop_reason
+            choice["stop_reason"] = news.stop_reason
         if self.prepared.returns_ids:
-            told["token_ids"] = news.token_ids
-        return told
+            choice["token_ids"] = news.token_ids
+        return choice
 
     def _delta(self, news: News) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        delta: dict[str, Any] = {}
         for piece in news.pieces:
             match piece:
                 case Content(text):
-                    told["content"] = told.get("content", "") + text
+                    delta["content"] = delta.get("content", "") + text
                 case Reasoning(text):
-                    told["reasoning"] = told["reasoning_content"] = told.get("reasoning", "") + text
+                    delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + text
                 case CallPart(index, name, arguments):
-                    calls = told.setdefault("tool_calls", [])
+                    calls = delta.setdefault("tool_calls", [])
                     if name is not None:
                         function = {"name": name, "arguments": arguments}
                         call = {"id": f"call_{self.name[-12:]}_{news.index}_{index}", "type": "function"}
@@ -116,13 +118,13 @@ class ChatAnswer(CompletionAnswer[PreparedTurn]):
                         calls[-1]["function"]["arguments"] += arguments
                     else:
                         calls.append({"index": index, "function": {"arguments": arguments}})
-        return told
+        return delta
 
     def _message(self, delta: dict[str, Any]) -> dict[str, Any]:
         nothing = None if delta.keys() - {"content"} else ""
         return {"role": self._role, **delta, "content": delta.get("content") or nothing}
 
     def _prompt_ids(self) -> dict[str, list[int]]:
-        """For who asks for them."""
+        """Return the field with the prompt's token ids if the request asks for it."""
         prepared = self.prepared
         return {"prompt_token_ids": prepared.prompts[0].token_ids.tolist()} if prepared.returns_ids else {}

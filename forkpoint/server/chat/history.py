@@ -1,4 +1,4 @@
-"""What the chat template is given of a request's messages."""
+"""The messages of a request in the form that a chat template can show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forkpoint.engine.conversation import is_image
 from forkpoint.server.chat.body import ChatMessage
 from forkpoint.server.notices import Note
 
-# Claude Code begins its system prompt with a line for its maker's bills, which differs from request to request.
+# Claude Code begins its system prompt with a line for billing, which differs from request to request.
 BILLING_LINES: Final = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
 TEXT_TYPES: Final = ("text", "input_text", "output_text", "refusal")
 
@@ -18,12 +18,12 @@ TEXT_TYPES: Final = ("text", "input_text", "output_text", "refusal")
 def shown_messages(
     messages: Sequence[ChatMessage], note: Note, *, drops_billing_lines: bool, shows_images: bool = False
 ) -> list[dict[str, Any]]:
-    """Return `messages` as dicts, in the form that the model can be shown.
+    """Return `messages` as dicts in a form that the model can read.
 
-    Parts of a tool's result that are not text become a text that says so, since the client cannot take back what its
-    tool returned. Images stay for a model that reads them (`shows_images`). With `drops_billing_lines`, billing lines
-    at the head of the system prompt are left out: they would keep everything after them from being found in the prefix
-    cache.
+    A part of a tool's result that the model cannot read is replaced by a text that says so. Refusing it would end the
+    conversation, as the client cannot change what its tool returned. `shows_images`: the model reads images, so they
+    stay. `drops_billing_lines`: leave out billing lines at the head of the system prompt, which would keep the rest of
+    the prompt from being found in the prefix cache.
     """
     shown = [message.model_dump(exclude_unset=True) for message in messages]
     if drops_billing_lines and shown and shown[0]["role"] in ("system", "developer"):
@@ -42,7 +42,7 @@ def shown_messages(
 
 
 def _without_billing_lines(content: Any) -> Any:
-    """Return the text, or the text parts, that follow the billing lines."""
+    """Return a text or a list of text parts without the billing lines at its head."""
     if isinstance(content, str):
         return BILLING_LINES.sub("", content)
     if not isinstance(content, list) or not content or not isinstance(text := content[0].get("text"), str):
@@ -64,7 +64,7 @@ def _result_part(part: dict[str, Any], note: Note) -> dict[str, Any]:
     if isinstance(text, str):
         return _text_part(text)
     name = str(kind).removeprefix("input_").removesuffix("_url")[:40]
-    note(f"results of tools have parts of the type {name!r}, in place of which the model reads that they were left out")
+    note(f"results of tools have parts of the type {name!r}; the model reads a note in place of each")
     return _text_part(f"[The tool returned a part of the type {name}, which cannot be shown here.]")
 
 

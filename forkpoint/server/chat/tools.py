@@ -1,4 +1,4 @@
-"""Tools in a chat request: which ones the template shows, and what the answer has to be for `tool_choice`."""
+"""The tools of a chat request: which ones the chat template shows, and which answers `tool_choice` allows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from forkpoint.server.sampling import structured_outputs
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """`shown` to the template; `schemas` of the functions by name, None where none may be called; `forced`:
-    the answer is one call and nothing else, which `structured` enforces; `single`: it ends with its first call."""
+    """How an answer may use the tools of its request.
+
+    `shown`: tools that the chat template shows. `schemas`: schemas of the functions by name, None if no function may be
+    called. `forced`: the answer is a single call and nothing else, which the grammar `structured` enforces. `single`:
+    the answer ends with its first call.
+    """
 
     shown: list[dict[str, Any]] | None
     schemas: Mapping[str, Any] | None
@@ -25,12 +29,16 @@ class ToolPlan:
 
 
 def plan_tools(body: ChatBody) -> ToolPlan:
-    """Raises HTTPError for a choice that the tools do not offer."""
+    """Return the plan for the tools of `body`. Raises HTTPError for a choice that the tools do not offer."""
     tools, choice = body.tools, body.tool_choice
     structured = structured_outputs(body)
     if not tools or choice == "none":
         if not isinstance(choice, str | None) or choice == "required":
-            raise HTTPError(400, "tool_choice asks for a call, but there are no tools", param="tool_choice")
+            raise HTTPError(
+                400,
+                "tool_choice asks for a call, but there are no tools; give tools or leave it out",
+                param="tool_choice",
+            )
         return ToolPlan(None, None, structured)
     shown = [tool.model_dump(exclude_unset=True) for tool in tools]
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
@@ -47,11 +55,11 @@ def plan_tools(body: ChatBody) -> ToolPlan:
 
 
 def _wanted(choice: AnyToolChoice | None, names: list[str]) -> list[str]:
-    """The functions that `choice` leaves. Raises HTTPError for one that is not among `names`."""
+    """Return the names of the functions that `choice` allows. Raises HTTPError for one that is not among `names`."""
     if isinstance(choice, str | None):
         return names
-    asked = [choice] if isinstance(choice, FunctionChoice) else choice.allowed_tools.tools
-    wanted = list(dict.fromkeys(one.function.name for one in asked))
+    chosen = [choice] if isinstance(choice, FunctionChoice) else choice.allowed_tools.tools
+    wanted = list(dict.fromkeys(one.function.name for one in chosen))
     for name in wanted:
         if name not in names:
             raise HTTPError(400, f"tool_choice names {name!r}; the tools are {', '.join(names)}", param="tool_choice")

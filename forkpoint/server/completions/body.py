@@ -10,10 +10,10 @@ from forkpoint.server.sampling import SamplingBody, bounded
 
 
 class CompletionBody(SamplingBody, apis=("completions", "text")):
-    """Complete a prompt, or each of several: texts or token ids."""
+    """Complete one prompt or several. A prompt is a text or a list of token ids."""
 
     prompt: str | Many[TokenId] | Many[str] | Many[Many[TokenId]]
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
     echo: bool | None = None
     logprobs: int | None = bounded("logprobs")
-    add_special_tokens: bool | None = Field(None, description="false: the prompt's text alone, no token before it")
+    add_special_tokens: bool | None = Field(None, description="false: add no special tokens to the prompt's text")

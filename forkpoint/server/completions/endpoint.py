@@ -42,19 +42,21 @@ class CompletionReply(ReplyModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedCompletion(PreparedRequest):
-    """A completion request as read. `echoed`: the texts of the prompts, where the answers begin with them.
+    """A prepared text completion.
 
-    `drops_output`: only the prompts are asked about, and the token that each step makes is not told.
+    `echoed`: the texts of the prompts if the answers begin with them. `first_texts`: the text of each prompt's first
+    token if prompts are echoed with log-probabilities. `drops_output`: the request is about the prompts alone
+    (max_tokens 0); the engine still generates a token, which is dropped.
     """
 
     echoed: tuple[str, ...] | None
-    first_texts: tuple[str, ...]  # of the first token of each prompt that is echoed with its log-probabilities
+    first_texts: tuple[str, ...]
     drops_output: bool
-    tells_prompt_logprobs: bool
+    reports_prompt_logprobs: bool
 
 
 def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
-    """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
+    """Prepare a text completion. Runs in a reader's process. Raises HTTPError or ForkpointError for a wrong request."""
     body = texts.parse(CompletionBody, data)
     model = texts.served_name(body.model)
     params = _params(texts, body)
@@ -80,7 +82,7 @@ def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
         echoed=echoed,
         first_texts=first_texts,
         drops_output=body.max_tokens == 0,
-        tells_prompt_logprobs=body.prompt_logprobs is not None,
+        reports_prompt_logprobs=body.prompt_logprobs is not None,
     )
 
 
@@ -90,7 +92,7 @@ def _params(texts: Texts, body: CompletionBody) -> SamplingParams:
     return sampling_params(
         body,
         texts,
-        max_tokens=max(max_tokens, 1),  # a prompt alone is one step too; its token is dropped
+        max_tokens=max(max_tokens, 1),  # the engine generates at least one token; for max_tokens 0 it is dropped
         logprobs=body.logprobs,
         prompt_logprobs=max((count for count in wanted if count is not None), default=None),
         structured=structured_outputs(body),
@@ -104,11 +106,13 @@ def _split(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | 
 
 
 class TextAnswer(CompletionAnswer[PreparedCompletion]):
+    """The answer to a text completion."""
+
     prefix = "cmpl-"
     chunk_kind = "text_completion"
 
     def __post_init__(self) -> None:
-        self._offsets: dict[int, int] = {}  # by choice: where the next token starts, of those that are told one by one
+        self._offsets: dict[int, int] = {}  # by choice: characters of the tokens reported so far
 
     async def choices(self) -> AsyncIterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
         async for deltas in self.generation.deltas():
@@ -121,10 +125,10 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
         return CompletionReply.model_validate(self.document(self.chunk_kind, choices, **self.ending()))
 
     def usage(self) -> dict[str, Any]:
-        return self.generation.usage(tells_output=not self.prepared.drops_output)
+        return self.generation.usage(counts_output=not self.prepared.drops_output)
 
     def _choice(self, number: int, delta: CompletionOutput) -> dict[str, Any]:
-        """The news of one completion; its first ones begin with the prompt where that is to be echoed."""
+        """Return `delta` as the choice of a chunk. The first chunk begins with the prompt if that is echoed."""
         prepared = self.prepared
         index = number * prepared.params.n + delta.index
         text = "" if prepared.drops_output else delta.text
@@ -137,9 +141,11 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
             text = prepared.echoed[number] + text
             entries = [*self._prompt_entries(number), *entries] if num_top is not None else []
         offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + sum(len(token) for token, _ in entries)  # the text may wait for a stop string
+        self._offsets[index] = offset + sum(
+            len(token) for token, _ in entries
+        )  # not the text's length, as text may be held back for a stop string
         reason = delta.finish_reason.value if delta.finish_reason is not None else None
-        told: dict[str, Any] = {
+        choice: dict[str, Any] = {
             "index": index,
             "text": text,
             "logprobs": text_logprobs(entries, num_top, offset) if num_top is not None else None,
@@ -147,12 +153,12 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
             "stop_reason": delta.stop_reason,
         }
         if prepared.returns_ids:
-            told["token_ids"] = [] if prepared.drops_output else list(delta.token_ids)
+            choice["token_ids"] = [] if prepared.drops_output else list(delta.token_ids)
             if first:
-                told["prompt_token_ids"] = prepared.prompts[number].token_ids.tolist()
-        if prepared.tells_prompt_logprobs:
-            told["prompt_logprobs"] = prompt_logprobs(self.generation.states[number])
-        return told
+                choice["prompt_token_ids"] = prepared.prompts[number].token_ids.tolist()
+        if prepared.reports_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(self.generation.states[number])
+        return choice
 
     def _prompt_entries(self, number: int) -> list[tuple[str, dict[int, Logprob] | None]]:
         found = self.generation.states[number].all_prompt_logprobs() or ()

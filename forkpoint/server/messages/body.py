@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages API, translated to chat completions."""
+"""Bodies of Anthropic's Messages API, and their translation to chat completions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from forkpoint.server.sampling import bounded
 
 
 class InputMessage(Body):
-    """`content` is a text, or blocks: text, thinking, tool_use, tool_result. Roles are user, assistant and system."""
+    """A message. `content` is a text, or a list of text, thinking, tool_use and tool_result blocks.
+
+    Roles are user, assistant and system.
+    """
 
     role: str
     content: str | Many[dict[str, Any]] | None
 
 
 class Tool(Body):
-    """A tool that the client runs. Tools that Anthropic's servers run have other types and are left out."""
+    """A tool that the client runs. Tools that Anthropic's servers run have another `type` and are left out."""
 
     name: str = Field(min_length=1)
     description: str | None = None
@@ -32,7 +35,7 @@ class Tool(Body):
 
 
 class Thinking(ThinkingOptions):
-    """`budget_tokens` is ignored, and the log says so once."""
+    """Whether the model thinks. `budget_tokens` is ignored, which is logged once."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -40,13 +43,15 @@ class Thinking(ThinkingOptions):
 
 
 class Choice(Body):
+    """The tool that the answer must call, or the rule for calling any tool."""
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class CountTokensBody(RequestBody, ThinkingFields, apis=("messages",)):
-    """A conversation whose tokens are to be counted."""
+    """Count the tokens of a conversation."""
 
     model: str | None = None
     messages: Many[InputMessage] = Field(min_length=1)
@@ -60,7 +65,7 @@ class CountTokensBody(RequestBody, ThinkingFields, apis=("messages",)):
 
 
 class MessagesBody(CountTokensBody):
-    """Answer a conversation. Its messages' ends are breakpoints of the prefix cache, marked or not."""
+    """Answer a conversation. The end of each message is a breakpoint of the prefix cache, with or without a mark."""
 
     max_tokens: MaxTokens
     stop_sequences: Many[Annotated[str, Field(min_length=1)]] | None = None
@@ -71,16 +76,16 @@ class MessagesBody(CountTokensBody):
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether the client asked for it; one that did not may take the first block for the answer."""
+        """Whether the client asked for thinking. A client that did not may take the first block for the answer."""
         if self.thinking is not None:
             return self.thinking.type != "disabled" and self.thinking.display != "omitted"
         return bool(self.thinking_variables().get("enable_thinking"))
 
 
 def chat_fields(body: CountTokensBody, note: Note) -> dict[str, Any]:
-    """Return the fields of the chat completion that `body` asks for. `note` takes notices about what is left out.
+    """Return the fields of the chat completion that `body` asks for. `note` receives notices about ignored parts.
 
-    Raises HTTPError naming what is not understood.
+    Raises HTTPError naming a part that this server does not understand.
     """
     system = text_of(body.system, "system") if body.system else ""
     messages = [{"role": "system", "content": system}] if system else []
@@ -95,7 +100,7 @@ def chat_fields(body: CountTokensBody, note: Note) -> dict[str, Any]:
     output_format = (body.output_config or {}).get("format") or body.output_format
     if output_format is not None:
         fields["response_format"] = _response_format(output_format)
-    if body.messages[-1].role == "assistant":  # which begins the answer
+    if body.messages[-1].role == "assistant":  # this message is the beginning of the answer
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.thinking is not None and body.thinking.budget_tokens is not None:
         note("requests have thinking.budget_tokens, which is ignored; give max_tokens, or thinking disabled")
@@ -105,7 +110,7 @@ def chat_fields(body: CountTokensBody, note: Note) -> dict[str, Any]:
 
 
 def _tools(tools: Sequence[Tool], note: Note) -> list[dict[str, Any]]:
-    """Leave out tools that Anthropic's servers run. Raises HTTPError where there are no others."""
+    """Return the functions for `tools`, except those that Anthropic's servers run. Raises HTTPError if none is left."""
     own = [tool for tool in tools if tool.type in (None, "custom")]
     others = [tool.type for tool in tools if tool.type not in (None, "custom")]
     if others and not own:
@@ -132,7 +137,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
 
 
 def _thinking(body: CountTokensBody) -> dict[str, Any]:
-    """Return template variables. Thinking is off unless asked for; `adaptive` leaves it to the template."""
+    """Return the template's variables. Thinking is off unless asked for. `adaptive` leaves it to the template."""
     variables = body.thinking_variables(body.thinking)
     if body.thinking is None:
         variables.setdefault("enable_thinking", False)

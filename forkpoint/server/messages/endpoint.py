@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API over the same turns as chat completions."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MessageUsage(ReplyModel):
 
 
 class MessageReply(ReplyModel):
-    """`content` has text, thinking and tool_use blocks."""
+    """The whole answer. `content` is a list of text, thinking and tool_use blocks."""
 
     id: str
     type: Literal["message"]
@@ -58,25 +58,27 @@ STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls":
 
 
 def prepare_message(texts: Texts, data: bytes) -> PreparedTurn:
-    """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
+    """Prepare a request. Runs in a reader's process. Raises HTTPError or ForkpointError if it is wrong."""
     body = texts.parse(MessagesBody, data)
     return PreparedTurn.read(texts, validated(ChatBody, chat_fields(body, texts.notices.add)))
 
 
 def count_tokens(texts: Texts, data: bytes) -> CountReply:
-    """Runs in a reader's process."""
+    """Count the tokens of a conversation, which need not fit the context. Runs in a reader's process."""
     body = texts.parse(CountTokensBody, data)
     chat = validated(ChatBody, chat_fields(body, texts.notices.add))
     return CountReply(input_tokens=len(prompt_of(texts, chat).token_ids))
 
 
 class MessageAnswer(ApiAnswer[PreparedTurn]):
+    """An answer as a list of content blocks."""
+
     prefix = "msg_"
 
     def __post_init__(self) -> None:
         self._talk = Talk(self.prepared, self.generation)
         self._blocks: list[dict[str, Any]] = []
-        self._arguments = ""  # of the tool_use block that is open
+        self._arguments = ""  # JSON text of the open tool_use block's input
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     async def reply(self) -> MessageReply:
@@ -86,8 +88,8 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
 
     async def events(self) -> AsyncIterator[bytes]:
         yield named_event({"type": "message_start", "message": self._message([])})
-        async for told in self._block_events():
-            yield named_event(told)
+        async for data in self._block_events():
+            yield named_event(data)
         counts = _usage(self.generation.usage())
         yield named_event(
             {"type": "message_delta", "delta": self._ending, "usage": counts, **self.generation.details()}
@@ -99,12 +101,12 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
 
     async def _block_events(self) -> AsyncIterator[dict[str, Any]]:
         async for change, piece in self._talk.changes():
-            for told in self._told(change, piece):
-                yield told
+            for data in self._apply(change, piece):
+                yield data
         self._ending = self._ended(self._talk.end)
 
-    def _told(self, change: Change, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Have the blocks as `change` leaves them; yields the events that tell it."""
+    def _apply(self, change: Change, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Apply `change` to the blocks, and yield the events that report it."""
         match change, piece:
             case "begins", Reasoning():
                 yield self._begin({"type": "thinking", "thinking": "", "signature": ""})
@@ -138,7 +140,8 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _ended(self, news: News) -> dict[str, Any]:
-        """Why; a call that a named choice asks for ends with `stop` in OpenAI's API, and with `tool_use` here."""
+        """Return why the answer ended. An answer with a call ends with `tool_use`, even if its turn ended with `stop`:
+        that is OpenAI's reason if the request named the function to call."""
         if news.reason == "stop" and isinstance(news.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": news.stop_reason}
         calls = any(block["type"] == "tool_use" for block in self._blocks)
@@ -152,7 +155,7 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """In Anthropic's meaning: `input_tokens` are those that were not read from the cache."""
+    """Return token counts with Anthropic's names. Unlike OpenAI's, `input_tokens` leaves cached tokens out."""
     cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
@@ -163,7 +166,7 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole_arguments(text: str) -> dict[str, Any]:
-    """Those of a call that was cut off are left out: `input` is an object."""
+    """Return the arguments of a call as an object: an empty one if the call was cut off."""
     try:
         value = json.loads(text)
     except ValueError:

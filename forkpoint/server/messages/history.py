@@ -1,4 +1,4 @@
-"""Messages of Anthropic's API, translated to those of chat completions."""
+"""Translation of the messages of Anthropic's API to those of chat completions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ IMAGE_SOURCES: Final = "{type: base64, media_type, data} or {type: url, url}"
 
 
 def chat_messages(role: str, content: str | list[dict[str, Any]] | None, note: Note) -> list[dict[str, Any]]:
-    """Return one message as chat templates know it: results of tools come before the text that follows them.
+    """Return the messages of a chat completion for one message. Results of tools become messages before its text.
 
-    Raises HTTPError for a block that the user sends and that cannot be shown. Blocks that only Anthropic's servers
-    write are left out of the assistant's messages.
+    Raises HTTPError for a block of the user that the model cannot read. Unknown blocks of the assistant, which
+    Anthropic's servers write, are left out.
     """
     if role not in ("user", "assistant", "system"):
         note(f"requests have messages of the role {role[:MAX_SHOWN]!r}, which are read as the user's")
         role = "user"
     if content is None or isinstance(content, str):
         return [{"role": role, "content": content or ""}]
-    told: dict[str, Any] = {"role": role}
+    message: dict[str, Any] = {"role": role}
     parts: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for block in content:
@@ -39,18 +39,18 @@ def chat_messages(role: str, content: str | list[dict[str, Any]] | None, note: N
             case "user", "tool_result":
                 results.append(_result(block))
             case "assistant", "tool_use":
-                told.setdefault("tool_calls", []).append(_call(block))
+                message.setdefault("tool_calls", []).append(_call(block))
             case "assistant", "thinking":
-                told["reasoning_content"] = told.get("reasoning_content", "") + string(block, "thinking")
+                message["reasoning_content"] = message.get("reasoning_content", "") + string(block, "thinking")
             case "assistant", "redacted_thinking":
-                pass  # nobody but who wrote it can read it
+                pass  # it is encrypted by Anthropic
             case "user", _:
                 raise not_understood(f"{kind!r} blocks in messages of the role {role!r}", "messages")
             case _:
                 shown = str(kind)[:MAX_SHOWN]
                 note(f"requests have blocks of the type {shown!r} in messages of the role {role!r}; they are left out")
     if parts or not results:
-        results.append({**told, "content": _joined(parts)})
+        results.append({**message, "content": _joined(parts)})
     return results
 
 
@@ -78,7 +78,7 @@ def _image(block: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def text_of(content: Any, name: str) -> str:
-    """Return a text, or text blocks joined. Raises HTTPError for other blocks; `name` is the field they are in."""
+    """Return a text, or the joined text blocks of the field `name`. Raises HTTPError for other blocks."""
     if isinstance(content, str):
         return content
     for block in _blocks(content, name):
@@ -88,7 +88,7 @@ def text_of(content: Any, name: str) -> str:
 
 
 def string(block: dict[str, Any], name: str) -> str:
-    """Return a member of a block that has to be a text. Raises HTTPError."""
+    """Return the member `name` of a block. Raises HTTPError if it is not a text."""
     value = block.get(name)
     if not isinstance(value, str):
         raise HTTPError(400, f"a {block.get('type')} block needs {name}, a text", param="messages")
@@ -106,7 +106,7 @@ def _blocks(content: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _result(block: dict[str, Any]) -> dict[str, Any]:
-    """Return the message of a tool's result. Blocks that are not text stay as they are; see `shown_messages`."""
+    """Return the message with a tool's result. `shown_messages` replaces blocks that are not text later."""
     content: Any = block.get("content") or ""
     if not isinstance(content, str):
         content = _joined([_result_part(part) for part in _blocks(content, "messages")])
@@ -132,7 +132,7 @@ def _result_part(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _document(block: dict[str, Any]) -> str | None:
-    """Return the text of a document that is one; None for PDF files and the like."""
+    """Return the text of a plain text document, or None for PDF files and the like."""
     source = block.get("source")
     text = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
     return text if isinstance(text, str) else None

@@ -1,4 +1,4 @@
-"""The answer of one response: its output items, the events that tell them, and the whole of it."""
+"""The answer of the Responses API: its output items, the events that report them, and the reply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from forkpoint.server.talk import Change, PreparedTurn, Talk
 
 
 class ResponseReply(ReplyModel):
-    """`output` has items: message, reasoning, function_call, custom_tool_call. The request's fields are repeated."""
+    """A whole response. `output` is a list of message, reasoning, function_call and custom_tool_call items.
+
+    Many fields of the request are repeated.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -61,8 +64,11 @@ def usage_fields(usage: Mapping[str, Any], num_reasoning_tokens: int) -> dict[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedResponse(PreparedTurn):
-    """`echo`: what the response repeats of its request. `conversation`: the messages so far, as a list in JSON; None
-    where nothing is to be stored. `called`: tools whose calls the client names in another way than the model."""
+    """A prepared request for a response.
+
+    `echo`: fields of the request that the response repeats. `conversation`: the messages so far as a JSON list, None
+    if the response is not to be stored. `called`: tools that the client names in another way than the model.
+    """
 
     background: bool
     called: Mapping[str, CalledTool]
@@ -72,7 +78,7 @@ class PreparedResponse(PreparedTurn):
 
 @dataclass
 class ResponseAnswer(ApiAnswer[PreparedResponse]):
-    """Tells the answer of a turn, and stores it under `key` where that is asked for."""
+    """The answer of a turn as a response, which is stored under `key` if the request asks for that."""
 
     store: ResponseStore
     key: Key
@@ -97,8 +103,8 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
     async def events(self) -> AsyncIterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event({"type": kind, "response": self._reply})
-        async for told in self._item_events():
-            yield self._event(told)
+        async for data in self._item_events():
+            yield self._event(data)
         yield self._event({"type": f"response.{self._reply['status']}", "response": self._reply})
 
     async def reply(self) -> dict[str, Any]:
@@ -115,13 +121,13 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         self._end("failed", error={"code": code, "message": error.message})
 
     def begin(self) -> dict[str, Any]:
-        """The reply of an answer that goes on in the background, stored as it is."""
+        """Store the response as queued, and return it. For a response that runs in the background."""
         self._reply["status"] = "queued"
         self._keep()
         return self._reply
 
     async def run(self) -> None:
-        """Answer in the background: however it ends, the stored response says so."""
+        """Generate the answer in the background. The stored response reports the end, whatever it is."""
         try:
             await self.reply()
         except asyncio.CancelledError:
@@ -133,15 +139,15 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
 
     async def _item_events(self) -> AsyncIterator[dict[str, Any]]:
         async for change, piece in self._talk.changes():
-            for told in self._told(change, piece):
-                yield told
+            for data in self._apply(change, piece):
+                yield data
         if self._talk.end.reason == "length":
             self._end("incomplete", incomplete_details={"reason": "max_output_tokens"})
         else:
             self._end("completed", incomplete_details=None)
 
-    def _told(self, change: Change, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Have the items as `change` leaves them; yields the events that tell it, without their numbers."""
+    def _apply(self, change: Change, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Apply `change` to the items, and yield the events that report it, without sequence numbers."""
         match change, piece:
             case "begins", CallPart(index, name):
                 yield self._begin_call(index, name or "")
@@ -152,7 +158,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 yield self._begin("msg", "message", {"role": "assistant", "content": []})
                 yield self._begin_part({"type": "output_text", "text": "", "annotations": []})
             case "grows", CallPart(arguments=text) if "input" in self._items[-1]:
-                self._items[-1]["input"] += text  # arguments that are read when they are whole
+                self._items[-1]["input"] += text  # JSON; the free text is read from it once it is whole
             case "grows", CallPart(arguments=text):
                 self._items[-1]["arguments"] += text
                 yield self._of_item("function_call_arguments.delta", delta=text)
@@ -182,7 +188,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         return {"type": "response.output_item.added", "output_index": number, "item": self._items[-1]}
 
     def _begin_call(self, index: int, name: str) -> dict[str, Any]:
-        """Begin the item of a call, under the name that the client knows."""
+        """Begin the item of a call, with the name that the client knows."""
         tool = self.prepared.called.get(name, CalledTool(name))
         call = {"name": tool.name, "call_id": f"call_{self.name[-NAME_TAIL:]}_{index}"}
         if tool.namespace is not None:
@@ -196,7 +202,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         return self._of_item("content_part.added", content_index=0, part=part)
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event of the last item."""
+        """Return an event about the last item."""
         place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return {**place, "type": f"response.{kind}", **fields}
 
@@ -218,7 +224,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
             whole = self._reply["status"] in ("completed", "incomplete")
             self.store.put(self.key, Stored(encode(self._reply), messages, whole))
 
-    def _event(self, told: dict[str, Any]) -> bytes:
-        data = named_event({**told, "sequence_number": self._num_events})
+    def _event(self, data: dict[str, Any]) -> bytes:
+        event = named_event({**data, "sequence_number": self._num_events})
         self._num_events += 1
-        return data
+        return event

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's Responses API, translated to chat completions."""
+"""Bodies of OpenAI's Responses API, and their translation to chat completions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    verbosity: str | None = Field(None, description="ignored; say in the instructions how long texts should be")
+    verbosity: str | None = Field(None, description="ignored; ask for long or short texts in the instructions")
 
 
 class CountBody(SampledBody, ThinkingFields, apis=("responses",)):
-    """A conversation whose tokens are counted. It may go on from a stored response."""
+    """Count the tokens of a conversation, which may go on from a stored response."""
 
     input: str | Many[dict[str, Any]] | None = None
     instructions: str | None = None
@@ -45,13 +45,16 @@ class CountBody(SampledBody, ThinkingFields, apis=("responses",)):
 
 
 class ResponsesBody(CountBody):
-    """Answer a conversation, which may go on from a stored response. `background` answers at once and goes on."""
+    """Answer a conversation, which may go on from a stored response.
+
+    With `background` the server answers at once, and goes on generating the response.
+    """
 
     input: str | Many[dict[str, Any]]
     store: bool | None = None
     background: bool | None = None
     max_output_tokens: MaxTokens | None = None
-    include: Many[str] | None = Field(None, description="what this server does not make is not there")
+    include: Many[str] | None = Field(None, description="parts that this server does not have are left out")
     metadata: dict[str, Any] | None = None
     user: str | None = None
     service_tier: str | None = None
@@ -59,7 +62,7 @@ class ResponsesBody(CountBody):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request refers to: the response that it goes on from, and items of stored responses."""
+    """References of a request: the response that it goes on from, and ids of items of stored responses."""
 
     response: str | None
     items: tuple[str, ...]
@@ -67,22 +70,25 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the store has of it: the messages of the conversation so far, a JSON list a line, and JSON of responses."""
+    """The stored data that a request refers to.
+
+    `messages`: the conversation so far, a JSON list on each line. `replies`: responses as JSON.
+    """
 
     messages: bytes
     replies: tuple[bytes, ...]
 
 
 def wanted(body: CountBody) -> Wanted | None:
-    """Return what `body` refers to, None for a request that is complete."""
+    """Return the references of `body`, or None if it has none."""
     items = () if isinstance(body.input, str) else tuple(map(referred, filter(is_reference, body.input or ())))
     return Wanted(body.previous_response_id, items) if body.previous_response_id or items else None
 
 
 def conversation_of(body: CountBody, found: Found | None, note: Note) -> list[dict[str, Any]]:
-    """Return the messages of `body`, after those of the conversation that it goes on from.
+    """Return the messages of the conversation that `body` goes on from, and those of `body`.
 
-    Raises HTTPError naming what is wrong with them, and for an item that is not `found`.
+    Raises HTTPError if `body` has a wrong item, or refers to one that was not `found`.
     """
     messages = [message for line in found.messages.splitlines() for message in json.loads(line)] if found else []
     if isinstance(body.input, str):
@@ -92,34 +98,34 @@ def conversation_of(body: CountBody, found: Found | None, note: Note) -> list[di
 
 
 def chat_fields(body: CountBody, conversation: Sequence[dict[str, Any]], tools: Tools, note: Note) -> dict[str, Any]:
-    """Return the fields of the chat completion that `body` asks for. Raises HTTPError naming what is not understood.
+    """Return the fields of the chat completion that `body` asks for.
 
-    `conversation` is that of `conversation_of`.
+    `conversation` comes from `conversation_of`. Raises HTTPError naming a part that this server does not understand.
     """
-    told = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields: dict[str, Any] = {
         **{
             name: getattr(body, name, None) for name in ResponsesBody.model_fields.keys() & ChatBody.model_fields.keys()
         },
-        "messages": [*told, *conversation],
+        "messages": [*system, *conversation],
         "tools": tools.functions,
         "tool_choice": chat_choice(body.tool_choice),
     }
     if isinstance(body, ResponsesBody):
         fields["max_completion_tokens"] = body.max_output_tokens
         if "message.output_text.logprobs" in (body.include or ()):
-            raise HTTPError(400, "log-probabilities are told by /v1/chat/completions alone", param="include")
+            raise HTTPError(400, "responses have no log-probabilities; use /v1/chat/completions", param="include")
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = _response_format(body.text.format)
     if body.text is not None and body.text.verbosity not in (None, "medium"):
-        note("requests have text.verbosity, which is ignored; say in the instructions how long texts should be")
+        note("requests have text.verbosity, which is ignored; ask for long or short texts in the instructions")
     if not fields["messages"]:
         raise HTTPError(400, "input is empty; give a text or at least one item", param="input")
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def echo(body: ResponsesBody) -> dict[str, Any]:
-    """What a response repeats of its request, all that the official client expects to be there."""
+    """Return the request's fields that a response repeats. OpenAI's client expects all of them."""
     dumped = body.model_dump(exclude_none=True, by_alias=True, include={"metadata", "text", "reasoning", "tool_choice"})
     absent = dict.fromkeys(("description", "parameters", "strict"))
     tools = [

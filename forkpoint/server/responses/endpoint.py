@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what can be done with a stored response."""
+"""POST /v1/responses, and the operations on stored responses."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 
 def prepare_response(texts: Texts, data: bytes, found: Found | None = None) -> PreparedResponse | Wanted:
-    """Run in a reader's process. Return what the request refers to where that is needed and not `found`.
+    """Prepare a request. If it refers to stored data, and `found` is None, return the references instead.
 
-    Raises HTTPError or ForkpointError for what is wrong with the request.
+    Runs in a reader's process. Raises HTTPError or ForkpointError if the request is wrong.
     """
     body, note = texts.parse(ResponsesBody, data), texts.notices.add
     if found is None and (missing := wanted(body)) is not None:
@@ -59,7 +59,7 @@ def prepare_response(texts: Texts, data: bytes, found: Found | None = None) -> P
 
 
 def count_input_tokens(texts: Texts, data: bytes, found: Found | None = None) -> CountedTokens | Wanted:
-    """Run in a reader's process, as `prepare_response` does."""
+    """Count the tokens of a conversation. Returns references, and runs in a reader's process, as `prepare_response`."""
     body, note = texts.parse(CountBody, data), texts.notices.add
     if found is None and (missing := wanted(body)) is not None:
         return missing
@@ -69,7 +69,7 @@ def count_input_tokens(texts: Texts, data: bytes, found: Found | None = None) ->
 
 
 class Responses:
-    """The endpoints. A response that is stored is found under the API key that asked for it."""
+    """The endpoints. A stored response is found only with the API key that created it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -77,11 +77,11 @@ class Responses:
         self._store = ResponseStore(config.max_stored_responses, config.max_stored_responses_bytes)
 
     async def create(self, request: Request) -> Any:
-        """Raises HTTPError or ForkpointError before anything is sent."""
+        """Answer POST /v1/responses. Raises HTTPError or ForkpointError before anything is sent."""
         service = self._service
         prepared = await self._read(prepare_response, request)
         if prepared.background and not self._store.keeps_any:
-            raise HTTPError(400, "this server stores no responses, so that none can run in the background")
+            raise HTTPError(400, "this server stores no responses, so none can run in the background; leave it out")
         key = self._key(f"resp_{service.new_id()}")
         generation = await service.open(key.name, prepared, request.receive)
         answer = ResponseAnswer(key.name, prepared, generation, service, self._store, key)
@@ -102,8 +102,10 @@ class Responses:
         )
 
     async def _read(self, prepare: Callable[..., T | Wanted], request: Request) -> T:
-        """Return what `prepare` makes of the body. A body that refers to stored responses is read a second time, with
-        what is found of them."""
+        """Run `prepare` on the body and return the result.
+
+        If the body refers to stored responses, it is prepared a second time, with the data found in the store.
+        """
         service = self._service
         async with service.body(request) as data:
             prepared = await service.prepare_from(data, partial(prepare, found=None), request)
@@ -113,7 +115,10 @@ class Responses:
             return prepared
 
     def _find(self, missing: Wanted) -> Found:
-        """Raises HTTPError for a response that is not stored, or has no answer to go on from."""
+        """Return the stored data that `missing` refers to.
+
+        Raises HTTPError for a response that is not stored, or that has no answer to go on from.
+        """
         messages = b""
         if missing.response is not None:
             before = self._stored(missing.response, status=400)
@@ -126,11 +131,11 @@ class Responses:
 
     async def retrieve(self, name: str, request: Request) -> Response:
         if request.query_params.get("stream", "").lower() in ("true", "1"):
-            raise HTTPError(400, "a stored response is told as a whole; leave stream out", param="stream")
+            raise HTTPError(400, "a stored response is sent as a whole; leave stream out", param="stream")
         return Response(self._stored(name).reply, media_type=JSON)
 
     async def cancel(self, name: str) -> Response:
-        """End a response that runs in the background; one that has ended stays as it is."""
+        """End a response that runs in the background. A response that has ended stays as it is."""
         self._stored(name)
         await self._store.stop(self._key(name))
         return Response(self._stored(name).reply, media_type=JSON)
@@ -143,7 +148,7 @@ class Responses:
         return DeletedReply(id=name)
 
     def _key(self, name: str) -> Key:
-        """Without keys there is one owner."""
+        """Return the store's key for the response `name`. Without API keys all clients are one owner."""
         return Key(KEY.get(), name)
 
     def _stored(self, name: str, status: int = 404) -> Stored:
@@ -152,7 +157,7 @@ class Responses:
             code = "response_not_found" if status == 404 else "previous_response_not_found"
             raise HTTPError(
                 status,
-                f"there is no response {name[:80]!r}; stored ones are dropped for newer ones",
+                f"there is no response {name[:80]!r}; stored responses are dropped for newer ones",
                 "not_found_error" if status == 404 else "invalid_request_error",
                 code=code,
             )

@@ -1,4 +1,4 @@
-"""Items of OpenAI's Responses API, translated to the messages of a chat completion."""
+"""Translation of the items of OpenAI's Responses API to the messages of a chat completion."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN
 from forkpoint.server.responses.tools import INPUT, flat_name
 
-CALL, OUTPUT = "_call", "_call_output"  # how the types of calls, and of their results, end
-ITEM_FIELDS: Final = ("id", "type", "status", "call_id", "caller", "created_by")  # which say nothing about a call
+CALL, OUTPUT = "_call", "_call_output"  # suffixes of the types of calls, and of their results
+ITEM_FIELDS: Final = ("id", "type", "status", "call_id", "caller", "created_by")  # fields that are not arguments
 
 
 def is_reference(item: dict[str, Any]) -> bool:
-    """Whether `item` stands for an item of a stored response."""
+    """Return whether `item` is a reference to an item of a stored response."""
     kind = item.get("type")
     return kind == "item_reference" or (kind is None and item.keys() - {"type"} == {"id"})
 
 
 def referred(item: dict[str, Any]) -> str:
-    """Return the id of the item that a reference stands for."""
+    """Return the id of the item that a reference names."""
     return str(item.get("id"))
 
 
 def resolved(items: Sequence[dict[str, Any]], stored: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `items` with `stored` ones in place of references. Raises HTTPError for one that is not there."""
+    """Return `items` with each reference replaced by the item of `stored`. Raises HTTPError for an unknown id."""
     by_id = {item["id"]: item for item in stored}
     for item in items:
         if is_reference(item) and referred(item) not in by_id:
@@ -38,29 +38,29 @@ def resolved(items: Sequence[dict[str, Any]], stored: Sequence[dict[str, Any]]) 
 
 
 def messages_of(items: Sequence[dict[str, Any]], note: Note) -> list[dict[str, Any]]:
-    """Return items as messages. Reasoning, text and calls that follow each other are one message of the assistant.
+    """Return items as messages. Consecutive reasoning, text and calls become one message of the assistant.
 
-    `note` takes notices about items that are left out: records of what OpenAI's servers did. Raises HTTPError for
-    items that are wrong.
+    Items that record work of OpenAI's servers are left out, and `note` receives a notice about them. Raises HTTPError
+    for a wrong item.
     """
-    told: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for item in items:
         kind = str(item.get("type") or "message")
         match kind:
             case "message":
-                _add_message(told, item)
+                _add_message(messages, item)
             case "reasoning":
-                _last_answer(told, after=("content", "tool_calls"))["reasoning_content"] = _reasoning(item)
+                _last_answer(messages, after=("content", "tool_calls"))["reasoning_content"] = _reasoning(item)
             case _ if kind.endswith(OUTPUT) and item.get("call_id"):
                 content = _output(item.get("output"))
-                told.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             case _ if kind.endswith(CALL) and item.get("call_id"):
-                _last_answer(told).setdefault("tool_calls", []).append(_call(kind, item))
+                _last_answer(messages).setdefault("tool_calls", []).append(_call(kind, item))
             case "function_call" | "custom_tool_call" | "function_call_output" | "custom_tool_call_output":
                 raise HTTPError(400, f"an item of the type {kind} needs its call_id", param="input")
             case _:
                 note(f"requests have items of the type {kind[:MAX_SHOWN]!r}, which are left out of the conversation")
-    return told
+    return messages
 
 
 def _call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
@@ -80,33 +80,36 @@ def _call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
     return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _add_message(told: list[dict[str, Any]], item: dict[str, Any]) -> None:
+def _add_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
         raise HTTPError(400, f"a message has role user, assistant, system or developer; given {role!r}", param="input")
     content = _content(item.get("content"))
     if role == "assistant":
-        _last_answer(told, after=("content", "tool_calls"))["content"] = content
+        _last_answer(messages, after=("content", "tool_calls"))["content"] = content
     else:
-        told.append({"role": role, "content": content})
+        messages.append({"role": role, "content": content})
 
 
-def _last_answer(told: list[dict[str, Any]], after: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the assistant's message that is being told; a new one where the last has any of `after`."""
-    if not told or told[-1]["role"] != "assistant" or any(name in told[-1] for name in after):
-        told.append({"role": "assistant"})
-    return told[-1]
+def _last_answer(messages: list[dict[str, Any]], after: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the assistant's message at the end of `messages`.
+
+    Append a new one if there is none, or if the last one has any of the fields `after`.
+    """
+    if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in after):
+        messages.append({"role": "assistant"})
+    return messages[-1]
 
 
 def _content(content: Any) -> Any:
-    """Return a text, or parts of the kinds that a conversation can have. Wrong parts are refused later."""
+    """Return a text or a list of parts. Parts of a wrong kind are refused later, by the chat template."""
     if isinstance(content, str | list):
         return content
     raise HTTPError(400, "an item's content, or its output, is a text or a list of text parts", param="input")
 
 
 def _output(output: Any) -> Any:
-    """Return a tool's result. One that is no text is shown as JSON."""
+    """Return a tool's result: a text or a list of parts. Any other value is written as JSON."""
     if isinstance(output, list) and not all(isinstance(part, dict) and "type" in part for part in output):
         return json.dumps(output, ensure_ascii=False)
     return json.dumps(output, ensure_ascii=False) if isinstance(output, dict) else _content(output)

@@ -1,4 +1,4 @@
-"""Responses that can be asked for again, or gone on from."""
+"""Stored responses, which clients can retrieve, and from which conversations can go on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A response of an owner, who is told by the API key: nobody finds another's."""
+    """The id of a response, together with its owner's API key, so that no client finds another's responses."""
 
     owner: bytes
     name: str
@@ -19,8 +19,11 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """`reply` as JSON; `messages`, the conversation with its answer, as lines of JSON, each a list. `whole`: it can be
-    gone on from."""
+    """A stored response.
+
+    `reply`: the response as JSON. `messages`: the conversation and its answer, a JSON list on each line. `whole`: the
+    answer is there, so a conversation can go on from it.
+    """
 
     reply: bytes
     messages: bytes
@@ -31,14 +34,14 @@ class Stored:
         return len(self.reply) + len(self.messages)
 
 
-NAME_TAIL: Final = 12  # characters at the end of a response's name, by which its items are named
+NAME_TAIL: Final = 12  # last characters of a response's id, which the ids of its items contain
 ITEM_ID: Final = re.compile(rf"[a-z]+_([0-9a-f]{{{NAME_TAIL}}})_\d+")
 
 
 class ResponseStore:
-    """Keeps so many responses and bytes of them, and lets go of those unused longest.
+    """Keeps the most recently used responses, at most `max_responses` and `max_bytes` of them.
 
-    What runs in the background is held beside, and bounded by the number of open requests.
+    It also holds the tasks of responses in the background, whose number the limit of open requests bounds.
     """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
@@ -46,7 +49,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._stored: OrderedDict[Key, Stored] = OrderedDict()
-        self._by_tail: dict[Key, Key] = {}  # the last part of a response's name, instead of the whole
+        self._by_tail: dict[Key, Key] = {}  # keys by the key with only the tail of the response's id
         self._running: dict[Key, asyncio.Task[None]] = {}
 
     @property
@@ -54,7 +57,7 @@ class ResponseStore:
         return self._max_responses > 0 and self._max_bytes > 0
 
     def put(self, key: Key, stored: Stored) -> None:
-        """Keep a response; one larger than all that may be kept is not."""
+        """Store a response. One that alone exceeds `max_bytes` is not stored."""
         self.drop(key)
         if stored.num_bytes > self._max_bytes:
             return
@@ -71,7 +74,7 @@ class ResponseStore:
         return stored
 
     def with_item(self, owner: bytes, item: str) -> Stored | None:
-        """Return the owner's response that has the item of that id."""
+        """Return the owner's response that has the item with the id `item`, or None."""
         named = ITEM_ID.fullmatch(item)
         key = self._by_tail.get(Key(owner, named[1])) if named is not None else None
         return self.get(key) if key is not None else None
@@ -83,12 +86,12 @@ class ResponseStore:
             self._num_bytes -= stored.num_bytes
 
     def run(self, key: Key, task: asyncio.Task[None]) -> None:
-        """Hold `task`, which answers in the background, until it ends."""
+        """Hold the task of a response in the background until it ends."""
         self._running[key] = task
         task.add_done_callback(lambda _: self._running.pop(key, None))
 
     async def stop(self, key: Key) -> None:
-        """Cancel what answers in the background, and wait for its end; harmless where nothing does."""
+        """Cancel a response's task in the background, and wait for its end. Does nothing if there is no task."""
         task = self._running.get(key)
         if task is not None:
             task.cancel()

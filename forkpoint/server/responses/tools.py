@@ -1,4 +1,4 @@
-"""Tools of OpenAI's Responses API, translated to the functions of a chat completion and back."""
+"""Translation of the tools of OpenAI's Responses API to functions of a chat completion, and of their calls back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many
 
-INPUT: Final = "input"  # the argument that stands for a custom tool's free text
+INPUT: Final = "input"  # the argument of a custom tool's function that holds the free text
 
 
 class FunctionTool(Body):
+    """A function that the client runs."""
+
     type: Literal["function"]
     name: str = Field(min_length=1)
     description: str | None = None
@@ -25,7 +27,7 @@ class FunctionTool(Body):
 
 
 class CustomTool(Body):
-    """A tool whose input is free text. A grammar in `format` is shown to the model and not enforced."""
+    """A tool whose input is free text. The model reads the grammar in `format`, but nothing enforces it."""
 
     type: Literal["custom"]
     name: str = Field(min_length=1)
@@ -34,7 +36,7 @@ class CustomTool(Body):
 
 
 class OtherTool(Body):
-    """A tool of another type, which OpenAI's servers run. It is left out."""
+    """A tool of another type, which OpenAI's servers would run. It is left out."""
 
     type: str
 
@@ -53,7 +55,7 @@ OwnTool: TypeAlias = (
 
 
 class NamespaceTool(Body):
-    """Functions and custom tools under a name of their own."""
+    """A named group of functions and custom tools."""
 
     type: Literal["namespace"]
     name: str = Field(min_length=1)
@@ -65,7 +67,7 @@ AnyTool: TypeAlias = Annotated[OwnTool | Annotated[NamespaceTool, Tag("Namespace
 
 
 class NamedTool(Body):
-    """A tool that is chosen."""
+    """A choice of one tool, which the answer must call."""
 
     type: Literal["function", "custom"]
     name: str
@@ -73,7 +75,7 @@ class NamedTool(Body):
 
 
 class AllowedTool(Body):
-    """A tool that may be called. One that OpenAI's servers run is left out."""
+    """A tool that the answer may call. Tools that OpenAI's servers would run are left out."""
 
     type: str
     name: str | None = None
@@ -81,6 +83,8 @@ class AllowedTool(Body):
 
 
 class AllowedTools(Body):
+    """The tools that the answer may call; with the mode `required` it must call one of them."""
+
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Many[AllowedTool] = Field(min_length=1)
@@ -91,7 +95,7 @@ ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | Allowe
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """How the client names a tool that the model calls."""
+    """The client's name for a tool that the model calls."""
 
     name: str
     namespace: str | None = None
@@ -100,23 +104,26 @@ class CalledTool:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """`functions` as a chat completion has them; `called` has the tools that the client names in another way."""
+    """Tools as functions of a chat completion.
+
+    `called`: by the function's name, the tools that the client names in another way.
+    """
 
     functions: list[dict[str, Any]]
     called: Mapping[str, CalledTool]
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name of the function that stands for a tool in a namespace."""
+    """Return the name of the function for a tool in a namespace."""
     if not namespace:
         return name
     return f"{namespace.removesuffix('__')}__{name}"
 
 
 def chat_tools(tools: Sequence[Any], note: Note) -> Tools:
-    """Return the functions that stand for `tools`. `note` takes notices about tools that are left out.
+    """Return the functions for `tools`. `note` receives notices about tools that are left out.
 
-    Raises HTTPError where only tools are given that the server would have to run, and for two tools of one name.
+    Raises HTTPError if the server would have to run all of the tools, or if two tools have one name.
     """
     functions: dict[str, dict[str, Any]] = {}
     called: dict[str, CalledTool] = {}
@@ -135,13 +142,15 @@ def chat_tools(tools: Sequence[Any], note: Note) -> Tools:
     if tools and not functions:
         kinds = ", ".join(sorted({tool.type[:MAX_SHOWN] for _, tool in _unpacked(tools)}))
         raise HTTPError(
-            400, f"this server runs no tools, and {kinds} are all that is given; add functions", param="tools"
+            400,
+            f"this server runs no tools, and all given tools ({kinds}) would need that; add functions",
+            param="tools",
         )
     return Tools(list(functions.values()), called)
 
 
 def chat_choice(choice: ToolChoice | None) -> Any:
-    """Return `choice` as a chat completion has it. Raises HTTPError for one that leaves no function."""
+    """Return `choice` in the form of a chat completion. Raises HTTPError for a choice that allows no function."""
     match choice:
         case NamedTool():
             return _named(choice.namespace, choice.name)
@@ -155,9 +164,9 @@ def chat_choice(choice: ToolChoice | None) -> Any:
 
 
 def custom_input(arguments: str) -> str:
-    """Return a custom tool's free text, from the arguments of the function that stands for it.
+    """Return a custom tool's free text from the arguments of its function.
 
-    Arguments that are cut off, or that have another form, are returned as they are.
+    Arguments that are cut off, or have another form, are returned unchanged.
     """
     try:
         value = json.loads(arguments)
@@ -168,7 +177,7 @@ def custom_input(arguments: str) -> str:
 
 
 def _unpacked(tools: Sequence[Any]) -> list[tuple[NamespaceTool | None, FunctionTool | CustomTool | OtherTool]]:
-    """Return each tool with the namespace that it is in."""
+    """Return each tool with its namespace, or None."""
     found: list[tuple[NamespaceTool | None, FunctionTool | CustomTool | OtherTool]] = []
     for tool in tools:
         if isinstance(tool, NamespaceTool):
@@ -190,7 +199,7 @@ def _function(
         function["parameters"] = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
         form = tool.format or {}
         if form.get("definition"):
-            note(f"the custom tool {tool.name[:MAX_SHOWN]!r} has a grammar, which the model is shown and not held to")
+            note(f"the custom tool {tool.name[:MAX_SHOWN]!r} has a grammar, which the model reads but nothing enforces")
             texts.append(f"{INPUT} follows this {form.get('syntax', '')} grammar:\n{form['definition']}")
     description = "\n\n".join(text for text in texts if text)
     if description:
