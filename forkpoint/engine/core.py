@@ -62,7 +62,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        Raises RequestTooLargeError, QueueFullError, InvalidPromptError or EngineStoppedError.
+        Raises RequestTooLargeError, QueueFullError or EngineStoppedError.
         """
         if self._closed:
             raise EngineStoppedError(CLOSED)

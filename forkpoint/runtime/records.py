@@ -31,12 +31,13 @@ NOWHERE = -1  # instead of the start of a row's last step: the row was not decod
 class TokenRecords:
     """The records of all rows, and how many tokens of each row are pending: recorded, but not in the row's state yet.
 
-    A slot lags its row: by the last step's tokens if rows have drafts, otherwise by the tokens since the last multiple
-    of `interval`. Only positions decide, so a request's bits do not depend on other rows. Checkpoints lie on multiples
-    of the interval. A row that leaves the batch at a block boundary, where its state may have become a checkpoint, is
-    brought up to date first.
+    A slot lags its row. A *spaced* state, written at multiples of `interval`, lags by the tokens since the last
+    multiple. Other states lag by the last step's tokens if rows have drafts, and not at all otherwise. Only positions
+    decide, so a request's bits do not depend on other rows. Checkpoints lie on multiples of the interval. A row that
+    leaves the batch at a block boundary, where its state may have become a checkpoint, is brought up to date first.
 
-    Each row has two lines of records: a step reads one and writes the other. A `single` record has one line.
+    A row has two lines of records of a state that folds in the next step: a step reads one and writes the other. Spaced
+    states and `single` records have one line.
     `layers` are the arena's, each with its records `[lines, tokens, *shape]` under the names that the specs give them.
     `missed[row]`, int64 on the device, is the number of rejected drafts of the row's last step with drafts; the entry
     after all rows is 0. Until a step's result is there, the host counts all its drafts as accepted.

@@ -56,11 +56,12 @@ class StepRows:
     samples itself, up to the first that does not, and rejects the rest. A decode row has one other token.
 
     The row reads the state before `start` from `read_slot`, and writes the state after its last accepted token to
-    `write_slot`. It also saves the state after exactly `save_positions[j]` tokens in `save_slots[j]`. Such a position
-    lies in `(start, end]` before any draft, or in `(start of the row's last step, start]` if that step had drafts. Rows
-    with `samples` set sample from the logits of their last token and of the token before each draft. An `optimistic`
-    row was planned as if every draft in flight were accepted: the runner subtracts the rejected ones from its `start`.
-    If the row then starts before a position to be saved, that slot's contents are void.
+    `write_slot`. A runner may write that state in a later step and keep records of the tokens until then. The row also
+    saves the state after exactly `save_positions[j]` tokens in `save_slots[j]`. Such a position lies in `(start, end]`
+    before any draft, or in `(start of the row's last step, start]` if that step had drafts. Rows with `samples` set
+    sample from the logits of their last token and of the token before each draft. An `optimistic` row was planned as if
+    every draft in flight were accepted: the runner subtracts the rejected ones from its `start`. If the row then starts
+    before a position to be saved, that slot's contents are void.
     """
 
     row: IntArray  # [N], like the next columns
