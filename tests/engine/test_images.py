@@ -12,7 +12,10 @@ import pytest
 
 from forkpoint import LLM, SamplingParams
 from forkpoint.errors import InvalidPromptError
+from forkpoint.runtime.graphs import graph_shapes
+from forkpoint.runtime.step_inputs import StepShape
 from tests.image_models import IMAGE, Asked, Part, Watched, picture, prompt_of, write_vision_checkpoint
+from tests.runtime.test_graphs import RecordingPlatform
 
 TOLERANCE = 1e-4  # of the logits' standard deviation
 RNG = np.random.default_rng(1)
@@ -171,6 +174,28 @@ def test_drafts_change_no_token(tmp_path: Path) -> None:
         with engine(tmp_path, **options, **more) as llm:
             assert completions(llm, prompts, 24) == alone
             assert llm.get_metrics()["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_recorded_steps_decode_behind_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int) -> None:
+    """Steps of rows with and without images are replayed, planned before the results of earlier ones are known."""
+    write_vision_checkpoint(tmp_path, mtp=True)
+    prompts: list[list[Part]] = [[INTRO, picture(1, 320, 448), QUESTION], [OTHER], [picture(2, 96, 96), INTRO]]
+    with engine(tmp_path) as llm:
+        alone = [completions(llm, [parts], 24)[0] for parts in prompts]
+
+    def decoding_shapes(*sizes: Any, **options: Any) -> list[StepShape]:
+        """Shapes without prompts, which torch's operators on a CPU cannot pad."""
+        return [shape for shape in graph_shapes(*sizes, **options) if not shape.num_segments]
+
+    monkeypatch.setattr("forkpoint.worker.build.resolve_platform", lambda *_: RecordingPlatform())
+    monkeypatch.setattr("forkpoint.worker.build.graph_shapes", decoding_shapes)
+    options: dict[str, Any] = {"async_scheduling": True, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+    if num_drafts:
+        options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": num_drafts}
+    with engine(tmp_path, **options) as llm:
+        assert completions(llm, prompts, 24) == alone
+        assert llm.get_metrics()["num_replayed_steps"] > 5
 
 
 def test_deterministic_hits_have_the_bits_of_an_uncached_run(folder: tuple[Path, Any]) -> None:

@@ -12,7 +12,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from forkpoint.routing.feed import EventFeed
+from tests.engine.test_events import wait_for
 from tests.image_models import picture, write_chat_model
+from tests.server.conftest import EVENTS
 from tests.server.running import RunningServer, start_server
 
 
@@ -22,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder: Path = tmp_path_factory.mktemp("chat")
     write_chat_model(folder)
     flags = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "67108864", "--limit-mm-per-prompt", '{"image": 3}']
-    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{folder}/events"}
+    events = {"enable_kv_cache_events": True, **{name: at.format(folder) for name, at in EVENTS.items()}}
     flags += ["--served-model-name", "m", "--device", "cpu", "--kv-events-config", json.dumps(events)]
     running = start_server(folder, folder, *flags)
     try:
@@ -86,6 +89,20 @@ def test_three_apis_read_one_prompt(http: httpx2.Client) -> None:
     other = [chat_part(encoded(picture(2, 320, 448))), {"type": "text", "text": text}]
     fresh = post(http, "/v1/chat/completions", messages=[{"role": "user", "content": other}], **options)
     assert fresh["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": 140}
+
+
+def test_routers_hash_images_as_the_cache_does(server: RunningServer, http: httpx2.Client) -> None:
+    feed = EventFeed(**{name: at.format(server.log_path.parent) for name, at in EVENTS.items()})
+    try:
+        image, other = (chat_part(encoded(picture(seed, 320, 448))) for seed in (11, 12))
+        body = {"messages": [{"role": "user", "content": [image]}], "max_tokens": 1}
+        other_body = {"messages": [{"role": "user", "content": [other]}], "max_tokens": 1}
+        hashes = post(http, "/prefix/v1/chat/completions", **body)["block_hashes"]
+        assert len(hashes) == 2 and hashes != post(http, "/prefix/v1/chat/completions", **other_body)["block_hashes"]
+        post(http, "/v1/chat/completions", **body)
+        wait_for(lambda: feed.index.restorable(hashes) == 2)
+    finally:
+        feed.close()
 
 
 def test_results_of_tools_may_be_images(http: httpx2.Client) -> None:

@@ -1,0 +1,149 @@
+"""Rotary positions of rows with images, and the inputs of steps that have some of their tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint.cache.hashing import BLOCK_BYTES, HashChain
+from forkpoint.images import ImageSpan, rope_positions, rope_shift
+from forkpoint.models.context import ImageInputs
+from forkpoint.params import SamplingParams
+from forkpoint.platforms.cpu import CpuPlatform
+from forkpoint.runtime.encoded_images import EncodedImages
+from forkpoint.runtime.row_images import RowImages
+from forkpoint.sched.plan import AddedRow
+from forkpoint.worker.codec import decoder, encoder
+from tests.plans import Row, plan_of
+
+LENGTH = 200
+
+
+def span(start: int, rows: int, columns: int, value: int = 0) -> ImageSpan:
+    return ImageSpan.of(start, np.full((rows * 32, columns * 32, 3), value, np.uint8), 32)
+
+
+IMAGES = (span(10, 4, 6), span(34, 2, 2), span(70, 5, 3, 1))
+
+
+NONE = np.empty(0, np.int32)
+ADDED = AddedRow(1, "r", np.zeros(LENGTH, np.int32), LENGTH, SamplingParams(), 0, (), NONE, images=IMAGES)
+
+
+def test_positions_are_those_of_transformers() -> None:
+    from transformers import Qwen3_5Config
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
+
+    ids = torch.full((1, LENGTH), 5)
+    for image in IMAGES:
+        ids[:, image.start : image.end] = 7
+    grid = torch.tensor([[1, 2 * image.num_rows, 2 * image.num_columns] for image in IMAGES])
+    theirs: Any = Qwen3_5Model.__new__(Qwen3_5Model)
+    torch.nn.Module.__init__(theirs)
+    theirs.config = Qwen3_5Config(image_token_id=7)
+    # between two images without text in between transformers sees one run of placeholders
+    ids[:, 34:38] = 5
+    apart = (IMAGES[0], IMAGES[2])
+    want, delta = theirs.get_rope_index(ids, (ids == 7).int(), image_grid_thw=grid[[0, 2]])
+    found = rope_positions(apart)
+    assert (found == want[:, 0, : found.shape[1]].numpy()).all()
+    assert rope_shift(apart) == int(delta)
+    assert (want[0, 0, found.shape[1] :].numpy() == np.arange(found.shape[1], LENGTH) + rope_shift(apart)).all()
+
+
+def inputs_of(cuts: list[int]) -> list[tuple[int, ImageInputs | None, np.ndarray[Any, Any]]]:
+    """For each chunk of a row: where it starts, its inputs, and the shifts of its positions."""
+    images, found = RowImages(2), []
+    images.add(ADDED)
+
+    def embeddings(image: ImageSpan) -> Tensor:
+        return torch.arange(image.start, image.end).unsqueeze(1).float()
+
+    for start, end in zip([0, *cuts], [*cuts, LENGTH], strict=True):
+        plan = plan_of(0, [Row(1, start, [0] * (end - start), 0, 0)])
+        found.append((start, images.inputs(plan.rows, embeddings, CpuPlatform()), images.shifts(plan.rows)))
+    return found
+
+
+@pytest.mark.parametrize("cuts", [[], [64, 128], [10], [34], [38], [20, 36, 71], [85], [86]])
+def test_chunks_have_the_positions_of_the_whole_prompt(cuts: list[int]) -> None:
+    rope, tokens = rope_positions(IMAGES), {i for image in IMAGES for i in range(image.start, image.end)}
+    times = np.concatenate([rope[0], np.arange(rope.shape[1], LENGTH) + rope_shift(IMAGES)])
+    seen = set()
+    for start, inputs, shifts in inputs_of(cuts):
+        assert (np.arange(start, start + len(shifts)) + shifts == times[start : start + len(shifts)]).all()
+        if inputs is None:
+            continue
+        at = inputs.at.numpy() + start
+        seen |= set(at.tolist())
+        assert (inputs.embedded[:, 0].numpy() == at).all() and (inputs.rope.numpy() == rope[:, at]).all()
+        before = inputs.draft_at.numpy() + start - 1  # of the token before each
+        assert (inputs.draft_rope.numpy() == rope[:, before] + 1).all()
+        assert set(at.tolist()) <= set((before + 1).tolist())
+    assert seen == tokens
+
+
+def test_a_row_that_left_the_batch_leaves_no_images() -> None:
+    images = RowImages(2)
+    images.add(ADDED)
+    images.remove(1)
+    plan = plan_of(0, [Row(1, 0, [0] * 50, 0, 0)])
+    assert not images.shifts(plan.rows).any()
+    assert images.inputs(plan.rows, lambda image: pytest.fail("no image is there"), CpuPlatform()) is None
+
+
+def test_blocks_differ_by_pixels_shape_place_and_order() -> None:
+    """Token ids are the same in all of them."""
+    ids = np.full(LENGTH, 7, np.int32)
+
+    def hashes(*images: ImageSpan) -> tuple[bytes, ...]:
+        chain = HashChain("", images=images)
+        chain.extend(ids[:50])  # blocks come as they fill
+        chain.extend(ids[50:])
+        assert [block[:BLOCK_BYTES] for block in chain.blocks] == [ids[:64].tobytes()] * 3
+        return tuple(chain.hashes)
+
+    first, other = span(70, 2, 2), span(74, 2, 2, 1)
+    cases = [
+        (),
+        (first,),
+        (span(71, 2, 2),),
+        (span(70, 2, 2, 1),),
+        (span(70, 1, 4),),
+        (first, other),
+        (span(70, 2, 2, 1), span(74, 2, 2)),
+        (span(10, 4, 40),),
+    ]
+    found = [hashes(*images) for images in cases]
+    assert len({each[1] for each in found}) == len({each[2] for each in found}) == len(cases)
+    assert {each[0] for each in found[:-1]} == {found[0][0]} and found[-1][0] != found[0][0]
+    assert found[1] == hashes(span(70, 2, 2))
+
+
+class CountingTower:
+    """Returns 1,000 bytes for each image."""
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        return torch.full((250, 1), float(pixels[0, 0, 0]))
+
+
+def test_embeddings_are_kept_within_the_bound() -> None:
+    encoded = EncodedImages(CountingTower(), CpuPlatform(), max_bytes=2500)  # type: ignore[arg-type]
+    for value, num_runs in [(1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (2, 4), (3, 5)]:
+        assert float(encoded.get(span(0, 1, 1, value))[0, 0]) == value
+        assert encoded.num_runs == num_runs
+    nothing = EncodedImages(CountingTower(), CpuPlatform(), max_bytes=999)  # type: ignore[arg-type]
+    for num_runs in (1, 2):
+        assert float(nothing.get(span(0, 1, 1, 9))[0, 0]) == 9 and nothing.num_runs == num_runs
+
+
+def test_images_reach_another_process_and_show_no_pixels() -> None:
+    image = span(3, 2, 2, 200)
+    (found,) = decoder(tuple[ImageSpan, ...])(encoder()((image,)))
+    assert (found.start, found.num_rows, found.num_columns, found.digest) == (3, 2, 2, image.digest)
+    assert (found.pixels == image.pixels).all()
+    assert "200" not in repr(image) and "pixels" not in repr(image)
