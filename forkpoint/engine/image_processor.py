@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -14,12 +15,14 @@ from forkpoint.config import EngineConfig
 from forkpoint.errors import InvalidPromptError
 from forkpoint.image_settings import ImageSettings
 from forkpoint.images import PixelArray
+from forkpoint.obs.logs import LOGGER
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 NO_IMAGES: Final = (
-    "the model reads no images; it has no vision tower that forkpoint runs, or was started with --language-model-only"
+    "the model reads no images; it has no vision tower that forkpoint runs, or was started with --language-model-only, "
+    "or Pillow is not installed"
 )
 MAX_SOURCE_PIXELS: Final = 1 << 26  # of a picture as it is given; decoding it takes four bytes a pixel
 MAX_REQUEST_PIXELS: Final = 1 << 28  # of all pictures of a prompt together
@@ -36,9 +39,17 @@ class ImageProcessor:
 
     @classmethod
     def load(cls, config: EngineConfig) -> ImageProcessor | None:
-        """None for a model that reads no images. Raises ModelFolderError and ConfigError."""
+        """Return None for a model that reads no images, and without Pillow, which a warning says.
+
+        Raises ModelFolderError and ConfigError.
+        """
         settings = config.read_image_settings()
-        return None if settings is None else cls(settings, config.max_images)
+        if settings is None:
+            return None
+        if find_spec("PIL") is None:
+            LOGGER.warning("images are refused: Pillow is not installed (pip install pillow)")
+            return None
+        return cls(settings, config.max_images)
 
     def check_count(self, count: int) -> None:
         """Raises InvalidPromptError for more images than a prompt may have."""
