@@ -14,6 +14,7 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.types import Receive
 
+from forkpoint.config import SchedulerConfig
 from forkpoint.engine.async_engine import AsyncEngine, OpenRequest
 from forkpoint.errors import EngineStoppedError, QueueFullError
 from forkpoint.obs.logs import num_lost_lines
@@ -128,7 +129,8 @@ class Service:
     def _check_room(self, num_more: int) -> None:
         self._room().check(num_more)
         if self.engine.is_full:
-            raise QueueFullError("as many requests are waiting as max_queue_len allows; try again later")
+            limit = self.engine.config.scheduler.get("max_queue_len", SchedulerConfig().max_queue_len)
+            raise QueueFullError(f"the waiting queue is full, the limit is max_queue_len={limit}; try again later")
 
     def _room(self) -> Room:
         return Room(self.engine.num_sequences + self.readers.num_open, self.config.max_open_requests)
