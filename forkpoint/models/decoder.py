@@ -74,6 +74,7 @@ class Model(ABC):
     architectures: ClassVar[tuple[str, ...]]
     centred_norms: ClassVar[bool] = False
     field_names: ClassVar[Mapping[str, str]] = {}  # names in config.json -> common names
+    vision: VisionTower | None = None
     vision_class: ClassVar[str] = ""  # the class of the vision tower's config, in the same form; empty: no tower
     # the transformers class whose defaults apply, as "module.Class" in `transformers.models`
     config_class: ClassVar[str] = ""
@@ -88,7 +89,8 @@ class Model(ABC):
     def __init__(self, build: Build) -> None:
         config, weights = build.config, build.weights
         self.config: ModelConfig = config
-        self.vision = VisionTower(weights, config.vision) if config.vision is not None else None
+        if config.vision is not None:
+            self.vision = VisionTower(weights, config.vision)
         # For each column of a line of cos and sin: which of a token's three positions it is looked up by.
         axes = config.vision.axes if config.vision is not None else ()
         self._rope_axes = torch.tensor(axes * 2, dtype=torch.int64, device=weights.device)

@@ -155,7 +155,7 @@ class Faulty:
     """A model that raises when told to, with a head that makes NaN."""
 
     def __init__(self, model: Model) -> None:
-        self.config, self.layer_specs = model.config, model.layer_specs
+        self.config, self.layer_specs, self.vision = model.config, model.layer_specs, None
         self.fold_constants, self.fails = model.fold_constants, False
         self.head = FaultyHead(model.head)
         self._model = model

@@ -52,7 +52,12 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(kind)
     if kind is int:
         return st.integers(-(2**63), 2**64 - 1)
-    return {bool: st.booleans(), float: st.floats(), str: st.text(st.characters(codec="utf-8"))}[kind]
+    return {
+        bool: st.booleans(),
+        bytes: st.binary(max_size=40),
+        float: st.floats(),
+        str: st.text(st.characters(codec="utf-8")),
+    }[kind]
 
 
 def same(first: Any, second: Any) -> bool:
