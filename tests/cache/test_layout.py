@@ -74,7 +74,7 @@ DOCUMENTED = {
 def test_bytes_in_the_docs() -> None:
     lines = (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")][2:]
-    found = {row[0]: row[-3:] for row in rows}
+    found = {row[0]: row[-3:] for row in rows if len(row) == 6}  # the page's other table has no bytes
     want = {}
     for label, name in DOCUMENTED.items():
         kv, slot = REAL_LAYOUTS[name].block_bytes // 64, REAL_LAYOUTS[name].slot_bytes
