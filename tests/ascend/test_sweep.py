@@ -25,6 +25,7 @@ NEVER_LAUNCHED = {  # by what their names begin with
     "ops.moe.order_kernel._few_kernel": MASKS,
     "ops.recurrence.record_kernel._record_kernel": "has tuples; `straight_record_kernel` takes its place",
     "ops.rows.": "which ids and positions a step has is said in torch there: `ops/turns.py`",
+    "ops.sampling.kernel._rank_kernel": "torch sorts the likeliest ids there: `ops/turns.py`",
     "ops.sampling.shortlist_kernel.": "multiplies FP8 by FP8",
     "ops.exchange.": "no kernel there writes to another card's memory",
     "ops.attention.expanded_kernel._expanded_kernel": "keys are not made of latents there: `ops/turns.py`",
