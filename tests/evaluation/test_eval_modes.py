@@ -15,6 +15,7 @@ from evaluation import modes, preempting
 from evaluation.evaluate import Evaluation, ModeResult, evaluate
 from evaluation.modes import MODES
 from evaluation.report import as_json, summary, table
+from forkpoint.cache.lease import Lease
 from forkpoint.cache.lookup import NOTHING
 from forkpoint.cache.manager import CacheManager
 from forkpoint.errors import ConfigError
@@ -142,8 +143,9 @@ def test_a_cache_that_stays_on_is_a_failure(model: str, suite: list[Example], mo
 
 
 def test_a_wrong_state_breaks_the_promise(model: str, suite: list[Example], monkeypatch: pytest.MonkeyPatch) -> None:
-    right = CacheManager.read_slot
-    monkeypatch.setattr(CacheManager, "read_slot", lambda self, lease: -1 if lease.read_from else right(self, lease))
+    right = Lease.read_slot.fget
+    assert right is not None
+    monkeypatch.setattr(Lease, "read_slot", property(lambda self: -1 if self.read_from else right(self)))
     evaluation = run(model, suite, ("warm",), deterministic=True)
     assert "promises the answers of the cold cache bit for bit" in faults(evaluation)
     assert "accuracy differs from the cold cache's beyond noise" in faults(evaluation)
