@@ -14,7 +14,6 @@ from benchmarks.hit_table import ROWS, TABLE_SPEC, Row, ids, measure_row
 from benchmarks.random_model import make_random_model
 from benchmarks.rig import LoadedModel, Rig, RigOptions
 from forkpoint.cache.lease import Lease
-from forkpoint.cache.manager import CacheManager
 from forkpoint.config import CacheConfig
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import TO_DRAFT, IntArray
@@ -64,11 +63,11 @@ def test_preempted_after_600_decoded_tokens(model: LoadedModel) -> None:
 
 def test_a_state_sensitive_model(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hit that starts from the zero state is noticed by its outputs."""
-    monkeypatch.setattr(CacheManager, "read_slot", _forgetful)
+    monkeypatch.setattr(Lease, "read_slot", property(_forgetful))
     assert not measure_row(model, ROWS[3]).identical
 
 
-def _forgetful(self: CacheManager, lease: Lease) -> int:
+def _forgetful(lease: Lease) -> int:
     return -1 if lease.read_from is not None or not lease.num_planned else lease.slot
 
 
