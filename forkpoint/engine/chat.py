@@ -25,8 +25,8 @@ from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.obs.logs import LOGGER
 
 FIRST_MESSAGES, LAST_MESSAGES = 8, 56  # Messages whose ends are located. Each costs one to three renderings.
-# Limit on messages in all these renderings, about 0.3 s for a plain template. A longer conversation gets fewer ends, so
-# that its time does not grow with the product of messages and ends.
+# Limit on messages in all these renderings, about 0.3 s for a plain template. A longer conversation gets fewer ends.
+# Otherwise, the time would grow with the product of messages and ends.
 MAX_RENDERED = 20_000
 # Parameters of transformers' `apply_chat_template` and jinja2's `render`, which template variables must not shadow.
 RESERVED = (

@@ -20,7 +20,7 @@ AUTO: Final = "auto"
 OWN: Final[Mapping[str, type[Platform]]] = MappingProxyType(
     {"cuda": CudaPlatform, "npu": NpuPlatform, "cpu": CpuPlatform}
 )
-# By torch's name for the kind of device.
+# The keys are torch's names for kinds of devices.
 PLATFORMS: Final[Registry[type[Platform]]] = Registry("kind of device", "forkpoint.platforms", OWN)
 
 

@@ -71,7 +71,7 @@ class ScaledMatrix:
 
     def take_rows(self, order: Tensor) -> ScaledMatrix:
         """Return rows `order[N]` of a `[N, K]` matrix."""
-        # as bytes, because not every device can index FP8
+        # Not every device can index FP8, so the codes are taken as bytes.
         codes = self.codes.view(torch.uint8)[order].view(self.codes.dtype)
         starts = order[:: self.rows]
         blocks = (starts[:, None] + torch.arange(self.rows, device=order.device)).flatten()[: len(order)]
