@@ -105,7 +105,7 @@ Tensor verify(const Tensor& x, const Taps& taps, const Tensor& pool, bool silu, 
               const Tensor& inputs) {
   const VerifyRows rows = verify_rows(columns);
   return convolve(x, taps, pool, silu, [&](const auto& conv) {
-    conv_verify(conv, InputRecords{lines_of(conv, inputs), inputs.size(1)}, rows);
+    conv_verify(conv, InputRecords<T>{lines_of(conv, inputs), inputs.size(1)}, rows);
   });
 }
 
@@ -115,7 +115,7 @@ void fold(const Tensor& pool, const std::vector<Tensor>& columns, const Tensor& 
     using T = FORKPOINT_TYPE(tag);
     const int64_t dim = pool.size(2), width = pool.size(1) + 1;
     const Conv<T> conv{nullptr, 0, nullptr, dim, width, nullptr, nullptr, ptr<T>(pool), pool.stride(0), false};
-    conv_fold(conv, InputRecords{lines_of(conv, inputs), inputs.size(1)}, rows);
+    conv_fold(conv, InputRecords<T>{lines_of(conv, inputs), inputs.size(1)}, rows);
   });
 }
 
