@@ -215,8 +215,7 @@ class AnswerParser:
     def _drop_end(self, space: str) -> Iterator[Piece | None]:
         """Drop a `</think>` in the content. On a line of its own it ends thinking for which no `<think>` has come."""
         if not self._was_reasoning and not self.num_calls and self.num_unopened == 0:
-            while self._source.is_empty and not self._source.final:
-                yield None
+            yield from self._source.more()
             if "\n" in space or self._source.text.startswith("\n", self._source.at):
                 self.num_unopened = self._num_content
         if space:
@@ -226,8 +225,7 @@ class AnswerParser:
         """Return whether the tag that was just read is in quotation marks."""
         if self._last not in self._quotes or self._quotes[self._last] % 2 == 0:
             return False
-        while self._source.is_empty and not self._source.final:
-            yield None
+        yield from self._source.more()
         return self._source.text.startswith(self._last, self._source.at)
 
     def _think_again(self, space: str, tag: str) -> Iterator[Piece | None]:

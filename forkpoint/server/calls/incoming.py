@@ -100,6 +100,12 @@ class Incoming:
         self._num_again += again
         self.unmark()
 
+    def more(self) -> Waits[bool]:
+        """Wait until there is text to read, and return True. Return False at the end of the answer."""
+        while self.is_empty and not self.final:
+            yield None
+        return not self.is_empty
+
     def matched(self, pattern: regex.Pattern[str] | Ending) -> Waits[regex.Match[str] | None]:
         """Return the match of `pattern` at the current position, without reading it. Wait if more text may decide."""
         while True:

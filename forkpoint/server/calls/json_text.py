@@ -92,12 +92,10 @@ class JsonText:
         It stops at the end of the value, at a tag, or at the end of the answer.
         """
         while not self.done:
-            if source.is_empty:
-                if source.final:
-                    self.sound = False
-                    return
-                yield None
-            elif self._quote:
+            if not (yield from source.more()):
+                self.sound = False
+                return
+            if self._quote:
                 if not (yield from self._string(source)):
                     self.sound = False
                     return

@@ -109,12 +109,7 @@ def _json(written: str, parameter: Parameter) -> str | None:
 def _string(source: Incoming, quote: str, *, raw: bool) -> Iterator[str | None]:
     """Yield the text of a string, and None when more text is needed. The closing quote is read too."""
     run_of = TEXT_RUNS[quote[0]]
-    while True:
-        if source.is_empty:
-            if source.final:
-                return
-            yield None
-            continue
+    while (yield from source.more()):
         run = run_of.match(source.text, source.at)
         if run is not None:
             yield source.take(run.end())
@@ -151,12 +146,7 @@ def _value(source: Incoming) -> Generator[None, None, str]:
     parts: list[str] = []
     brackets: list[str] = []
     quote = ""
-    while True:
-        if source.is_empty:
-            if source.final:
-                break
-            yield None
-            continue
+    while (yield from source.more()):
         char = source.text[source.at]
         run = (TEXT_RUNS[quote] if quote else PLAIN_RUN).match(source.text, source.at)
         if run is not None:

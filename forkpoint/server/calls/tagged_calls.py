@@ -186,12 +186,7 @@ class _Value:
         """Yield the parts of the text, and None when more is needed. Set `ended` if the value ends in the answer."""
         source = self.site.source
         held = ""  # a line end that belongs to the value if more of it comes
-        while True:
-            if source.is_empty:
-                if source.final:
-                    break
-                yield None
-                continue
+        while (yield from source.more()):
             if source.text[source.at] == "<":
                 if (yield from self._is_end()):
                     self.ended = True
