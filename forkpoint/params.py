@@ -33,8 +33,8 @@ MAX_BAD_WORDS: Final = 1024
 MAX_BAD_WORD_CHARS: Final = 16384  # all bad words together
 MAX_SALT_CHARS: Final = 1024
 
-# Whether an answer starts with thinking, which `</think>` ends: never; maybe, with `<think>`; or always, because the
-# prompt has opened it.
+# Thinking stands at the start of an answer and ends with `</think>`. "none": the answer has no thinking. "optional":
+# it has thinking if it begins with `<think>`. "open": it begins inside thinking, which the prompt has opened.
 Thinking: TypeAlias = Literal["none", "optional", "open"]
 THINK: Final = "<think>"
 THINK_END: Final = "</think>"

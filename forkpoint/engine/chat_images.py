@@ -107,7 +107,7 @@ class ChatImages:
 
 
 def has_images(messages: Sequence[Message]) -> bool:
-    """Whether a part of a message is an image."""
+    """Whether any message has an image."""
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     return any(is_image(part) for content in contents if isinstance(content, list | tuple) for part in content)
 

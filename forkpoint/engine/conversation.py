@@ -88,7 +88,7 @@ def _texts(content: object, take_image: TakeImage | None) -> list[str]:
 
 
 def is_image(part: object) -> bool:
-    """Whether a part of a message is an image."""
+    """Whether this part of a message is an image."""
     return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 

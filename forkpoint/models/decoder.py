@@ -91,7 +91,7 @@ class Model(ABC):
         self.config: ModelConfig = config
         if config.vision is not None:
             self.vision = VisionTower(weights, config.vision)
-        # For each column of a line of cos and sin: which of a token's three positions it is looked up by.
+        # A token has three positions. Each column of cos and sin is looked up by one of them, which is kept here.
         axes = config.vision.axes if config.vision is not None else ()
         self._rope_axes = torch.tensor(axes * 2, dtype=torch.int64, device=weights.device)
         self._cos_sin = build.cos_sin

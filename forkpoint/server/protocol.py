@@ -142,7 +142,7 @@ class CacheInfo(ReplyModel):
 
 
 class SpeculationInfo(ReplyModel):
-    """With --speculative-config: the number of draft tokens of an answer, and how many of them were accepted."""
+    """The number of an answer's draft tokens, and how many were accepted. Only with --speculative-config."""
 
     num_draft_tokens: int
     num_accepted_tokens: int

@@ -36,7 +36,7 @@ def start_child(target: Callable[..., None], *arguments: Any, name: str) -> Spaw
 
 
 def begin_child() -> None:
-    """In the child: ignore the signals that the parent handles, and end as soon as the parent ends."""
+    """Make this process a child: ignore the signals that the parent handles, and end as soon as the parent ends."""
     for number in HANDLED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)

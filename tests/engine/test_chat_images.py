@@ -46,7 +46,7 @@ def user(*content: Any) -> dict[str, Any]:
 
 
 def test_a_conversation_equals_its_text_with_images(llm: LLM) -> None:
-    """In each form of a part, and as `generate` takes it."""
+    """The prompt of `generate` and every form of an image part give the same ids."""
     image = picture(1, 96, 160)
     text = "<|im_start|>user\nlook:<|vision_start|><|image_pad|><|vision_end|>nice<|im_end|>\n<|im_start|>assistant\n"
     want = llm.generate({"prompt": text, "multi_modal_data": {"image": image}}, SamplingParams(max_tokens=1))[0]

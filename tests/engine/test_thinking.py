@@ -1,4 +1,4 @@
-"""Where the content begins behind thinking, however the text is cut, and stop strings that count from there."""
+"""The content begins after the thinking, however the text is cut, and stop strings count from there."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3_5_multimodal"])
 def test_what_is_taken_and_not_read_changes_no_logits(family: str, tmp_path: Path) -> None:
-    """For every field of transformers' class: forkpoint reads it, refuses it, or transformers does not need it."""
+    """Forkpoint reads or refuses every field of transformers' class that changes its logits."""
     model = FAMILIES[family]()
     make_state_sensitive(model, 0)
     full = json.loads(json.dumps({**model.config.to_dict(), "architectures": [type(model).__name__]}))

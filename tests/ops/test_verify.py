@@ -237,7 +237,7 @@ def test_convolution(table: str, width: int) -> None:
 
 @pytest.mark.parametrize("table", ["torch", "cpp"])
 def test_a_mark_that_drafts_did_not_come_to_reads_nothing(table: str) -> None:
-    """That of an optimistic row may be beyond what turned out to be pending, and beyond all that there is to read."""
+    """The mark of an optimistic row may lie beyond the pending tokens, and beyond all records."""
     pool, x, records = torch.randn(3, 3, 8), torch.randn(1, 8), torch.randn(2, 5, 8)
     before, columns = pool[2].clone(), ([0], [0], [0, 1], [1], [4], [2], [0], [1], [0])
     index = VerifyIndex(*map(ints, columns))

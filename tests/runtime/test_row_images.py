@@ -56,7 +56,7 @@ def test_positions_are_those_of_transformers() -> None:
 
 
 def inputs_of(cuts: list[int]) -> list[tuple[int, ImageInputs | None, np.ndarray[Any, Any]]]:
-    """For each chunk of a row: where it starts, its inputs, and the shifts of its positions."""
+    """Return the start, the inputs and the position shifts of each chunk of a row."""
     images, found = RowImages(2), []
     images.add(ADDED)
 

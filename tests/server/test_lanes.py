@@ -49,7 +49,7 @@ async def test_the_smallest_request_is_next() -> None:
 
 @pytest.mark.anyio
 async def test_slow_requests_make_room_and_only_as_many_as_needed_are_refused() -> None:
-    """Of four endless requests in a lane of two, one goes on as a slow one, and each new request takes a turn."""
+    """A lane of two gets four endless requests. One goes on as a slow one, and each new request takes a turn."""
     lane, never, at_once, order = Lane(0, 2, turn_s=0.05), asyncio.Event(), asyncio.Event(), list[int]()
     at_once.set()
     endless = start(*(read(lane, 10, never, order) for _ in range(4)))
