@@ -34,12 +34,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         assert running.stop() == 0, running.log
 
 
-@pytest.fixture
-def http(server: RunningServer) -> Iterator[httpx2.Client]:
-    with server.client() as client:
-        yield client
-
-
 def encoded(image: Any) -> str:
     file = io.BytesIO()
     image.save(file, "PNG")
