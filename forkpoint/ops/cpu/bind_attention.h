@@ -82,10 +82,10 @@ Tensor convolve(const Tensor& x_in, const Taps& taps, const Tensor& pool, bool s
 
 // The lines of raw inputs [L, M, D].
 template <class T>
-T* lines_of(const Conv<T>& conv, const Tensor& inputs) {
+InputRecords<T> records_of(const Conv<T>& conv, const Tensor& inputs) {
   TORCH_CHECK(inputs.is_contiguous() && inputs.dim() == 3 && inputs.size(2) == conv.dim && inputs.element_size() == sizeof(T),
               "records of inputs must be dense [L, M, ", conv.dim, "], not ", inputs.sizes());
-  return ptr<T>(inputs);
+  return {ptr<T>(inputs), inputs.size(1)};
 }
 
 Tensor prefill(const Tensor& x, const Taps& taps, const Tensor& pool, bool silu, const Tensor& cu_seqlens,
@@ -105,7 +105,7 @@ Tensor verify(const Tensor& x, const Taps& taps, const Tensor& pool, bool silu, 
               const Tensor& inputs) {
   const VerifyRows rows = verify_rows(columns);
   return convolve(x, taps, pool, silu, [&](const auto& conv) {
-    conv_verify(conv, InputRecords<T>{lines_of(conv, inputs), inputs.size(1)}, rows);
+    conv_verify(conv, records_of(conv, inputs), rows);
   });
 }
 
@@ -115,7 +115,7 @@ void fold(const Tensor& pool, const std::vector<Tensor>& columns, const Tensor& 
     using T = FORKPOINT_TYPE(tag);
     const int64_t dim = pool.size(2), width = pool.size(1) + 1;
     const Conv<T> conv{nullptr, 0, nullptr, dim, width, nullptr, nullptr, ptr<T>(pool), pool.stride(0), false};
-    conv_fold(conv, InputRecords<T>{lines_of(conv, inputs), inputs.size(1)}, rows);
+    conv_fold(conv, records_of(conv, inputs), rows);
   });
 }
 
