@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forkpoint.engine.call_writing import WRITERS, NotationName
@@ -24,6 +24,8 @@ TEXT_SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}
 
 @pytest.mark.parametrize("notation", WRITERS)
 @settings(max_examples=50, deadline=None)
+@example(values=["\n"])
+@example(values=["\na\n\n"])
 @given(values=st.lists(JSON_VALUES, min_size=1, max_size=3))
 def test_written_calls_are_read_again(notation: NotationName, values: list[Any]) -> None:
     calls = [

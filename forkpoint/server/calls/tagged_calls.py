@@ -30,7 +30,7 @@ class Tags:
     with its `key`. `value_end`: matches at a "<" where a value may end, with one of these groups: `closed` is the
     value's own closing tag, `another` begins the next parameter, and `restart` begins the next call. A restart counts
     only if the value has more tags that end a call than tags that begin one. `call_end`: the tag that ends the
-    function.
+    function. With `own_lines`, the notation puts a line end before and after each value.
     """
 
     head: Ending
@@ -38,9 +38,10 @@ class Tags:
     value_end: Ending
     call_end: str
     space: regex.Pattern[str]
+    own_lines: bool
 
 
-def _tags(head: str, parameter: str, value_close: str, call_end: str, space: str) -> Tags:
+def _tags(head: str, parameter: str, value_close: str, call_end: str, space: str, own_lines: bool) -> Tags:
     key = parameter.format(key=KEY)
     named_key = parameter.format(key=f"(?P<key>{KEY})")
     begins = f"{CALL}{space}(?:{head}{space}(?:{key}|{call_end}))".replace("?P<name>", "")
@@ -59,6 +60,7 @@ def _tags(head: str, parameter: str, value_close: str, call_end: str, space: str
         Ending.compile("|".join([f"(?P<closed>{value_close}){space}(?:{structure}|{END})", *ends])),
         call_end,
         regex.compile(f"{space}(?={call_end})"),
+        own_lines,
     )
 
 
@@ -68,6 +70,7 @@ QWEN_TAGS: Final = _tags(
     value_close=r"</parameter\w{0,20}>?",
     call_end=FUNCTION_END,
     space=SPACE,
+    own_lines=True,
 )
 LING_TAGS: Final = _tags(
     head=r"(?P<name>[\w.-]{1,256})",
@@ -75,6 +78,7 @@ LING_TAGS: Final = _tags(
     value_close="</arg_value>",
     call_end=CALL_END,
     space=r"(?:\s|\\n){0,100}",  # the model also writes line ends as a backslash and n
+    own_lines=False,
 )
 
 
@@ -171,7 +175,10 @@ def _may_be_null(parameter: Parameter, parts: list[str]) -> bool:
 
 @dataclass(slots=True)
 class _Value:
-    """Reads the text of one value, without the line ends that the notation puts before and after it."""
+    """Reads the text of one value, without the line ends that the notation puts before and after it.
+
+    Where the notation puts none, a line end before a tag that stands for a missing `value_close` is not the value's.
+    """
 
     site: Site
     tags: Tags
@@ -179,6 +186,7 @@ class _Value:
     given: set[str]  # keys of the call so far
     strict: bool  # give the call up if another one begins in the value
     ended: bool = False
+    _is_closed: bool = False  # ended by its own closing tag
     _balance: int = 0  # tags in the value that begin a call, minus tags that end one
     _is_first: bool = field(default=True)
 
@@ -190,6 +198,8 @@ class _Value:
             if source.text[source.at] == "<":
                 if (yield from self._is_end()):
                     self.ended = True
+                    if held and self._is_closed and not self.tags.own_lines:
+                        yield held
                     return
                 if self.strict and source.text.startswith(CALL, source.at):
                     return
@@ -200,7 +210,7 @@ class _Value:
             text = held + text
             held = "\n" if text.endswith("\n") else ""
             text = text.removesuffix("\n")
-            if self._is_first and (text or held):
+            if self._is_first and self.tags.own_lines and (text or held):
                 self._is_first = False
                 if text.startswith("\n"):
                     text = text[1:]
@@ -229,5 +239,6 @@ class _Value:
             self._balance += not is_restart
             return is_restart
         if found["closed"] is not None:
+            self._is_closed = True
             source.at = found.end("closed")
         return True
