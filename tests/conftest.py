@@ -3,6 +3,7 @@ Triton is imported; and no generated test fails because the machine is slow."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,15 @@ if not torch.cuda.is_available():
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the servers that tests start need not compile us each time
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.fixture(autouse=True)
+def fresh_logger() -> None:
+    """Give each test the logger of a new process: an engine of an earlier test would hide log lines from `caplog`."""
+    logger = logging.getLogger("forkpoint")
+    logger.setLevel(logging.NOTSET)
+    logger.handlers, logger.propagate = [], True
+
 
 if torch.cuda.is_available():  # several processes share a GPU
 

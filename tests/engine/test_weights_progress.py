@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pty
 import subprocess
@@ -30,8 +29,7 @@ class Clock:
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("forkpoint"), "propagate", True)
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level("INFO", logger="forkpoint")
     return caplog
 
