@@ -10,6 +10,7 @@ import types
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
+from ipaddress import IPv6Address
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -191,6 +192,14 @@ def is_text(value: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def is_ipv6(text: str) -> bool:
+    """Return whether `text` is an IPv6 address, without brackets."""
+    try:
+        return bool(IPv6Address(text))
+    except ValueError:
+        return False
 
 
 def _as_float(value: object) -> float | None:

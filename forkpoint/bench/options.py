@@ -6,11 +6,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from forkpoint.checks import Checker, option
+from forkpoint.checks import Checker, is_ipv6, option
 from forkpoint.client.server import CHAT, COMPLETIONS, base_url
 from forkpoint.config import json_object
 from forkpoint.errors import ConfigError
@@ -42,7 +41,7 @@ class TargetOptions:
 
     def __post_init__(self) -> None:
         _CHECK.integer("port", self.port, 1, 65535)
-        ok = re.fullmatch(r"[^\s/?#@\\]+", self.host) and (":" not in self.host or _is_ipv6(self._bare_host))
+        ok = re.fullmatch(r"[^\s/?#@\\]+", self.host) and (":" not in self.host or is_ipv6(self._bare_host))
         _CHECK.require(bool(ok), "host", self.host, "a name or an address")
         timeout = self.ready_check_timeout_sec
         _CHECK.require(timeout >= 0, "ready_check_timeout_sec", timeout, "0 or more")
@@ -165,13 +164,6 @@ def _pairs(name: str, texts: Sequence[str]) -> dict[str, str]:
         if "=" not in text:
             raise ConfigError(f"{name}={text!r} must be KEY=VALUE")
     return dict(text.split("=", 1) for text in texts)
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        return bool(IPv6Address(text))
-    except ValueError:
-        return False
 
 
 def _number(name: str, text: str) -> float:

@@ -18,6 +18,7 @@ from forkpoint.engine.chat_images import ChatImages, has_images
 from forkpoint.engine.conversation import Message, last_text, read_message
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt
+from forkpoint.engine.pictures import NONE_FETCHED
 from forkpoint.engine.rewriting import Rewrite, Rewriter, Rewritten
 from forkpoint.engine.template_traits import TemplateTraits, probe_traits
 from forkpoint.engine.tokenizer import Tokenizer
@@ -121,10 +122,12 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         check_text: Callable[[str], None] | None = None,
+        fetched: Mapping[str, bytes] = NONE_FETCHED,
     ) -> Prompt:
         """Render one conversation to a prompt, with a breakpoint at the end of each message.
 
-        `check_text` is called with the text before it is tokenised, and may raise. Raises InvalidPromptError for an
+        `check_text` is called with the text before it is tokenised, and may raise. `fetched` has the files of images
+        that messages name by URL. Raises InvalidPromptError for an
         empty or malformed conversation, and for one that the template refuses.
         """
         if not self.source:
@@ -140,7 +143,7 @@ class ChatTemplate:
             raise InvalidPromptError("the conversation is empty; give at least one message")
         images: ChatImages | None = None
         if self._images is not None and self._placeholder and has_images(messages):
-            images = ChatImages(messages, self._images, self._placeholder)
+            images = ChatImages(messages, self._images, self._placeholder, fetched)
         take = None if images is None else images.take
         read = [read_message(message, in_parts=self._in_parts, take_image=take) for message in messages]
         rewritten = self._rewriters[bool(tools)].rewrite(read)

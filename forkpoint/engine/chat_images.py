@@ -13,10 +13,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
-from forkpoint.engine.conversation import Message, is_image
+from forkpoint.engine.conversation import Message
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt, with_images
-from forkpoint.engine.pictures import picture_of
+from forkpoint.engine.pictures import NONE_FETCHED, image_parts, picture_of
 from forkpoint.engine.rewriting import Rewritten
 from forkpoint.errors import InvalidPromptError
 
@@ -26,9 +26,15 @@ PRIVATE_USE: Final = range(0xE000, 0xF900)  # characters that have no meaning of
 class ChatImages:
     """Reads the images of one conversation, in their order."""
 
-    def __init__(self, messages: Sequence[Message], processor: ImageProcessor, placeholder: str) -> None:
-        """`placeholder` is what the template writes for an image."""
-        self._processor, self._placeholder = processor, placeholder
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        processor: ImageProcessor,
+        placeholder: str,
+        fetched: Mapping[str, bytes] = NONE_FETCHED,
+    ) -> None:
+        """`placeholder` is what the template writes for an image. `fetched` has the files behind URLs."""
+        self._processor, self._placeholder, self._fetched = processor, placeholder, fetched
         self._pictures: list[Any] = []
         used = set().union(*map(set, _texts(list(messages))))
         unused = (character for character in map(chr, PRIVATE_USE) if character not in used)
@@ -43,7 +49,7 @@ class ChatImages:
         """Remember the picture of an image part, and return the character that stands for it. Raises
         InvalidPromptError."""
         self._processor.check_count(len(self._pictures) + 1)
-        self._pictures.append(picture_of(part))
+        self._pictures.append(picture_of(part, self._fetched))
         return self._mark
 
     def in_parts(self, rewritten: Rewritten) -> Rewritten:
@@ -108,8 +114,7 @@ class ChatImages:
 
 def has_images(messages: Sequence[Message]) -> bool:
     """Whether any message has an image."""
-    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
-    return any(is_image(part) for content in contents if isinstance(content, list | tuple) for part in content)
+    return any(True for message in messages for _ in image_parts(message))
 
 
 def _text_part(text: str) -> list[dict[str, str]]:

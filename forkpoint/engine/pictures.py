@@ -1,14 +1,16 @@
-"""Pictures out of the parts of messages: data URLs and PIL images, opened but not decoded."""
+"""Pictures out of the parts of messages: data URLs, fetched URLs and PIL images, opened but not decoded."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from forkpoint.checks import shown
+from forkpoint.engine.conversation import is_image
 from forkpoint.engine.image_processor import check_picture
 from forkpoint.errors import InvalidPromptError
 
@@ -19,13 +21,16 @@ FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_BYTES: Final = 20 << 20  # of one picture's file
 FIELDS: Final = ("image_url", "image_pil", "image")  # where a part has its picture
 EXAMPLE: Final = "data:image/png;base64,..."
+REMOTE: Final = ("http://", "https://")
+NONE_FETCHED: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
-def picture_of(part: Mapping[str, Any]) -> Image:
-    """Return the picture of a part of a message. Raises InvalidPromptError, which never shows the data."""
-    given = next((part[name] for name in FIELDS if part.get(name) is not None), None)
-    if isinstance(given, Mapping):
-        given = given.get("url")
+def picture_of(part: Mapping[str, Any], fetched: Mapping[str, bytes] = NONE_FETCHED) -> Image:
+    """Return the picture of a part of a message. `fetched` has the files behind URLs.
+
+    Raises InvalidPromptError, which never shows the data.
+    """
+    given = _given(part)
     if hasattr(given, "convert"):
         check_picture(given)
         return given
@@ -33,14 +38,34 @@ def picture_of(part: Mapping[str, Any]) -> Image:
         raise InvalidPromptError(f"file_id is not supported: this server stores no files; give a data URL ({EXAMPLE})")
     if not isinstance(given, str):
         raise InvalidPromptError(f"a part of the type {part.get('type')!r} needs image_url, a data URL ({EXAMPLE})")
-    return _open(_data_of(given))
+    return _open(_data_of(given) if given not in fetched else fetched[given])
+
+
+def remote_urls(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the http and https URLs of the images of a conversation, each once."""
+    urls = (_given(part) for message in messages for part in image_parts(message))
+    return list(dict.fromkeys(url for url in urls if isinstance(url, str) and url[:8].lower().startswith(REMOTE)))
+
+
+def image_parts(message: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of a message that are images."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list | tuple):
+        yield from filter(is_image, content)
+
+
+def _given(part: Mapping[str, Any]) -> Any:
+    """Return the picture or the URL of an image part."""
+    given = next((part[name] for name in FIELDS if part.get(name) is not None), None)
+    return given.get("url") if isinstance(given, Mapping) else given
 
 
 def _data_of(url: str) -> bytes:
     scheme, _, rest = url.partition(":")
     if scheme.lower() != "data":
         raise InvalidPromptError(
-            f"the image URL {shown(url)} is not fetched: this server reads data URLs alone ({EXAMPLE})"
+            f"the image URL {shown(url)} is not fetched; give a data URL ({EXAMPLE}), or start the server with "
+            "--allowed-media-domains and the http or https URL's host"
         )
     head, comma, data = rest.partition(",")
     if not comma or not head.lower().endswith(";base64"):

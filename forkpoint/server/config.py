@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forkpoint.checks import Checker, option
+from forkpoint.checks import Checker, is_ipv6, option
 from forkpoint.config import json_object, mapping_option
 from forkpoint.errors import ConfigError
 from forkpoint.params import MAX_LOGPROBS
@@ -18,6 +18,7 @@ _CHECK = Checker(ConfigError)
 NOT_NEGATIVE = ("max_stored_responses", "max_stored_responses_bytes", "shutdown_timeout_s", "sse_keep_alive_interval")
 FOR_ORIGINS, CORS = ("allowed_methods", "allowed_headers", "allow_credentials"), "allowed_origins too"
 HTTPS, ORIGINS = "HTTPS options", "options for pages of other origins (CORS)"
+LISTS = ("allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers", "allowed_media_domains")
 REPORTS = "log and metrics options"
 PREFIX = "letters, digits, '_' and ':', not starting with a digit"
 
@@ -65,6 +66,9 @@ class ServerConfig:
     allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods that such pages may use", group=ORIGINS)
     allowed_headers: tuple[str, ...] = option(("*",), "request headers that such pages may send", group=ORIGINS)
     allow_credentials: bool = option(False, "let such pages send cookies and HTTP authentication", group=ORIGINS)
+    allowed_media_domains: tuple[str, ...] = option(
+        (), "hosts from which images are fetched that a request names by URL; default: none"
+    )
     max_body_bytes: int = option(32 * MIB, "largest request body, in bytes; larger ones are refused")
     max_open_requests: int = option(4096, "most completions served at once; further requests are refused")
     shutdown_timeout_s: float = option(30.0, "seconds that open requests are given after Ctrl-C or SIGTERM")
@@ -123,7 +127,7 @@ class ServerConfig:
     enable_dev_endpoints: bool = option(False, "serve /reset_prefix_cache and /check_integrity")
 
     def __post_init__(self) -> None:
-        for name in ("allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers"):
+        for name in LISTS:
             object.__setattr__(self, name, _listed(name, getattr(self, name)))
         variables = json_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
         object.__setattr__(self, "default_chat_template_kwargs", variables)
@@ -149,6 +153,9 @@ class ServerConfig:
             ok = origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None
             _CHECK.require(ok, "allowed_origins", origin, "'*', or scheme://host[:port] without a path")
 
+        domains = tuple(map(_media_domain, self.allowed_media_domains))
+        object.__setattr__(self, "allowed_media_domains", domains)
+
     @property
     def salts_by_key(self) -> bool:
         return len(self.api_key) > 1 if self.cache_salt_per_key is None else self.cache_salt_per_key
@@ -168,3 +175,11 @@ def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
         _CHECK.require(all(isinstance(item, str) for item in listed), name, text, "texts, or one JSON list of texts")
         texts += listed
     return tuple(texts)
+
+
+def _media_domain(given: str) -> str:
+    """Return a host's name or address in lower case. Raises ConfigError for anything else."""
+    host = given.lower()
+    ok = re.fullmatch(r"[^\s/?#@:*%\\\[\]]+", host) is not None or is_ipv6(host)
+    _CHECK.require(ok, "allowed_media_domains", given, "names or addresses of hosts, without scheme, port and path")
+    return host

@@ -15,7 +15,7 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe, reduction
@@ -44,9 +44,10 @@ class _Reader:
     inbox: asyncio.StreamReader
     outbox: asyncio.StreamWriter
 
-    async def ask(self, function: bytes, data: bytes) -> Any:
-        self.outbox.write(HEAD.pack(len(function), len(data)) + function)
-        self.outbox.write(data)
+    async def ask(self, function: bytes, parts: Sequence[bytes]) -> Any:
+        self.outbox.write(HEAD.pack(len(function), sum(map(len, parts))) + function)
+        for part in parts:
+            self.outbox.write(part)
         await self.outbox.drain()
         (num_bytes,) = LENGTH.unpack(await self.inbox.readexactly(LENGTH.size))
         return pickle.loads(await self.inbox.readexactly(num_bytes))
@@ -104,14 +105,16 @@ class Readers:
         finally:
             self.num_open -= 1
 
-    async def run(self, prepare: Prepare[T], data: bytes, lane: Lane | None = None) -> T:
-        """Run `prepare` on `data` in a reader and return the result. The default lane is the one for the data's size.
+    async def run(self, prepare: Prepare[T], *parts: bytes, lane: Lane | None = None) -> T:
+        """Run `prepare` on the joined `parts` in a reader and return the result. The default lane is the one for their
+        size.
 
         Raises the errors of `prepare` and `Lane.turn`, and RequestFailedError if the reader dies of the request.
         """
-        lane = lane or self._lane(len(data))
-        async with lane.turn(len(data)):
-            answer = await self._run(lane, pickle.dumps(prepare), data)
+        num_bytes = sum(map(len, parts))
+        lane = lane or self._lane(num_bytes)
+        async with lane.turn(num_bytes):
+            answer = await self._run(lane, pickle.dumps(prepare), parts)
         if isinstance(answer, Failed):
             raise answer.error
         return answer  # type: ignore[no-any-return]
@@ -132,14 +135,14 @@ class Readers:
             return self._small
         return self._medium if num_bytes < RETIRE_BYTES else self._large
 
-    async def _run(self, lane: Lane, function: bytes, data: bytes) -> Any:
+    async def _run(self, lane: Lane, function: bytes, parts: Sequence[bytes]) -> Any:
         while lane.idle and lane.idle[-1].inbox.at_eof():  # the system killed the reader while it was idle
             self._end(lane.idle.pop())
         reader = lane.idle.pop() if lane.idle else await self._start(lane)
         keep = False
         try:
-            answer = await reader.ask(function, data)
-            keep = len(data) < RETIRE_BYTES
+            answer = await reader.ask(function, parts)
+            keep = sum(map(len, parts)) < RETIRE_BYTES
             return answer
         except (asyncio.IncompleteReadError, OSError):
             self._check_open()

@@ -99,6 +99,7 @@ class ApiServer:
                 task.cancel()
             self._readers.close()
             await self._engine.close()
+            await self._service.close()
             http.should_exit = True
             await asyncio.gather(serving, living, logging, documenting, return_exceptions=True)
         LOGGER.info("stopped")

@@ -8,8 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -27,8 +26,11 @@ from forkpoint.server.middleware import own_salt
 from forkpoint.server.readers import Readers
 from forkpoint.server.sampling import PreparedRequest
 from forkpoint.server.sse import unless_left
-from forkpoint.server.texts import Prepare, Room, in_room
+from forkpoint.server.texts import MissingImages, Prepare, RequestReading, Room
 from forkpoint.server.trials import Trials
+
+if TYPE_CHECKING:
+    from forkpoint.server.fetcher import Fetcher
 
 T = TypeVar("T")
 MAX_BODIES = 16  # bodies of the largest size that fit into memory together; smaller ones may be more
@@ -48,11 +50,21 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     closing: bool = False
     bodies: Bodies = field(init=False)
+    fetcher: Fetcher | None = field(init=False, default=None)  # None: images are not fetched
     trials: Trials = field(init=False)
 
     def __post_init__(self) -> None:
         self.bodies = Bodies(MAX_BODIES, self.config.max_body_bytes)
         self.trials = Trials(self.engine, self.readers)
+        if self.config.allowed_media_domains:
+            from forkpoint.server.fetcher import Fetcher  # aiohttp takes a while to import
+
+            self.fetcher = Fetcher(self.config.allowed_media_domains)
+
+    async def close(self) -> None:
+        """Close the connections to hosts of images."""
+        if self.fetcher is not None:
+            await self.fetcher.close()
 
     def check_healthy(self) -> None:
         """Raise an error if requests are refused at the moment."""
@@ -84,9 +96,21 @@ class Service:
 
     async def prepare_from(self, data: bytes, prepare: Prepare[T], request: Request) -> T:
         """Do the same for a body that has been received. May be called several times for one body."""
+        return await unless_left(request.receive, self._read(prepare, data))
+
+    async def _read(self, prepare: Prepare[T], data: bytes) -> T:
+        """Run `prepare` in a reader. If the request names images by URL, fetch them and run it again."""
         room = self._room()
-        read = partial(in_room, prepare, replace(room, num_open=room.num_open - 1))  # without this request itself
-        return await unless_left(request.receive, self.readers.run(read, data))
+        reading = RequestReading(prepare, replace(room, num_open=room.num_open - 1))  # without this request itself
+        answer = await self.readers.run(reading, data)
+        if not isinstance(answer, MissingImages):
+            return answer
+        assert self.fetcher is not None, "readers ask for images only if hosts are allowed"
+        async with self.fetcher.fetched(answer.urls) as fetched:
+            sizes = tuple((url, len(file)) for url, file in fetched.items())
+            answer = await self.readers.run(replace(reading, fetched=sizes), data, *fetched.values())
+        assert not isinstance(answer, MissingImages)
+        return answer
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytes]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.generation_config import log_sampling_defaults, sampling_defaults
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import InputProcessor, Prompt
+from forkpoint.engine.pictures import remote_urls
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ConfigError, InvalidPromptError, QueueFullError, RequestTooLargeError
 from forkpoint.params import THINK_END, SamplingParams
@@ -69,6 +70,14 @@ class Room:
             )
 
 
+class MissingImages(Exception):
+    """Images of a request have to be fetched before it can be read."""
+
+    def __init__(self, urls: tuple[str, ...]) -> None:
+        super().__init__(urls)
+        self.urls = urls
+
+
 class Texts:
     """Tokenizer, chat template and limits, in a reader's process. `inputs` is set once the engine is ready."""
 
@@ -78,6 +87,7 @@ class Texts:
         self.engine = engine
         self.config = config
         self.room = Room(0, config.max_open_requests)  # room for the request that is being read
+        self.fetched: Mapping[str, bytes] = {}  # the files of images that the request names by URL
         self.tokenizer: Tokenizer | None = None
         self._chat: ChatTemplate | None = None
         self.images: ImageProcessor | None = None  # None: the model reads no images
@@ -175,7 +185,7 @@ class Texts:
         """Return the prompt of a conversation, truncated as `params` say. `options` go to `ChatTemplate.render`.
 
         Raises the errors of `ChatTemplate.render`, and a RequestError for a prompt that does not fit the context.
-        Without `params` only the length of the text is checked.
+        Without `params` only the length of the text is checked. Raises MissingImages if images are to be fetched first.
         """
         if self._chat is None:
             raise ConfigError("chat needs a tokenizer; start the server without --skip-tokenizer-init")
@@ -185,8 +195,19 @@ class Texts:
                 f"the conversation has {len(messages)} messages, more than max_model_len={limit} has tokens: shorten it"
             )
         cuts = params is not None and params.truncate_prompt_tokens is not None
-        prompt = self._chat.render(messages, check_text=None if cuts else self.check_length, **options)
+        self._require_fetched(messages)
+        check = None if cuts else self.check_length
+        prompt = self._chat.render(messages, check_text=check, fetched=self.fetched, **options)
         return self.inputs.prompt(prompt, params=params) if params is not None else prompt
+
+    def _require_fetched(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Raise MissingImages if images of the conversation have to be fetched, and may be."""
+        if self.images is None or not self.config.allowed_media_domains:
+            return
+        urls = [url for url in remote_urls(messages) if url not in self.fetched]
+        if urls:
+            self.images.check_count(len(urls))
+            raise MissingImages(tuple(urls))
 
     def check_length(self, text: str) -> None:
         """Raise InvalidPromptError for a text that cannot fit, even if each of its tokens were the longest one."""
@@ -200,10 +221,31 @@ class Texts:
 Prepare: TypeAlias = Callable[[Texts, bytes], T]  # a function that a reader runs; it is pickled by its name
 
 
-def in_room(prepare: Prepare[T], room: Room, texts: Texts, data: bytes) -> T:
-    """Run `prepare`. It can check against `room` whether its prompts fit before it tokenises them."""
-    texts.room = room
-    return prepare(texts, data)
+@dataclass(frozen=True, slots=True)
+class RequestReading(Generic[T]):
+    """What a reader does with a request: it runs `prepare` on the body.
+
+    `room` tells `prepare` whether its prompts fit before it tokenises them. `fetched` names the images that follow the
+    body in the data: URL and number of bytes of each.
+    """
+
+    prepare: Prepare[T]
+    room: Room
+    fetched: tuple[tuple[str, int], ...] = ()
+
+    def __call__(self, texts: Texts, data: bytes) -> T | MissingImages:
+        """Return the URLs of images that have to be fetched first, if there are any."""
+        body_bytes = at = len(data) - sum(num_bytes for _, num_bytes in self.fetched)
+        texts.room, texts.fetched = self.room, (fetched := {})
+        for url, num_bytes in self.fetched:
+            fetched[url] = data[at : at + num_bytes]
+            at += num_bytes
+        try:
+            return self.prepare(texts, data[:body_bytes])
+        except MissingImages as missing:
+            return missing
+        finally:
+            texts.fetched = {}
 
 
 def served_name(names: Sequence[str], asked: str | None) -> str:

@@ -39,7 +39,7 @@ class Trials:
         name = self._engine.inputs.grammars.slow_name(wanted)
         if name is None:
             return
-        trial = self._readers.run(partial(compile_once, wanted), b"", self._lane)
+        trial = self._readers.run(partial(compile_once, wanted), b"", lane=self._lane)
         try:
             await unless_left(receive, trial)
         except RequestTooLargeError as error:

@@ -97,8 +97,8 @@ def test_what_is_refused_says_why_and_shows_no_data(llm: LLM) -> None:
     good = data_url(picture(1, 64, 64))
     secret = base64.b64encode(b"secret" * 50).decode()
     for part, says in [
-        ({"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}, "reads data URLs alone"),
-        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "reads data URLs alone"),
+        ({"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}, "--allowed-media-domains"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "--allowed-media-domains"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "not in base64"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,?!" + secret}}, "not valid base64"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64," + secret}}, "300 bytes is broken"),

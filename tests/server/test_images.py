@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write_chat_model(folder)
     flags = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "67108864", "--limit-mm-per-prompt", '{"image": 3}']
     events = {"enable_kv_cache_events": True, **{name: at.format(folder) for name, at in EVENTS.items()}}
-    flags += ["--served-model-name", "m", "--device", "cpu", "--kv-events-config", json.dumps(events)]
+    flags += [
+        "--served-model-name",
+        "m",
+        "--allowed-media-domains",
+        "127.0.0.1",
+        "--device",
+        "cpu",
+        "--kv-events-config",
+        json.dumps(events),
+    ]
     running = start_server(folder, folder, *flags)
     try:
         yield running.wait_ready()
@@ -85,6 +97,57 @@ def test_three_apis_read_one_prompt(http: httpx2.Client) -> None:
     assert fresh["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": 140}
 
 
+@contextmanager
+def site(file: bytes) -> Iterator[tuple[str, list[str]]]:
+    """Yield the URL of a web server that answers every path with `file`, except /moved, and the paths that it sees."""
+    paths: list[str] = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(302 if self.path == "/moved" else 200)
+            self.send_header("Location", "/")
+            self.send_header("Content-Length", str(len(file)))
+            self.end_headers()
+            self.wfile.write(file)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}", paths
+        listening.shutdown()
+        thread.join()
+
+
+def test_images_are_fetched_from_named_hosts(http: httpx2.Client) -> None:
+    """They are the pictures that data URLs hold, and each URL of a request is fetched once."""
+    data = encoded(picture(21, 96, 96))
+    with site(base64.b64decode(data)) as (url, paths):
+        remote = {"type": "image_url", "image_url": {"url": f"{url}/cat.png?a=b"}}
+        options = {"temperature": 0, "max_tokens": 4}
+        want, found = (
+            post(http, "/v1/chat/completions", messages=[{"role": "user", "content": [part, part]}], **options)
+            for part in (chat_part(data), remote)
+        )
+        assert found["choices"][0]["message"] == want["choices"][0]["message"]
+        assert found["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"]
+        assert paths == ["/cat.png?a=b"]
+        image = {"type": "input_image", "image_url": f"{url}/other.png"}
+        first = post(http, "/v1/responses", input=[{"role": "user", "content": [image]}], max_output_tokens=4)
+        post(http, "/v1/responses", input="and?", previous_response_id=first["id"], max_output_tokens=4)
+        source = {"type": "url", "url": f"{url}/third.png"}
+        messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+        assert post(http, "/v1/messages/count_tokens", messages=messages)["input_tokens"] > 9
+        assert paths[1:] == ["/other.png", "/other.png", "/third.png"]
+        moved = {"type": "image_url", "image_url": {"url": f"{url}/moved"}}
+        body = {"model": "m", "messages": [{"role": "user", "content": [moved]}]}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400 and "redirect" in answer.text and paths[-1] == "/moved"
+
+
 def test_routers_hash_images_as_the_cache_does(server: RunningServer, http: httpx2.Client) -> None:
     feed = EventFeed(**{name: at.format(server.log_path.parent) for name, at in EVENTS.items()})
     try:
@@ -118,10 +181,10 @@ def test_results_of_tools_may_be_images(http: httpx2.Client) -> None:
 
 def test_what_is_refused_is_answered_400_and_the_server_goes_on(server: RunningServer, http: httpx2.Client) -> None:
     good = encoded(picture(1, 64, 64))
-    remote = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/cat.png"}}
+    remote = {"type": "image_url", "image_url": {"url": "http://example.org/cat.png"}}
     bomb = chat_part(encoded(pytest.importorskip("PIL.Image").new("1", (9000, 9000))))
     for parts, says in [
-        ([remote], "reads data URLs alone"),
+        ([remote], "--allowed-media-domains"),
         ([bomb], "9000x9000 pixels"),
         ([chat_part(good)] * 4, "at most 3 are allowed"),
         ([chat_part("AAAA")], "is broken"),
@@ -133,7 +196,7 @@ def test_what_is_refused_is_answered_400_and_the_server_goes_on(server: RunningS
     answer = http.post(
         "/v1/messages", json={"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": blocks}]}
     )
-    assert answer.status_code == 400 and "reads data URLs alone" in answer.text
+    assert answer.status_code == 400 and "--allowed-media-domains" in answer.text
     typed = post(
         http, "/v1/chat/completions", messages=[{"role": "user", "content": "<|image_pad|> typed"}], max_tokens=1
     )
