@@ -14,6 +14,7 @@ from forkpoint.image_settings import PROCESSOR_KWARGS, ImageSettings
 BLOCK_SIZE: Final = 64  # tokens per block of keys and values, and the grid of checkpoints
 MIN_CHUNK: Final = BLOCK_SIZE  # tokens that every step leaves for prefill, even with a full decode batch
 CHECKPOINT_INTERVAL = 512
+ENCODER_CACHE_SIZE: Final = 1 << 15  # tokens: 32 images of 1024x1024 pixels, 256 MiB for a 9B model in bfloat16
 GENERATION_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 MAX_POSITIONS: Final = 2**31 - 1  # positions are int32 on the device
 MAX_IMAGES: Final = 32  # images of a prompt where no limit is given
@@ -84,7 +85,21 @@ class SchedulerConfig:
     )
     max_num_seqs: int = option(64, "requests that run at once; default: 64 on a CPU, 256 on a GPU", Bounds(1, MAX_ROWS))
     max_queue_len: int = option(4096, "waiting requests beyond which new ones are refused", Bounds(1, MAX_POSITIONS))
+    max_num_encoder_input_tokens: int | None = option(
+        None,
+        "tokens of images that the vision tower encodes in one step; a larger image is encoded in a step of its own; "
+        "default: max_num_batched_tokens",
+        Bounds(1, MAX_POSITIONS),
+    )
+    encoder_cache_size: int = option(
+        ENCODER_CACHE_SIZE, "tokens of images whose embeddings are kept on the device", Bounds(0, MAX_POSITIONS)
+    )
     async_scheduling: bool = option(False, "plan step n+1 before the result of step n is known; default: on a GPU only")
+
+    @property
+    def encoder_budget(self) -> int:
+        """The tokens of images that one step may encode."""
+        return self.max_num_encoder_input_tokens or self.max_num_batched_tokens
 
     def with_options(self, said: Mapping[str, Any]) -> SchedulerConfig:
         """Return a device's defaults overridden by `said`, with the remaining defaults adjusted to fit."""

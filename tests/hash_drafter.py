@@ -33,7 +33,7 @@ class HashDrafter(Drafter):
             grammar = request.grammar
             fresh = HashGrammar(self._runner.vocab_size, grammar.length) if isinstance(grammar, HashGrammar) else None
             prompt = request.prompt_token_ids.tolist()
-            outputs = self._runner.expected(prompt, request.max_tokens, grammar=fresh)
+            outputs = self._runner.expected(prompt, request.max_tokens, grammar=fresh, images=request.images)
             self._outputs[request.id] = outputs
         return self._some(outputs[len(request.output_token_ids) :], most)
 

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
+from forkpoint.images import ImageSpan
 from forkpoint.sched.plan import AddedRow
 from tests.rolling_hash import HashArray, RollingHash
+
+
+def seen_ids(ids: npt.NDArray[np.int32], images: Sequence[ImageSpan], vocab_size: int) -> npt.NDArray[np.int32]:
+    """The ids that stand for what a model sees: a token of an image differs with the image and its place in it."""
+    found = ids.copy()
+    for image in images:
+        own = crc32(image.digest) + np.arange(image.num_tokens)
+        found[image.start : image.end] = own % vocab_size
+    return found
 
 
 @dataclass(slots=True)

@@ -17,10 +17,11 @@ import numpy as np
 
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE
+from forkpoint.images import ImageSpan
 from forkpoint.sched.plan import LAST_SAMPLED, NO_SLOT, TO_DRAFT, AddedRow, IntArray, MoveKind, StepPlan, StepResult
 from tests.hash_grammar import HashGrammar, allowed_ids
 from tests.hash_memory import GARBAGE, HashMemory
-from tests.hash_rows import HashRow, HashWork
+from tests.hash_rows import HashRow, HashWork, seen_ids
 from tests.hash_step import AnsweredStep, InjectedFailure, PlanViolation, require
 from tests.rolling_hash import MASK, RollingHash
 
@@ -106,10 +107,15 @@ class HashRunner:
         return {row: state.added.request_id for row, state in self._rows.items()}
 
     def expected(
-        self, prompt: Sequence[int], num_outputs: int, seed: int | None = None, grammar: HashGrammar | None = None
+        self,
+        prompt: Sequence[int],
+        num_outputs: int,
+        seed: int | None = None,
+        grammar: HashGrammar | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> list[int]:
         """The outputs of an uncached run; `seed` is the row's seed where the request is not greedy."""
-        rolls = self._hasher.rolls(np.asarray(prompt, np.int32))
+        rolls = self._hasher.rolls(seen_ids(np.asarray(prompt, np.int32), images, self.vocab_size))
         self._hasher.reserve(len(prompt) + num_outputs + 1)
         weights = self._hasher.weights
         state, digest = int(rolls[-1]), int((rolls[1:] * weights[: len(prompt)]).sum(dtype=np.uint64))
@@ -153,7 +159,8 @@ class HashRunner:
         require(known, step, f"adds row {added.row} with {len(ids)} ids, prompt {added.num_prompt_tokens}")
         in_range = bool((ids >= 0).all() and (ids < self.vocab_size).all())
         require(in_range, step, f"adds row {added.row} with token ids outside the vocabulary")
-        state = HashRow(added, ids.tolist(), self._hasher.rolls(ids), np.empty(0, np.int32), 0)
+        rolls = self._hasher.rolls(seen_ids(ids, added.images, self.vocab_size))
+        state = HashRow(added, ids.tolist(), rolls, np.empty(0, np.int32), 0)
         self._rows[added.row] = state
         self._attach(state, added.block_ids)
 

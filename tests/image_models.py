@@ -172,7 +172,8 @@ class Watched:
 
     def forget_images(self) -> None:
         """Drop the embeddings of all images."""
-        self.runner._encoded.clear()
+        scheduler: Any = self.llm._engine.core.scheduler
+        scheduler._encoder.clear()
 
     def computed(self) -> Tensor:
         """The logits of the tokens that the last request computed."""

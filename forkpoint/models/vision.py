@@ -160,6 +160,11 @@ class VisionTower:
         self._out = reader.linear("merger.linear_fc2", config.out_size, merged)
         self._mean, self._std = (torch.tensor(each, device=self._device) for each in (settings.mean, settings.std))
 
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of the embedding of one token."""
+        return self.config.out_size * self._dtype.itemsize
+
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return the embeddings `[tokens, out_size]` of an image `[height, width, 3]` uint8, row after row."""

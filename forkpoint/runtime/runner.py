@@ -69,11 +69,11 @@ class Loaded:
 class ModelRunner:
     """Implements `sched.plan.Runner` on one device. Owns the arena's bytes and the batch.
 
-    A plan runs in this order: removed rows, moves, added and replaced rows, state copies, forward pass, sampling.
-    `submit` issues a step and does not wait for it. On a device with graphs, a step that fits one of the `shapes`
-    replays a graph; `record_graphs` makes the graphs. For state operators that `ops.redirects` does not name, states
-    are copied first. If a step raises, its rows and blocks are updated all the same. Steps that are submitted before
-    `result()` has raised that error are not run and raise StepFailedError.
+    A plan runs in this order: removed rows, dropped embeddings, moves, added and replaced rows, state copies, forward
+    pass, sampling. `submit` issues a step and does not wait for it. On a device with graphs, a step that fits one of
+    the `shapes` replays a graph; `record_graphs` makes the graphs. For state operators that `ops.redirects` does not
+    name, states are copied first. If a step raises, its rows and blocks are updated all the same. Steps that are
+    submitted before `result()` has raised that error are not run and raise StepFailedError.
     """
 
     def __init__(self, loaded: Loaded, num_pages: int, max_model_len: int | None = None) -> None:
@@ -132,6 +132,8 @@ class ModelRunner:
             assert not plan.rows.save_ptr[plan.num_decodes], "the decode kernels save no states"
         if self._records is not None:
             self._records.leave(plan.removed, plan.moves)
+        if self._encoded is not None:
+            self._encoded.drop(plan.dropped_images)
         if plan.moves:
             self.arena.move(plan.moves)
         self.batch.update(plan)

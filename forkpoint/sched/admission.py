@@ -61,7 +61,7 @@ class Admission:
                 return
             hit = self._cache.lookup(lease, request.num_tokens, not request.wants_prompt_logprobs)
             start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
-            too_small = start < prefill_end and self._chunks.end(start, prefill_end, builder.budget) <= start
+            too_small = start < prefill_end and self._chunks.end(request, start, prefill_end, builder.budget) <= start
             if soon - start >= MIN_GAIN_TO_WAIT or too_small:
                 passed_over += 1
                 continue
@@ -94,7 +94,7 @@ class Admission:
         self._cache.attach(lease, hit)
         start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
         in_prefill = start < prefill_end
-        end = self._chunks.end(start, prefill_end, builder.budget) if in_prefill else start + 1
+        end = self._chunks.end(request, start, prefill_end, builder.budget) if in_prefill else start + 1
         if not (self._cache.ensure_slot(lease) and self._cache.ensure_blocks(lease, end)):
             scheduled.lease = self._cache.release(lease)
             if self._others_hold_pages() or hit is NOTHING:

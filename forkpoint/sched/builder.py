@@ -92,7 +92,7 @@ class PlanBuilder:
         works.append(_Work(scheduled, tokens, decodes, masks))
         self.budget -= len(tokens)
 
-    def finish(self, removed: tuple[int, ...]) -> IssuedStep:
+    def finish(self, removed: tuple[int, ...], dropped_images: tuple[bytes, ...] = ()) -> IssuedStep:
         """Return the plan in its record. The leases' planned tokens advance past it, and what it computes is filed."""
         added = tuple(self._make_row(scheduled) for scheduled in self._added)
         replaced = tuple(ReplacedPrefix(scheduled.row, _sent_blocks(scheduled)) for scheduled in self._replaced)
@@ -108,6 +108,7 @@ class PlanBuilder:
         plan = StepPlan(
             step=self.step,
             removed=removed,
+            dropped_images=dropped_images,
             moves=moves,
             added=added,
             replaced=replaced,

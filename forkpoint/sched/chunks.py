@@ -6,20 +6,29 @@ from forkpoint.cache.capture import CaptureContext, CapturePolicy
 from forkpoint.cache.manager import CacheManager
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.sched.builder import PlanBuilder
+from forkpoint.sched.encoder_budget import EncoderBudget
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduled_request import ScheduledRequest
 
 
 class Chunks:
-    """Cuts prompts into chunks that fit a step's budget of tokens, and plans the states that they save."""
+    """Cuts prompts into chunks that fit a step's budgets, and plans the states that they save."""
 
-    def __init__(self, cache: CacheManager, waiting: WaitingQueue, capture: CapturePolicy, interval: int) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        waiting: WaitingQueue,
+        capture: CapturePolicy,
+        interval: int,
+        encoder: EncoderBudget,
+    ) -> None:
         """`interval` is the distance in tokens between periodic states; 0 means there are none."""
         self._cache = cache
         self._waiting = waiting
         self._capture = capture
         self._interval = interval
+        self._encoder = encoder
 
     def prefill_end(self, request: Request) -> int:
         """Return how many tokens go through the prefill kernels.
@@ -31,12 +40,17 @@ class Chunks:
             return request.num_prompt_tokens
         return request.num_tokens
 
-    def end(self, start: int, prefill_end: int, budget: int) -> int:
-        """Return where a chunk from `start` ends: at the end of the prefill, or else on a block boundary."""
+    def end(self, request: Request, start: int, prefill_end: int, budget: int) -> int:
+        """Return where a chunk from `start` ends: at the end of the prefill, or else on a block boundary.
+
+        The chunk is empty if the end is not after `start`: then the request has to wait for another step.
+        """
         end = min(prefill_end, start + budget)
-        if end == prefill_end:
-            return end
-        return end // BLOCK_SIZE * BLOCK_SIZE
+        if end != prefill_end:
+            end = end // BLOCK_SIZE * BLOCK_SIZE
+        if request.images and end > start:
+            end = self._encoder.end(request.images, start, end)
+        return end
 
     def add(self, builder: PlanBuilder, scheduled: ScheduledRequest, start: int, end: int) -> None:
         """Plan the chunk `[start, end)` of a running request, which has blocks for it, and the states that it saves."""
@@ -53,5 +67,6 @@ class Chunks:
             num_survived_tokens=lease.num_survived_tokens,
             interval=self._interval,
         )
+        self._encoder.take(scheduled.request.images, start, end)
         self._cache.plan_saves(lease, start, end, self._capture.candidates(context))
         builder.add_prefill(scheduled, end)

@@ -115,7 +115,8 @@ class TokenMasks:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass. The runner handles `removed` rows, `moves`, `added` and `replaced` rows, then `rows`.
+    """One forward pass. The runner handles `removed` rows, `dropped_images`, `moves`, `added` and `replaced` rows, then
+    `rows`.
 
     All block and slot ids are those after the moves. The first `num_decodes` rows go through the decode kernels, the
     others through the prefill kernels, whose results differ in their last bits.
@@ -123,6 +124,7 @@ class StepPlan:
 
     step: int
     removed: tuple[int, ...] = ()
+    dropped_images: tuple[bytes, ...] = ()  # digests whose embeddings the runner keeps no longer
     moves: tuple[Move, ...] = ()
     added: tuple[AddedRow, ...] = ()
     replaced: tuple[ReplacedPrefix, ...] = ()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.outputs import CacheReport
-from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan
+from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult
 from forkpoint.sched.request import Request
 
 
@@ -73,3 +75,26 @@ class IssuedStep:
     readers: list[Checkpoint]
     filed: list[Node | Checkpoint]
     started_s: float = 0.0  # when its planning had ended, by the DraftPlanner's clock
+
+
+def confirm_tokens(issued: IssuedStep, result: StepResult) -> tuple[list[ScheduledRequest], list[int]]:
+    """Confirm the tokens of rows that were not sampled, and take rejected drafts off the planned ones of the others.
+
+    Returns, for each sampled token, its request and how many of the request's tokens are confirmed with it.
+    """
+    rows, requests, sampled = issued.plan.rows, issued.requests, issued.sampled
+    ends = rows.start + rows.num_tokens
+    if len(sampled) < len(requests):
+        for i in np.flatnonzero(~rows.samples).tolist():
+            requests[i].lease.confirm(int(ends[i]))
+    for i in np.flatnonzero(rows.optimistic).tolist():
+        ends[i] = requests[i].lease.num_confirmed + rows.num_tokens[i]
+    ends, counts = ends[rows.samples], result.counts
+    if counts is None:
+        return sampled, ends.tolist()
+    rejected = 1 + rows.num_drafts[rows.samples] - counts
+    for scheduled, num_rejected in zip(sampled, rejected.tolist(), strict=True):
+        if num_rejected:
+            scheduled.lease.reject(num_rejected, in_last_step=scheduled.last_step == result.step)
+    confirmed = [each for each, count in zip(sampled, counts.tolist(), strict=True) for _ in range(count)]
+    return confirmed, np.repeat(ends - rejected, counts).tolist()

@@ -7,8 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import numpy as np
-
 from forkpoint.cache.capture import CapturePolicy
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.integrity import check_integrity
@@ -24,13 +22,14 @@ from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.chunks import Chunks
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.drafting import DraftPlanner
+from forkpoint.sched.encoder_budget import EncoderBudget
 from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult, TokenLogprobs
 from forkpoint.sched.prompt_scores import take_prompt_logprobs
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestUpdate, follow
 from forkpoint.sched.retries import Retries
 from forkpoint.sched.running import RunningSet
-from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
+from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest, confirm_tokens
 from forkpoint.sched.sizes import check_size, longest_answer
 from forkpoint.sched.stats import DraftStats, SchedulerStats
 
@@ -64,7 +63,8 @@ class Scheduler:
         self._running = RunningSet(scheduler.max_num_seqs, self._issued)
         capture = capture or CAPTURE.find(cache.capture_policy)()
         interval = layout.capture_interval(cache.checkpoint_interval)
-        self._chunks = Chunks(self.cache, self._waiting, capture, interval)
+        self._encoder = EncoderBudget(scheduler.encoder_budget, scheduler.encoder_cache_size)
+        self._chunks = Chunks(self.cache, self._waiting, capture, interval, self._encoder)
         self._admission = Admission(self.cache, self._waiting, self._running, self._chunks, clock)
         self._drafting: DraftPlanner | None = None
         if drafter is not None:
@@ -119,8 +119,9 @@ class Scheduler:
         return bool(self._requests or self._running.leaving or self._issued)
 
     def reset_prefix_cache(self) -> bool:
-        """Let nothing cached so far be found again. Always True: that never fails."""
+        """Let nothing cached so far be found again, embeddings of images included. Always True: that never fails."""
         self.cache.reset()
+        self._encoder.clear()
         return True
 
     def stats(self) -> SchedulerStats:
@@ -150,6 +151,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the next step; None if nothing can be planned before a result arrives or a request is added."""
         self._preempted_now = False
+        self._encoder.begin_step()
         suspect: ScheduledRequest | None = None
         early = set[ScheduledRequest]()
         if self._retries.suspects:
@@ -174,7 +176,8 @@ class Scheduler:
                 "nothing can run, yet requests wait"
             )
             return None
-        issued = builder.finish(self._running.drain_removed() if self._running.removed_rows else ())
+        removed = self._running.drain_removed() if self._running.removed_rows else ()
+        issued = builder.finish(removed, self._encoder.drain_dropped())
         if self._drafting is not None:
             self._drafting.begin(issued)
         self._issued.append(issued)
@@ -262,7 +265,7 @@ class Scheduler:
         self._drop_duplicates(builder, scheduled)
         self._try_jump(builder, scheduled)
         start = scheduled.lease.num_planned
-        end = self._chunks.end(start, scheduled.prefill_end, builder.budget)
+        end = self._chunks.end(scheduled.request, start, scheduled.prefill_end, builder.budget)
         if end <= start:
             return
         while not self.cache.ensure_blocks(scheduled.lease, end):
@@ -357,7 +360,7 @@ class Scheduler:
         assert issued.plan.step == result.step, f"result of step {result.step}, expected {issued.plan.step}"
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)
-        sampled, ends = _confirm_tokens(issued, result)
+        sampled, ends = confirm_tokens(issued, result)
         if self._drafting is not None:
             self._drafting.count_accepted(issued, result)
         updates: list[RequestUpdate] = []
@@ -391,6 +394,7 @@ class Scheduler:
     def _fail_request(self, scheduled: ScheduledRequest) -> RequestUpdate:
         """End a request whose logits were not finite, and let nobody reuse what it computed."""
         filed, scheduled.lease.detached = list(scheduled.lease.filed), True
+        self._encoder.forget(scheduled.request.images)  # their embeddings may be the cause
         self.abort(scheduled.request.id)
         self.cache.condemn(filed)
         text = f"request {scheduled.request.id}: the model produced non-finite logits; check the weights and the dtype"
@@ -405,6 +409,7 @@ class Scheduler:
         assert self._issued and self._issued[0].plan.step == step
         in_step = list(self._issued[0].requests)
         filed = self.cache.drain_filed()
+        self._encoder.clear()  # the runner has computed only some of the embeddings
         while self._issued:
             issued = self._issued.popleft()
             for checkpoint in issued.readers:
@@ -424,26 +429,3 @@ class Scheduler:
         self._release_ready()
         self.cache.condemn(filed)
         return updates
-
-
-def _confirm_tokens(issued: IssuedStep, result: StepResult) -> tuple[list[ScheduledRequest], list[int]]:
-    """Confirm the tokens of rows that were not sampled, and take rejected drafts off the planned ones of the others.
-
-    Returns, for each sampled token, its request and how many of the request's tokens are confirmed with it.
-    """
-    rows, requests, sampled = issued.plan.rows, issued.requests, issued.sampled
-    ends = rows.start + rows.num_tokens
-    if len(sampled) < len(requests):
-        for i in np.flatnonzero(~rows.samples).tolist():
-            requests[i].lease.confirm(int(ends[i]))
-    for i in np.flatnonzero(rows.optimistic).tolist():
-        ends[i] = requests[i].lease.num_confirmed + rows.num_tokens[i]
-    ends, counts = ends[rows.samples], result.counts
-    if counts is None:
-        return sampled, ends.tolist()
-    rejected = 1 + rows.num_drafts[rows.samples] - counts
-    for scheduled, num_rejected in zip(sampled, rejected.tolist(), strict=True):
-        if num_rejected:
-            scheduled.lease.reject(num_rejected, in_last_step=scheduled.last_step == result.step)
-    confirmed = [each for each, count in zip(sampled, counts.tolist(), strict=True) for _ in range(count)]
-    return confirmed, np.repeat(ends - rejected, counts).tolist()

@@ -12,7 +12,6 @@ import torch
 from forkpoint.checks import first_line
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError
-from forkpoint.runtime.encoded_images import MAX_ENCODED_BYTES
 from forkpoint.runtime.records import records_bytes
 from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.worker.trial import encode_largest_image, full_step_pages, run_full_step
@@ -38,20 +37,22 @@ def explained_exhaustion(doing: str, remedy: str) -> Iterator[None]:
 def bytes_beside_arena(loaded: Loaded) -> int:
     """Return the bytes of device memory that steps need next to weights and arena.
 
-    These are the activations of a full step, measured by running one; those of the vision tower for the
-    largest image, and the embeddings that are kept; the sampler's copies of the logits; graphs of the `shapes`; and the
-    records of tokens. Raises ConfigError if a full step does not fit next to the weights.
+    These are the activations of a full step, measured by running one; those of the vision tower for the largest image,
+    and the most embeddings that are kept during a step; the sampler's copies of the logits; graphs of the `shapes`; and
+    the records of tokens. Raises ConfigError if a full step does not fit next to the weights.
     """
     sched, platform, config, shapes = loaded.sched, loaded.platform, loaded.model.config, loaded.shapes
     remedy = (
         f"lower max_num_batched_tokens={sched.max_num_batched_tokens}, or use a device with more than the "
         f"{platform.free_bytes() / GIB:.1f} GiB that the weights leave here"
     )
-    encoding = 0
-    if loaded.model.vision is not None:
+    encoding, vision = 0, loaded.model.vision
+    if vision is not None:
         images_remedy = f"lower max_pixels of mm_processor_kwargs, or start with --language-model-only; or {remedy}"
         with explained_exhaustion("encoding the largest image", images_remedy):
-            encoding = platform.peak_bytes(partial(encode_largest_image, loaded.model.vision)) + MAX_ENCODED_BYTES
+            encoding = platform.peak_bytes(partial(encode_largest_image, vision))
+        num_kept = sched.encoder_cache_size + max(sched.encoder_budget, vision.config.settings.max_tokens)
+        encoding += num_kept * vision.bytes_per_token
     with explained_exhaustion("running a full step", remedy):
         activations = platform.peak_bytes(lambda: run_full_step(loaded))
     activations -= full_step_pages(loaded.layout, sched, config.max_model_len) * loaded.layout.page_bytes

@@ -10,6 +10,7 @@ import numpy as np
 from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
+from forkpoint.images import DIGEST_BYTES, ImageSpan
 from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import StepPlan, SubmittedStep
 from forkpoint.sched.request import Request, RequestUpdate
@@ -18,6 +19,7 @@ from tests.cache.shapes import layout_of, state
 from tests.hash_drafter import HashDrafter
 from tests.hash_grammar import HashGrammar
 from tests.hash_runner import HashRunner
+from tests.sched.encoder_watch import EncoderWatch
 
 VOCAB = 5000
 
@@ -39,6 +41,12 @@ def tokens(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, count, dtype=np.int32)
 
 
+def image_span(start: int, num_rows: int, num_columns: int, number: int = 0) -> ImageSpan:
+    """An image that differs from those of other numbers or shapes. Nothing reads its pixels."""
+    digest = bytes((number, num_rows, num_columns)).ljust(DIGEST_BYTES, b"-")
+    return ImageSpan(start, num_rows, num_columns, digest, np.zeros((1, 1, 3), np.uint8))
+
+
 @dataclass
 class Harness:
     layout: CacheLayout = field(default_factory=lambda: LAYOUTS["several blocks a page"])
@@ -48,6 +56,8 @@ class Harness:
     async_scheduling: bool = False
     check: bool = True
     deterministic: bool = False
+    encoder_budget: int | None = None
+    encoder_cache_size: int = 1 << 15
     most_drafts: int = 0  # of a row in a step
     draft_chance: float = 0.0  # that one is right
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -61,7 +71,13 @@ class Harness:
     grammar_lengths: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = SchedulerConfig(max_num_batched_tokens=self.budget, max_num_seqs=self.max_num_seqs)
+        config = SchedulerConfig(
+            max_num_batched_tokens=self.budget,
+            max_num_seqs=self.max_num_seqs,
+            max_num_encoder_input_tokens=self.encoder_budget,
+            encoder_cache_size=self.encoder_cache_size,
+        )
+        self.encoder = EncoderWatch(config.encoder_budget, config.encoder_cache_size)
         self.runner = HashRunner(self.layout, self.num_pages, VOCAB)
         self.runner.draft_chance = self.draft_chance or self.runner.draft_chance
         drafter = HashDrafter(self.runner, self.most_drafts, self.draft_chance) if self.most_drafts else None
@@ -79,7 +95,7 @@ class Harness:
         self, name: str, prompt: np.ndarray, max_tokens: int = 1, grammar_length: int = 0, **options: object
     ) -> Request:
         """`grammar_length`: outputs after which the request's grammar is whole; 0: no grammar."""
-        of_request = ("priority", "breakpoints", "stop_token_ids", "tool_call_token_ids")
+        of_request = ("priority", "breakpoints", "stop_token_ids", "tool_call_token_ids", "images")
         known = {key: options.pop(key) for key in of_request if key in options}
         if grammar_length:
             known["grammar"] = HashGrammar(VOCAB, grammar_length)
@@ -126,6 +142,7 @@ class Harness:
             self.updates[update.request.id].append(update)
 
     def _note(self, plan: StepPlan) -> None:
+        self.encoder.note(plan)
         for added in plan.added:
             self.rows[added.row] = added.request_id
         self.sampling[plan.step] = [self.rows[row] for row in plan.sampled_rows.tolist()]
@@ -162,7 +179,8 @@ class Harness:
         """The outputs of an uncached run."""
         request, length = self.requests[name], self.grammar_lengths.get(name)
         grammar = HashGrammar(VOCAB, length) if length is not None else None
-        return self.runner.expected(request.prompt_token_ids.tolist(), request.max_tokens, grammar=grammar)
+        prompt = request.prompt_token_ids.tolist()
+        return self.runner.expected(prompt, request.max_tokens, grammar=grammar, images=request.images)
 
     def check_output(self, name: str) -> None:
         assert self.output(name) == self.expected(name), f"{name}: cached and uncached outputs differ"

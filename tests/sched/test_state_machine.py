@@ -12,15 +12,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from forkpoint.config import CacheConfig
 from forkpoint.errors import RequestTooLargeError
+from forkpoint.images import ImageSpan
 from forkpoint.params import FinishReason
 from tests.cache.published import Listener
-from tests.sched.harness import LAYOUTS, VOCAB, Harness, tokens
+from tests.sched.harness import LAYOUTS, VOCAB, Harness, image_span, tokens
 
 LENGTHS = st.one_of(
     st.integers(1, 700),
     st.builds(lambda n, d: 64 * n + d, st.integers(1, 10), st.sampled_from([-1, 0, 1, 63])),
 )
 TRUNK = tokens(99, 2000)
+# Tokens of text before it, rows, columns, and which of few images it is.
+IMAGE = st.tuples(
+    st.sampled_from([0, 1, 2, 40, 64, 200]), st.integers(1, 20), st.sampled_from([1, 3, 16]), st.integers(0, 3)
+)
 
 
 class Serving(RuleBasedStateMachine):
@@ -41,6 +46,8 @@ class Serving(RuleBasedStateMachine):
         ghosts=st.sampled_from([0, 3, 1000]),
         most_drafts=st.sampled_from([0, 1, 4, 4, 63]),
         draft_chance=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
+        encoder_budget=st.sampled_from([None, 1, 100, 300]),
+        encoder_cache_size=st.sampled_from([0, 200, 1 << 15]),
     )
     def start(  # type: ignore[no-untyped-def]
         self,
@@ -58,6 +65,8 @@ class Serving(RuleBasedStateMachine):
         ghosts,
         most_drafts,
         draft_chance,
+        encoder_budget,
+        encoder_cache_size,
     ) -> None:
         chosen = LAYOUTS[layout]
         self.harness = Harness(
@@ -69,6 +78,8 @@ class Serving(RuleBasedStateMachine):
             deterministic=deterministic,
             most_drafts=most_drafts,
             draft_chance=draft_chance,
+            encoder_budget=encoder_budget,
+            encoder_cache_size=encoder_cache_size,
             cache=CacheConfig(
                 eviction_policy=policy,
                 checkpoint_interval=interval,
@@ -102,11 +113,28 @@ class Serving(RuleBasedStateMachine):
         logprobs=st.sampled_from([None, None, None, 0]),
         grammar_length=st.sampled_from([0, 0, 0, 1, 40, 200]),
         calls_tools=st.booleans(),
+        images=st.lists(IMAGE, max_size=4),
     )
     def arrive(  # type: ignore[no-untyped-def]
-        self, shared, own, seed, outputs, copies, priority, salt, breakpoints, logprobs, grammar_length, calls_tools
+        self,
+        shared,
+        own,
+        seed,
+        outputs,
+        copies,
+        priority,
+        salt,
+        breakpoints,
+        logprobs,
+        grammar_length,
+        calls_tools,
+        images,
     ) -> None:
         prompt = np.concatenate([TRUNK[:shared], tokens(seed, own)])
+        spans, end = list[ImageSpan](), 0
+        for gap, num_rows, num_columns, number in images:
+            spans.append(image_span(end + gap, num_rows, num_columns, number))
+            end = spans[-1].end
         for _ in range(copies):
             self.new_request(
                 prompt,
@@ -117,6 +145,7 @@ class Serving(RuleBasedStateMachine):
                 prompt_logprobs=logprobs,
                 grammar_length=grammar_length,
                 tool_call_token_ids=frozenset(range(0, VOCAB, 50)) if calls_tools else frozenset(),
+                images=tuple(span for span in spans if span.end <= len(prompt)),
             )
 
     @rule(pick=st.integers(0, 10**6), more=LENGTHS, outputs=st.integers(1, 150))
@@ -127,7 +156,7 @@ class Serving(RuleBasedStateMachine):
         names = sorted(self.harness.requests)
         request = self.harness.requests[names[pick % len(names)]]
         history = request.all_token_ids()
-        self.new_request(np.concatenate([history, tokens(pick % 5, more)]), outputs)
+        self.new_request(np.concatenate([history, tokens(pick % 5, more)]), outputs, images=request.images)
 
     @rule(pick=st.integers(0, 10**6))
     def abort(self, pick: int) -> None:
