@@ -35,19 +35,20 @@ class Cut:
         """The number of elements of the axis that one rank holds. Needs `sections`."""
         return sum(own for own, _ in self.sections)
 
-    def part(self, shape: Sequence[int], ranks: Ranks) -> Part | None:
-        """Return the part that a rank stores in a tensor of shape `shape`; None if it holds the whole tensor."""
+    def part(self, shape: Sequence[int], ranks: Ranks) -> Part:
+        """Return the part of the whole tensor that a rank stores in a tensor of shape `shape`."""
         if ranks.size == 1 or self.axis is None or (self.axis and len(shape) == 1):
-            return None
+            return Part(tuple(shape))
         axis = self.axis % len(shape)
         length, spans = 0, list[tuple[int, int]]()
         if self.padded:
             first, last = (min(bound, self.padded) for bound in padded_span(self.padded, ranks))
             length, spans = self.padded, [(first, last)]
-        for own, sharing in () if self.padded else self.sections or ((shape[axis], 1),):
-            first = length + ranks.rank // sharing * own
-            spans.append((first, first + own))
-            length += ranks.size // sharing * own
+        else:
+            for own, sharing in self.sections or ((shape[axis], 1),):
+                first = length + ranks.rank // sharing * own
+                spans.append((first, first + own))
+                length += ranks.size // sharing * own
         return Part((*shape[:axis], length, *shape[axis + 1 :]), axis, tuple(spans), shape[axis])
 
 
@@ -57,22 +58,33 @@ WHOLE: Final = Cut(None)  # every rank holds the whole tensor
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The intervals `spans` of axis `axis` of a tensor of shape `whole`, joined, then zeros up to `length`."""
+    """The intervals `spans` of axis `axis` of a tensor of shape `whole`, joined, then zeros up to `length`.
+
+    Without spans the part is the whole tensor.
+    """
 
     whole: tuple[int, ...]
-    axis: int
-    spans: tuple[tuple[int, int], ...]
-    length: int
+    axis: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+    length: int = 0
 
     def of(self, tensor: Any) -> Tensor:
-        """Cut the part out of a whole tensor, or out of a slice object of safetensors."""
+        """Cut the part out of a whole tensor. If there are spans, `tensor` may be a slice object of safetensors."""
         lead = (slice(None),) * self.axis
-        pieces = [tensor[(*lead, slice(*span))] for span in self.spans]
+        pieces: list[Tensor] = [tensor[(*lead, slice(*span))] for span in self.spans] or [tensor]
         missing = self.length - sum(end - start for start, end in self.spans)
         if missing:
             shape = (*self.whole[: self.axis], missing, *self.whole[self.axis + 1 :])
             pieces.append(pieces[0].new_zeros(shape))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces, self.axis)
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Cut the part out of a whole tensor, and copy it unless it is all of it, so that the rest can be freed."""
+        if not self.spans:
+            return tensor
+        return self.of(tensor).clone()
 
     def of_scaled(self, codes: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> ScaledMatrix:
         """Build the part's matrix from its own `codes` and the whole matrix's `scales`.
@@ -80,6 +92,8 @@ class Part:
         If the part's rows do not end at block boundaries, each row gets a scale of its own. Raises ConfigError if a
         block would be split between columns.
         """
+        if not self.spans:
+            return ScaledMatrix(codes, scales, rows, columns, dtype)
         *_, num_rows, width = self.whole
         if self.axis == len(self.whole) - 1:
             (start, end), *_ = self.spans

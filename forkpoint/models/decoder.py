@@ -117,8 +117,7 @@ class Model(ABC):
         cut, shape = Cut(padded=config.vocab_size), (end - start, config.hidden_size)
         if not config.tie_word_embeddings:
             return weights.get(HEAD, shape, cut=cut)
-        part = cut.part(shape, ranks)
-        tied = part.of(self._embedding) if part else self._embedding
+        tied = cut.part(shape, ranks).of(self._embedding)
         if not weights.stores(HEAD):
             return tied
         own = weights.get(HEAD, shape, cut=cut)

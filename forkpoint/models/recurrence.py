@@ -138,12 +138,11 @@ class RecurrentConfig(PartConfig):
         stored = [source.shape(part) or () for part in apart]
         parts = [source.get(part, (*found[:1], *shape[1:])) for part, found in zip(apart, stored, strict=True)]
         taps, own = torch.cat(parts).squeeze(1), self.conv_cut.part(shape, source.ranks)
-        channels = own.whole[0] if own else shape[0]
-        if len(taps) != channels:
+        if len(taps) != own.whole[0]:
             raise ModelFolderError(
-                f"the convolutions of {name} have {len(taps)} channels together; config.json asks for {channels}"
+                f"the convolutions of {name} have {len(taps)} channels together; config.json asks for {own.whole[0]}"
             )
-        return own.of(taps) if own else taps, None
+        return own.of(taps), None
 
     def _params(self, build: Build, name: str) -> RecurrenceParams:
         source, fp32, heads = build.weights, torch.float32, (self.spec.num_v_heads,)

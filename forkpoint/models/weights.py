@@ -120,7 +120,7 @@ class WeightSource(ABC):
 
         Random weights are uniform in `span`. `cut` selects this rank's part.
         """
-        return self._own(name, shape, cut.part(shape, self.ranks), dtype or self.dtype, span)
+        return self._own(name, cut.part(shape, self.ranks), dtype or self.dtype, span)
 
     def is_scaled(self, name: str) -> bool:
         """Return whether `get_matrix` returns this matrix in FP8."""
@@ -131,25 +131,25 @@ class WeightSource(ABC):
         if not self.is_scaled(name) or self.fp8 is None:
             return self.get(name, shape, cut=cut)
         part = cut.part(shape, self.ranks)
-        codes, scales = self._scaled(name, shape, part)
-        rows, columns = (BLOCK, BLOCK) if self.fp8.by_block else (1, (part.whole if part else shape)[-1])
-        if part is not None:
-            return part.of_scaled(codes, scales, rows, columns, self.dtype)
-        return ScaledMatrix(codes, scales, rows, columns, self.dtype)
+        codes, scales = self._scaled(name, part)
+        rows, columns = (BLOCK, BLOCK) if self.fp8.by_block else (1, part.whole[-1])
+        return part.of_scaled(codes, scales, rows, columns, self.dtype)
 
-    def _scaled(self, name: str, shape: Sequence[int], part: Part | None) -> tuple[Tensor, Tensor]:
+    def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor]:
         """Quantise a matrix to FP8. Return the part's codes and the whole matrix's scales.
 
         The matrix is quantised as a whole, so that all ranks get the same scales.
         """
-        matrix = self._own(name, part.whole if part else shape, None, self.dtype, None)
-        found = quantise(matrix.cpu() if self.as_bytes else matrix)  # the host has FP8 even if the device has not
+        matrix = self._own(name, Part(part.whole), self.dtype, None)
+        if self.as_bytes:
+            matrix = matrix.cpu()  # the host has FP8 even if the device has not
+        found = quantise(matrix)
         codes = found.codes.view(torch.uint8).to(self.device)
-        return (part.of(codes).clone() if part else codes).view(self.codes), found.scales.to(self.device)
+        return part.copied(codes).view(self.codes), found.scales.to(self.device)
 
     @abstractmethod
-    def _own(self, name: str, shape: Sequence[int], part: Part | None, dtype: torch.dtype, span: Span | None) -> Tensor:
-        """Return the part of a tensor that has `shape`."""
+    def _own(self, name: str, part: Part, dtype: torch.dtype, span: Span | None) -> Tensor:
+        """Return this part of a tensor."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -168,15 +168,15 @@ class DummyWeights(WeightSource):
     def shape(self, name: str) -> tuple[int, ...] | None:
         return None
 
-    def _own(self, name: str, shape: Sequence[int], part: Part | None, dtype: torch.dtype, span: Span | None) -> Tensor:
+    def _own(self, name: str, part: Part, dtype: torch.dtype, span: Span | None) -> Tensor:
         # torch's CPU generator uses only 32 bits of a seed.
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed}:{name}".encode()))
-        made = torch.empty(*(part.whole if part else shape), dtype=dtype, device=self.device)
+        made = torch.empty(part.whole, dtype=dtype, device=self.device)
         if span is not None:
             made.uniform_(*span, generator=generator)
         else:
             made.normal_(0.0, made.shape[-1] ** -0.5, generator=generator)
-        return part.of(made).clone() if part else made
+        return part.copied(made)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -250,28 +250,28 @@ class FileWeights(WeightSource):
         """Return the names and whole shapes of all tensors that the model may read."""
         return [(name, self.shape(name)) for name in sorted(self._stored)]
 
-    def _own(self, name: str, shape: Sequence[int], part: Part | None, dtype: torch.dtype, span: Span | None) -> Tensor:
+    def _own(self, name: str, part: Part, dtype: torch.dtype, span: Span | None) -> Tensor:
         if self._stored_type(name) in FP8_TYPES:
             raise ModelFolderError(
                 f"tensor {self._where(name)} is stored in FP8, where forkpoint reads bfloat16 or float32; without "
                 "quantization_config in config.json, and for embeddings, norms and the output head, FP8 is not read"
             )
-        return self._finite(name, shape, part).to(dtype)
+        return self._finite(name, part).to(dtype)
 
     def is_scaled(self, name: str) -> bool:
         if self.fp8 is None or self.fp8.on_load:
             return super().is_scaled(name)
         return self._stored_type(name) in FP8_TYPES
 
-    def _scaled(self, name: str, shape: Sequence[int], part: Part | None) -> tuple[Tensor, Tensor]:
+    def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor]:
         if self.fp8 is None or self.fp8.on_load:
-            return super()._scaled(name, shape, part)
+            return super()._scaled(name, part)
         if self._stored_type(name) != "F8_E4M3":
             raise ModelFolderError(
                 f"tensor {self._where(name)} is stored in {self._stored_type(name)}; forkpoint reads only e4m3 as FP8"
             )
-        codes, scale = self._finite(name, shape, part), name + self.fp8.scale_suffix
-        scales = self._read(scale, self.fp8.scale_shape(part.whole if part else shape), None).float()
+        codes, scale = self._finite(name, part), name + self.fp8.scale_suffix
+        scales = self._read(scale, Part(self.fp8.scale_shape(part.whole))).float()
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise ModelFolderError(f"the scales {self._where(scale)} are not all positive and finite")
         return codes, scales
@@ -287,30 +287,32 @@ class FileWeights(WeightSource):
         stored = self._find(name)
         return f"{stored!r} in {self.folder / self._shards.file_of[stored]}"
 
-    def _read(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
-        """Copy the part that has `shape` to the device, as stored (FP8 as `codes`)."""
-        stored = self._find(name)
-        found, whole = self.shape(name), tuple(part.whole if part else shape)
-        if found != whole:
+    def _read(self, name: str, part: Part) -> Tensor:
+        """Copy the part to the device, as stored (FP8 as `codes`)."""
+        stored, found = self._find(name), self.shape(name)
+        if found != part.whole:
             raise ModelFolderError(
-                f"tensor {self._where(name)} has shape {list(found)}; config.json asks for {list(whole)}"
+                f"tensor {self._where(name)} has shape {list(found)}; config.json asks for {list(part.whole)}"
             )
+        read = self._shards.slice if part.spans else self._shards.tensor
         try:
-            tensor: Tensor = self._shards.tensor(stored) if part is None else part.of(self._shards.slice(stored))
+            tensor = part.of(read(stored))
         except SafetensorError as error:
             raise ModelFolderError(f"tensor {self._where(name)} cannot be read: {error}; fetch it again") from error
         # A copy, because the tensor otherwise keeps the whole file mapped. Values are checked on the device, where that
         # is fastest.
-        tensor = (tensor.view(self.codes) if tensor.dtype == CODES else tensor).to(self.device, copy=True)
+        if tensor.dtype == CODES:
+            tensor = tensor.view(self.codes)
+        tensor = tensor.to(self.device, copy=True)
         if name in self._unread:
             self._unread.remove(name)
             self._read_bytes += self._num_bytes.get(name, 0)
             self._report()
         return tensor
 
-    def _finite(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
+    def _finite(self, name: str, part: Part) -> Tensor:
         """Return what `_read` returns, after checking that all values are finite."""
-        tensor = self._read(name, shape, part)
+        tensor = self._read(name, part)
         if not _is_finite(tensor):
             raise ModelFolderError(
                 f"tensor {self._where(name)} holds NaN or infinite values; fetch the file again, "
