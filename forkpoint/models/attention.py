@@ -96,10 +96,11 @@ class Attention:
         normed = {"head": [config.head_dim] * 2, "all": sizes, None: []}[config.qk_norm]
         parts = zip("qk", normed, strict=False)
         norms = [RMSNorm(build, f"{name}.{part}_norm", size, config.centred) for part, size in parts]
-        per_head = config.qk_norm == "head"
-        self._head_norm = QKNorm(norms[0].weight, norms[1].weight, norms[0].eps) if per_head else None
-        self._norms = () if per_head else tuple(norms)
-        self._scale = config.head_dim**-0.5 if config.scale is None else config.scale
+        self._head_norm: QKNorm | None = None
+        if config.qk_norm == "head":
+            self._head_norm, norms = QKNorm(norms[0].weight, norms[1].weight, norms[0].eps), []
+        self._norms = norms
+        self._scale = config.scale or config.head_dim**-0.5
 
     def _read_out(self, name: str) -> Callable[[Tensor], Tensor]:
         config, hidden = self._config, self._build.config.hidden_size

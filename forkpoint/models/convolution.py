@@ -28,10 +28,11 @@ class Convolution:
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Convolve `x[T, D] -> [T, D]`: decode rows first, then prefill segments."""
         split = ctx.num_decodes
-        parts = [self.decode(x[:split], ctx)] if split else []
-        if split < x.shape[0]:
-            parts.append(self.prefill(x[split:], ctx))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if split == 0:
+            return self.prefill(x, ctx)
+        if split == x.shape[0]:
+            return self.decode(x, ctx)
+        return torch.cat((self.decode(x[:split], ctx), self.prefill(x[split:], ctx)))
 
     def decode(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Convolve the decode rows, including their draft tokens."""
@@ -69,8 +70,7 @@ class ShortConvConfig(PartConfig):
         size, hidden, bias = self.channels, build.config.hidden_size, self.bias
         project = read_projection(build, f"{name}.in_proj", 3 * size, hidden, bias, cut=rows(size, size, size))
         taps = build.weights.get(f"{name}.conv.weight", (size, 1, self.width), cut=ROWS).squeeze(1)
-        shift = build.weights.get(f"{name}.conv.bias", (size,), cut=ROWS) if bias else None
-        conv = Convolution(build.ops, layer, taps, shift, silu=False)
+        conv = Convolution(build.ops, layer, taps, build.weights.bias(f"{name}.conv", size, bias, ROWS), silu=False)
         out = RowParallel(build, f"{name}.out_proj", hidden, size, bias)
 
         def block(x: Tensor, ctx: ForwardContext) -> Tensor:

@@ -89,10 +89,10 @@ class Model(ABC):
     def __init__(self, build: Build) -> None:
         config, weights = build.config, build.weights
         self.config: ModelConfig = config
-        if config.vision is not None:
-            self.vision = VisionTower(weights, config.vision)
         # A token has three positions. Each column of cos and sin is looked up by one of them, which is kept here.
-        axes = config.vision.axes if config.vision is not None else ()
+        axes: tuple[int, ...] = ()
+        if config.vision is not None:
+            self.vision, axes = VisionTower(weights, config.vision), config.vision.axes
         self._rope_axes = torch.tensor(axes * 2, dtype=torch.int64, device=weights.device)
         self._cos_sin = build.cos_sin
         self.layer_specs: tuple[LayerSpec, ...] = config.layer_specs
@@ -194,8 +194,11 @@ class Model(ABC):
 
     def _embed(self, token_ids: Tensor, images: ImageInputs | None = None) -> Tensor:
         x = F.embedding(token_ids, self._embedding)
-        x = x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
-        return x if images is None else x.index_copy(0, images.at, images.embedded)
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
+        if images is not None:
+            x = x.index_copy(0, images.at, images.embedded)
+        return x
 
     def _with_rope_table(self, ctx: ForwardContext, at: Tensor, rope: Tensor) -> ForwardContext:
         """Return the context with a table of cos and sin that has one line for each token of the pass.

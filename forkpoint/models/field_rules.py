@@ -101,4 +101,6 @@ def unknown_fields(
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    return bool((list(default) if isinstance(default, tuple) else default) == value)
+    if isinstance(default, tuple):
+        default = list(default)
+    return bool(default == value)

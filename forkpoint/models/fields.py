@@ -17,6 +17,12 @@ ROPE_THETA = 10000.0  # default if config.json has no rope_theta
 MOST_SIZE = 2**24
 MOST = {"num_hidden_layers": 2**12, "num_experts": 2**16}
 # float16 is widened to float32, because its range is smaller than that of bfloat16, which the operators use.
+# Names inside a multimodal folder begin with the first of each pair, canonical names with the second.
+_MULTIMODAL = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head", "lm_head"),
+)
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
 
@@ -27,10 +33,10 @@ def canonical_name(name: str, names: Sequence[tuple[str, str]] = ()) -> str:
     """
     for theirs, ours in names:
         name = name.replace(theirs, ours)
-    for prefix in ("model.language_model.", "language_model.model."):
+    for prefix, ours in _MULTIMODAL:
         if name.startswith(prefix):
-            return "model." + name[len(prefix) :]
-    return name.removeprefix("language_model.") if name.startswith("language_model.lm_head") else name
+            return ours + name[len(prefix) :]
+    return name
 
 
 def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
@@ -114,7 +120,8 @@ class Fields:
 
     def _checked(self, name: str, default: Any, fits: Callable[[Any], bool], needed: str) -> Any:
         value = self.values.get(name)
-        value = default if value is None else value
+        if value is None:
+            value = default
         if value is None:
             raise ModelFolderError(f"{self.where} lacks {name!r}; {needed} is needed")
         if not fits(value):
@@ -128,6 +135,12 @@ class Fields:
         needed = f"an integer from {low} to {high}"
         found: int = self._checked(name, default, lambda v: _is_id(v) and low <= v <= high, needed)
         return found
+
+    def integer_or_auto(self, name: str, automatic: int) -> int:
+        """Return an integer; `automatic` if the field is absent or "auto"."""
+        if self.values.get(name, "auto") == "auto":
+            return automatic
+        return self.integer(name)
 
     def real(self, name: str, default: float | None = None) -> float:
         """Return a positive number."""
@@ -204,7 +217,9 @@ class Fields:
         """Return a token id or a list of token ids, as a tuple."""
         needed = "a token id or a list of them"
         found = self._checked(name, [], lambda v: _is_id(v) or _is_list(v, _is_id), needed)
-        return tuple(found) if isinstance(found, list) else (found,)
+        if isinstance(found, list):
+            return tuple(found)
+        return (found,)
 
     def layer_types(self, kinds: Collection[str], default: Callable[[int], str]) -> list[str]:
         """Return the kind of each layer; `default(i)` for each layer i if there is no list."""
@@ -231,8 +246,8 @@ class Fields:
                 "all layers"
             )
         kind = rope.get("rope_type", rope.get("type"))
-        theta = {} if "rope_theta" in self.values else {"rope_theta": ROPE_THETA}
-        return self.replaced({**theta, **rope, "rope_type": kind})
+        theta = self.values.get("rope_theta", ROPE_THETA)
+        return self.replaced({"rope_theta": theta, **rope, "rope_type": kind})
 
     def rotary(self, head_dim: int, default_share: float | None = None) -> Rotary:
         """Return how the dims of a head are rotated. Without `default_share` all dims are."""

@@ -53,8 +53,9 @@ class GDNConfig(RecurrentConfig):
             self._read(build, name, self.narrow, [group, group]),
         ]
         plain = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
-        # If both matrices are unquantised, they are multiplied as one.
-        products = [Projection(ops, m) for m in ([torch.cat(plain)] if len(plain) == 2 else matrices)]
+        if len(plain) == 2:
+            matrices = [torch.cat(plain)]  # unquantised matrices are multiplied as one
+        products = [Projection(ops, matrix) for matrix in matrices]
         sizes = [spec.mixed_dim, self.inner, spec.num_v_heads, spec.num_v_heads]
 
         def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -51,10 +51,12 @@ class GraniteHybrid(Model):
             routed = MoEConfig.of(fields, RouteRule(top_k=0), name="block_sparse_moe")
             mlp = ParallelConfig((routed, mlp))
         rotary = fields.rotary(attention.head_dim)
+        if fields.values.get("position_embedding_type") != "rope":
+            rotary = NO_POSITIONS
         return ModelConfig.of(
             fields,
             [(mixers[kind], mlp) for kind in kinds],
-            rotary if fields.values.get("position_embedding_type") == "rope" else NO_POSITIONS,
+            rotary,
             # Hidden states are stored divided by the residual multiplier, which is then 1. Norms give the same result,
             # because their epsilon is scaled too.
             rms_norm_eps=eps / residual**2,

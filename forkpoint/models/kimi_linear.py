@@ -20,7 +20,7 @@ from forkpoint.models.decoder import Model
 from forkpoint.models.field_rules import unknown_fields
 from forkpoint.models.fields import Fields
 from forkpoint.models.latent_attention import LatentAttentionConfig
-from forkpoint.models.layers import MLPConfig, join_projections, read_projection
+from forkpoint.models.layers import MLPConfig, Projection, join_projections, read_projection
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.recurrence import Project, RecurrentConfig
 from forkpoint.ops.parameters import Recurrence
@@ -50,13 +50,13 @@ class KDAConfig(RecurrentConfig):
 
     def project(self, build: Build, name: str) -> Project:
         heads, dim, inner, hidden = self.spec.num_v_heads, self.spec.value_dim, self.inner, build.config.hidden_size
-        own = {"f_a": whole(dim), "g_a": whole(dim)} if self.narrow else dict.fromkeys("fg", rows(inner))
-        parts = {"b": rows(heads), **own}
+        parts, wider = {"b": rows(heads), "f": rows(inner), "g": rows(inner)}, list[Projection]()
+        if self.narrow:
+            parts = {"b": rows(heads), "f_a": whole(dim), "g_a": whole(dim)}
+            wider = [read_projection(build, f"{name}.{part}_b_proj", inner, dim, cut=ROWS) for part in "fg"]
         widths = [part.length for part in parts.values()]
         mixed = join_projections(build, name, dict.fromkeys("qkv", rows(inner)), hidden)
         gates = join_projections(build, name, parts, hidden)
-        wide = [f"{name}.{part}_b_proj" for part in "fg"] if self.narrow else []
-        wider = [read_projection(build, each, inner, dim, cut=ROWS) for each in wide]
 
         def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             b, decay, gate = torch.split(gates(x), widths, dim=-1)
@@ -67,7 +67,9 @@ class KDAConfig(RecurrentConfig):
         return project
 
     def num_weights(self, hidden_size: int) -> int:
-        gates = self.spec.value_dim * (hidden_size + self.inner) if self.narrow else hidden_size * self.inner
+        gates = hidden_size * self.inner
+        if self.narrow:
+            gates = self.spec.value_dim * (hidden_size + self.inner)
         return hidden_size * (self.spec.mixed_dim + self.inner + self.spec.num_v_heads) + 2 * gates
 
 
@@ -102,8 +104,8 @@ class KimiLinear(Model):
             fields.integer("linear_head_dim", 128) if "head_dim" not in given else linear.integer("head_dim"),
             linear.integer("short_conv_kernel_size", linear.integer("linear_conv_kernel_dim", 4), low=2),
         )
-        listed = _listed(linear, count)
-        kinds = fields.layer_types(KINDS, lambda i: KINDS[bool(i and i % 4 == 0) if listed is None else listed[i]])
+        attends = _attends(linear, count)
+        kinds = fields.layer_types(KINDS, lambda i: KINDS[attends[i]])
         attention = LatentAttentionConfig.read(fields)
         unknown = unknown_fields(given, fields.values.read, {}, (), f"{fields.where}: linear_attn_config")
         return ModelConfig.of(fields, layers(fields, kinds, recurrence, attention), unknown_fields=unknown)
@@ -158,15 +160,19 @@ def layers(
     first = fields.integer("first_k_dense_replace", 1, low=0)
     listed = fields.replaced({"layer_types": fields.values.get("mlp_layer_types")})
     mlps = listed.layer_types(("dense", "sparse"), lambda i: "dense" if i < first else "sparse")
-    dense, mixers = MLPConfig.read(fields), dict(zip(KINDS, (recurrence, attention), strict=True))
-    return [(mixers[kind], dense if mlp == "dense" else sparse) for kind, mlp in zip(kinds, mlps, strict=True)]
+    names, found = ("dense", "sparse", *KINDS), (MLPConfig.read(fields), sparse, recurrence, attention)
+    parts: dict[str, PartConfig] = dict(zip(names, found, strict=True))
+    return [(parts[kind], parts[mlp]) for kind, mlp in zip(kinds, mlps, strict=True)]
 
 
-def _listed(given: Fields, count: int) -> list[bool] | None:
-    """Return for each layer whether it is attention, from lists that count layers from 1; None without such lists."""
+def _attends(given: Fields, count: int) -> list[bool]:
+    """Return for each layer whether it is attention, from lists that count layers from 1.
+
+    Without such lists every fourth layer is, except the first.
+    """
     full, kda = given.indices("full_attn_layers"), given.indices("kda_layers")
     if full is None or kda is None:
-        return None
+        return [layer > 0 and layer % 4 == 0 for layer in range(count)]
     if sorted([*full, *kda]) != list(range(1, count + 1)):
         raise ModelFolderError(
             f"{given.where}: full_attn_layers and kda_layers must name each of the {count} layers once"

@@ -87,10 +87,11 @@ class LatentAttention:
     def __init__(self, build: Build, name: str, layer: int, config: LatentAttentionConfig) -> None:
         self._ops, self._layer, self._config = build.ops, layer, config
         hidden, heads, rank = build.config.hidden_size, config.num_heads, config.rank
-        self._cos_sin = build.cos_sin if config.rotated else None
+        self._cos_sin: Tensor | None = None
         query_dim = config.key_dim + config.shared_dim
         queries, latents = f"{name}.q_proj", f"{name}.kv_a_proj_with_mqa"
         if config.rotated:
+            self._cos_sin = build.cos_sin
             wide = _read(build, queries, heads * query_dim, hidden, ROWS).view(heads, query_dim, hidden)
             self._queries = Projection(build.ops, _apart(wide, config.key_dim).flatten(0, 1))
             self._latents = Projection(build.ops, _apart(_read(build, latents, rank + config.shared_dim, hidden), rank))

@@ -51,7 +51,7 @@ def read_projection(
     """Read the layer `name.weight` `[rows, columns]`, with `name.bias` if `bias`. Its outputs are multiplied by
     `scale`."""
     weight = build.weights.get_matrix(f"{name}.weight", (rows, columns), cut)
-    shift = build.weights.get(f"{name}.bias", (rows,), cut=cut) if bias else None
+    shift = build.weights.bias(name, rows, bias, cut)
     if scale != 1.0:
         weight, shift = multiplied(weight, scale), None if shift is None else shift * scale
     return Projection(build.ops, weight, shift, linear)
@@ -87,9 +87,13 @@ def over_ranks(build: Build, rows: int) -> Callable[[Tensor], Tensor]:
     It sums, unless the next norm does the all-reduce, or gathers outputs that the ranks compute separately.
     """
     ranks = build.ranks
+    if build.defers and ranks.defers:
+        return Unsummed.of
     if not ranks.gathers:
-        return Unsummed.of if build.defers and ranks.defers else ranks.sum
-    return ranks.gather if ranks.cuts_rows(rows) else lambda own: own
+        return ranks.sum
+    if ranks.cuts_rows(rows):
+        return ranks.gather
+    return lambda own: own
 
 
 class Unsummed(Unmade):
@@ -107,17 +111,20 @@ class RowParallel:
         cut = Cut(-1)
         if build.ranks.gathers:
             columns *= build.ranks.size
-            cut = ROWS if build.ranks.cuts_rows(rows) else WHOLE
-            rows //= build.ranks.size if cut is ROWS else 1
+            cut = WHOLE
+            if build.ranks.cuts_rows(rows):
+                cut, rows = ROWS, rows // build.ranks.size
         elif build.ranks.rank:
-            build.weights.get(f"{name}.bias", (rows,)) if bias else None
+            build.weights.bias(name, rows, bias)
             adds_bias = False  # the bias is added once, by rank 0
         linear = build.ops.linear_parts if build.leaves_parts else None
         self._own = read_projection(build, name, rows, columns, adds_bias, scale, linear, cut)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply: `x[T, K of this rank] -> [T, N]`."""
-        return self._over_ranks(self._own(self._ranks.gather(x) if self._ranks.gathers else x))
+        if self._ranks.gathers:
+            x = self._ranks.gather(x)
+        return self._over_ranks(self._own(x))
 
 
 class RMSNorm:
@@ -127,9 +134,10 @@ class RMSNorm:
         self, build: Build, name: str, size: int, centred: bool, eps: float | None = None, cut: Cut = WHOLE
     ) -> None:
         span = (-0.1, 0.1) if centred else (0.9, 1.1)
-        weight = build.weights.get(f"{name}.weight", (size,), torch.float32, span, cut)
-        self.weight = weight + 1.0 if centred else weight
-        self.eps = build.config.rms_norm_eps if eps is None else eps
+        self.weight = build.weights.get(f"{name}.weight", (size,), torch.float32, span, cut)
+        if centred:
+            self.weight += 1.0
+        self.eps = eps or build.config.rms_norm_eps
         self._ops, self._ranks = build.ops, build.ranks
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -191,4 +199,4 @@ class MLPConfig(PartConfig):
         return replace(self, intermediate_size=share(self.intermediate_size, "features of an MLP", ranks))
 
     def num_weights(self, hidden_size: int) -> int:
-        return (3 if self.gated else 2) * hidden_size * self.intermediate_size
+        return (2 + self.gated) * hidden_size * self.intermediate_size

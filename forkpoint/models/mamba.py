@@ -31,8 +31,8 @@ UNLIMITED: Final = 1 << 20  # max_model_len of a model without positions
 class MambaConfig(PartConfig):
     """One layer's selective scan over `channels` channels with `values` state values each.
 
-    `norms`: the step, b and c are normalised. If `norm_eps` is set, these norms have no weights. `bias`: the
-    projections have biases.
+    `norms`: the step, b and c are normalised, with weights. With `norm_eps` they are normalised without weights.
+    `bias`: the projections have biases.
     """
 
     channels: int
@@ -50,11 +50,10 @@ class MambaConfig(PartConfig):
         """Read the field names of Mamba's own config.json. `style` sets options that config.json does not contain."""
         fields.require("hidden_act", "silu")
         hidden = fields.integer("hidden_size")
-        automatic = fields.values.get("time_step_rank", "auto") == "auto"
         style = {"channels": fields.integer("intermediate_size", fields.integer("expand", 2) * hidden), **style}
         return cls(
             values=fields.integer("state_size", 16),
-            rank=-(-hidden // 16) if automatic else fields.integer("time_step_rank"),
+            rank=fields.integer_or_auto("time_step_rank", -(-hidden // 16)),
             conv_width=fields.integer("conv_kernel", 4, low=2),
             conv_bias=fields.flag("use_conv_bias", True),
             bias=fields.flag("use_bias", False),
@@ -92,7 +91,7 @@ class Mamba:
         into = rows(channels, channels)
         self._input = read_projection(build, f"{name}.in_proj", 2 * channels, hidden, config.bias, cut=into)
         taps = get(f"{name}.conv1d.weight", (channels, 1, config.conv_width), cut=ROWS).squeeze(1)
-        bias = get(f"{name}.conv1d.bias", (channels,), cut=ROWS) if config.conv_bias else None
+        bias = build.weights.bias(f"{name}.conv1d", channels, config.conv_bias, ROWS)
         self._conv = Convolution(build.ops, layer, taps, bias)
         self._selection = RowParallel(replace(build, defers=False), f"{name}.x_proj", rank + 2 * values, channels)
         self._step = read_projection(build, f"{name}.dt_proj", channels, rank, cut=ROWS)
@@ -102,13 +101,12 @@ class Mamba:
             get(f"{name}.D", (channels,), fp32, DUMMY_D, ROWS),
         )
         build.fold_constants[layer, "scan"] = (self._params.A, self._params.dt_bias)
-        parts = {"dt": rank, "b": values, "c": values} if config.norms else {}
-        norms = {f"{name}.{part}_layernorm": size for part, size in parts.items()}
-        plain = config.norm_eps is not None
-        self._norm_eps = build.config.rms_norm_eps if config.norm_eps is None else config.norm_eps
-        self._norms = [
-            torch.ones(size) if plain else RMSNorm(build, norm, size, False).weight for norm, size in norms.items()
-        ]
+        self._norm_eps, self._norms = config.norm_eps or build.config.rms_norm_eps, list[Tensor]()
+        normed = {"dt": rank, "b": values, "c": values}.items()
+        if config.norm_eps is not None:
+            self._norms = [torch.ones(size) for _, size in normed]
+        elif config.norms:
+            self._norms = [RMSNorm(build, f"{name}.{part}_layernorm", size, False).weight for part, size in normed]
         self._out = RowParallel(build, f"{name}.out_proj", hidden, channels, config.bias)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
@@ -166,4 +164,4 @@ class FalconMamba(MambaModel):
 
     @classmethod
     def mixer(cls, fields: Fields) -> PartConfig:
-        return MambaConfig.read(fields, norms=True, norm_eps=fields.real("mixer_rms_eps", 1e-6))
+        return MambaConfig.read(fields, norm_eps=fields.real("mixer_rms_eps", 1e-6))

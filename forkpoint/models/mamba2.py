@@ -46,8 +46,7 @@ class Mamba2Config(RecurrentConfig):
         groups = fields.integer("mamba_n_groups")
         heads = fields.multiple("mamba_n_heads", groups, "mamba groups")
         inner = fields.integer("mamba_d_ssm", fields.integer("mamba_expand", 2) * fields.integer("hidden_size"))
-        automatic = fields.values.get("mamba_d_head", "auto") == "auto"
-        dim = inner // heads if automatic else fields.integer("mamba_d_head")
+        dim = fields.integer_or_auto("mamba_d_head", inner // heads)
         if fields.values.get("mamba_d_ssm") is not None and heads * dim != inner:
             raise ModelFolderError(
                 f"{fields.where} has mamba_d_ssm={inner}, which is not mamba_n_heads={heads} times mamba_d_head={dim}"
@@ -110,9 +109,10 @@ class Mamba2Config(RecurrentConfig):
         out = RowParallel(build, f"{name}.out_proj", build.config.hidden_size, self.inner, self.bias, self.out_scale)
         if self.norm is None:
             return lambda heads, gate: out(ops.silu_mul(torch.cat((gate, heads.flatten(1)), dim=-1)))
-        size, cut = (self.inner * ranks.size, WHOLE) if spans else (self.inner, ROWS)
+        size, cut, groups = self.inner, ROWS, self.spec.num_k_heads
+        if spans:
+            size, cut, groups = self.inner * ranks.size, WHOLE, ranks.size // self.sharing
         norm = RMSNorm(build, f"{name}.norm", size, False, self.norm_eps, cut)
-        groups = ranks.size // self.sharing if spans else self.spec.num_k_heads
         weight, first = norm.weight.view(groups, -1), self.norm == "after"
 
         def finish(heads: Tensor, gate: Tensor) -> Tensor:
@@ -121,7 +121,9 @@ class Mamba2Config(RecurrentConfig):
                 parts = [ranks.gather(part) for part in parts]
             read, gate = (torch.unflatten(part, -1, weight.shape) for part in parts)
             normed = ops.gated_rmsnorm(read, gate, weight, norm.eps, first).flatten(1)
-            return out(normed.narrow(1, ranks.rank * self.inner, self.inner) if spans else normed)
+            if spans:
+                normed = normed.narrow(1, ranks.rank * self.inner, self.inner)
+            return out(normed)
 
         return finish
 

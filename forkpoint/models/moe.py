@@ -106,7 +106,7 @@ class MoEConfig(PartConfig):
 
     @property
     def _num_matrices(self) -> int:
-        return 3 if self.gated else 2
+        return 2 + self.gated
 
 
 class SparseMLP:
@@ -127,13 +127,15 @@ class SparseMLP:
         if moe.rule.shared == "gated":
             rows[f"{name}.{moe.shared_name}_gate"] = 1
         # Sigmoids of large scores are close together, so such routers compute in fp32.
-        self._is_wide, hidden, fp32 = moe.rule.score == "sigmoid", build.config.hidden_size, torch.float32
-        if self._is_wide:
+        hidden, fp32 = build.config.hidden_size, torch.float32
+        self._router: Callable[[Tensor], Tensor]
+        if moe.rule.score == "sigmoid":
             parts = [_wide(source, f"{part}.weight", (count, hidden)) for part, count in rows.items()]
-            self._router = Projection(build.ops, torch.cat(parts))
+            self._router = Projection(build.ops, torch.cat(parts)).wide
         else:
             joined = join_rows(source, {part: whole(count) for part, count in rows.items()}, hidden)
-            joined = joined if isinstance(joined, ScaledMatrix) else _aligned(joined)
+            if isinstance(joined, Tensor):
+                joined = _aligned(joined)
             self._router = Projection(build.ops, joined, linear=build.ops.linear_parts)
         self._num_scores = sum(rows.values())
         self._bias = None
@@ -210,7 +212,8 @@ class SparseMLP:
         inner, whole = moe.intermediate_size, moe.shared_intermediate_size
         into = [source.get_matrix(f"{name}.{part}_proj.weight", (whole, hidden), self._in_cut) for part in self._into]
         back = source.get_matrix(f"{name}.down_proj.weight", (down.matrix.shape[1], whole), self._out_cut)
-        back = back if isinstance(down.matrix, ScaledMatrix) else dense(back)
+        if not isinstance(down.matrix, ScaledMatrix):
+            back = dense(back)
         for part in range(moe.rule.num_shared):
             start, end = part * inner, min((part + 1) * inner, whole)
             rows, expert = torch.arange(start, end), moe.num_experts + part
@@ -220,8 +223,7 @@ class SparseMLP:
 
     def __call__(self, x: Tensor, ctx: ForwardContext | None = None) -> Tensor:
         """Run the experts: `x[T, H] -> [T, H]`. Does not read the context."""
-        scores = (self._router.wide(x) if self._is_wide else self._router(x))[:, : self._num_scores]
-        weights, ids = self._ops.route(scores, self._moe.rule, self._bias)
+        weights, ids = self._ops.route(self._router(x)[:, : self._num_scores], self._moe.rule, self._bias)
         return self._widen(self._all_ranks(self._apply(self._narrow(x), self._experts, weights, ids)))
 
 

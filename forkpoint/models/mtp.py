@@ -27,9 +27,10 @@ def draft_layer(
     """
     name = "mtp_num_hidden_layers"
     name = name if fields.values.get(name) is not None else "num_nextn_predict_layers"
-    count = fields.integer(name, 1, low=0)
+    if fields.integer(name, 1, low=0) != 1:
+        return ()
     hidden = ShortConvConfig(channels=fields.integer("hidden_size"), width=2)
-    return (hidden, attention, mlp(fields, fields.integer("num_hidden_layers") - 1)) if count == 1 else ()
+    return hidden, attention, mlp(fields, fields.integer("num_hidden_layers") - 1)
 
 
 class MTPHead:

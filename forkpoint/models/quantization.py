@@ -50,7 +50,9 @@ class Fp8Format:
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix `[..., N, K]`."""
         *lead, rows, columns = shape
-        return (*lead, -(-rows // BLOCK), -(-columns // BLOCK)) if self.by_block else (*lead, rows, 1)
+        if not self.by_block:
+            return (*lead, rows, 1)
+        return (*lead, -(-rows // BLOCK), -(-columns // BLOCK))
 
 
 def read_quantization(fields: Fields) -> Fp8Format | None:

@@ -45,8 +45,9 @@ class Qwen3Next(Model):
     @staticmethod
     def _mlp(fields: Fields, layer: int) -> PartConfig:
         step, dense = fields.integer("decoder_sparse_step", 1), fields.indices("mlp_only_layers") or []
-        is_sparse = fields.integer("num_experts", 0, low=0) and layer not in dense and (layer + 1) % step == 0
-        return MoEConfig.read(fields) if is_sparse else MLPConfig.read(fields)
+        if fields.integer("num_experts", 0, low=0) and layer not in dense and (layer + 1) % step == 0:
+            return MoEConfig.read(fields)
+        return MLPConfig.read(fields)
 
 
 class Qwen35(Qwen3Next):

@@ -85,6 +85,8 @@ def yarn_gain(factor: float, scale: float, scale_all: float) -> float:
     absent."""
 
     def gain(by: float) -> float:
-        return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return 0.1 * by * math.log(max(factor, 1.0)) + 1.0
 
-    return gain(scale) / gain(scale_all) if scale and scale_all else gain(1.0)
+    if scale and scale_all:
+        return gain(scale) / gain(scale_all)
+    return gain(1.0)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, TypeAlias
 
 import torch
@@ -53,17 +54,18 @@ class JoinedMatrix:
             scales = torch.ones(*lead, -(-num_rows // rows), -(-width // columns), device=source.device)
             self.matrix = ScaledMatrix(elements, scales, rows, columns, source.dtype)
 
-    def put(self, part: Matrix, start: int, which: int | slice | None = None) -> None:
-        """Copy `part` to row `start` and column 0 of the matrix, or of the matrices `which`."""
+    def put(self, part: Matrix, start: int, at: int | slice | EllipsisType = ...) -> None:
+        """Copy `part` to row `start` and column 0 of the matrix, or of the matrices with the leading index `at`."""
         *_, num_rows, width = part.shape
-        at, whole = ... if which is None else which, self.matrix
+        whole = self.matrix
         if not isinstance(whole, ScaledMatrix):
             whole[at, start : start + num_rows, :width] = dense(part)
             return
         assert isinstance(part, ScaledMatrix), "a joint in FP8 has parts in FP8"
         if part.rows < whole.rows:
             self.matrix = whole = whole.by_row()
-        part = part if part.rows == whole.rows else part.by_row()
+        if part.rows != whole.rows:
+            part = part.by_row()
         first, (*_, scale_rows, scale_columns) = start // whole.rows, part.scales.shape
         # copied as bytes, because not every device can copy FP8 to a part of a tensor
         codes = part.codes.view(torch.uint8)
@@ -121,6 +123,12 @@ class WeightSource(ABC):
         Random weights are uniform in `span`. `cut` selects this rank's part.
         """
         return self._own(name, cut.part(shape, self.ranks), dtype or self.dtype, span)
+
+    def bias(self, name: str, size: int, exists: bool, cut: Cut = WHOLE) -> Tensor | None:
+        """Return the vector `name.bias` if it `exists`, otherwise None."""
+        if not exists:
+            return None
+        return self.get(f"{name}.bias", (size,), cut=cut)
 
     def is_scaled(self, name: str) -> bool:
         """Return whether `get_matrix` returns this matrix in FP8."""

@@ -156,8 +156,11 @@ class Zamba2(Model):
         usual = {*range(6, 43, 6), 47, 51}  # the layers of the released models, for a config.json that lists none
         kinds = ("linear_attention", *SHARING, "mamba", "m")
         for kind in fields.layer_types(kinds, lambda i: "hybrid" if i in usual else "mamba"):
-            use = next(uses) if kind in SHARING else None
-            layers.append((mamba,) if use is None else (replace(shared, block=use % count, use=use), mamba))
+            if kind in SHARING:
+                use = next(uses)
+                layers.append((replace(shared, block=use % count, use=use), mamba))
+            else:
+                layers.append((mamba,))
         rotary = fields.rotary(dim) if fields.flag("use_mem_rope", False) else NO_POSITIONS
         return ModelConfig.of(fields, layers, rotary)
 
