@@ -18,7 +18,7 @@ from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
 from forkpoint.models.cuts import ROWS, Cut, rows, share
 from forkpoint.models.layers import RMSNorm, RowParallel
-from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams, into
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
 
@@ -76,8 +76,7 @@ class ConvRecurrence:
         inputs = raw._replace(mixed=self._conv.decode(raw.mixed, ctx))
         if ctx.verify is not None:
             records = [cache[name] for name in RECORDS]
-            found = self._ops.recurrence_verify(inputs, *state, ctx.verify, records)
-            return found if out is None else out.copy_(found)
+            return into(out, self._ops.recurrence_verify(inputs, *state, ctx.verify, records))
         return self._ops.recurrence_decode(inputs, *state, slots["recurrence_decode"], out)
 
     def _prefill(self, raw: RecurrenceInputs, ctx: ForwardContext, out: Tensor | None) -> Tensor:

@@ -13,6 +13,13 @@ Out: TypeAlias = Tensor | None  # the output tensor; with None the operator allo
 Records: TypeAlias = Sequence[Tensor]  # the records that a layer's tokens leave, in the order its operator documents
 
 
+def into(out: Out, found: Tensor) -> Tensor:
+    """Return the result of an operator that has allocated it: copied to `out` if that is given, otherwise as it is."""
+    if out is None:
+        return found
+    return out.copy_(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Recurrence:
     """The form of a layer's recurrence. `mixed` is laid out `[q (H*K) | k (H*K) | v (HV*V)]`.

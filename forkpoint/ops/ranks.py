@@ -94,16 +94,20 @@ class Ranks:
 
     def check_equal(self, named: Mapping[str, object], device: torch.device) -> None:
         """Raise a ConfigError that names each value whose `repr` differs between ranks."""
+        if self.size == 1:
+            return
         digests = [hashlib.blake2b(repr(value).encode(), digest_size=8).digest() for value in named.values()]
         own = torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests], device=device)
-        for rank, others in enumerate(self._stacked(own).tolist() if self.size > 1 else ()):
+        for rank, others in enumerate(self._stacked(own).tolist()):
             wrong = [name for name, ours, theirs in zip(named, own.tolist(), others, strict=True) if ours != theirs]
             if wrong:
                 raise ConfigError(f"ranks {self.rank} and {rank} do not have the same {' and '.join(wrong)}")
 
     def least(self, value: int, device: torch.device) -> int:
         """Return the smallest of all ranks' values."""
-        return int(self._stacked(torch.tensor([value], device=device)).min()) if self.size > 1 else value
+        if self.size == 1:
+            return value
+        return int(self._stacked(torch.tensor([value], device=device)).min())
 
     def _stacked(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size, *x.shape)

@@ -101,4 +101,6 @@ def select_table(name: str, deterministic: bool, force_state_copy: bool) -> OpTa
     table = OPERATORS.find(name)(torch_table(deterministic))
     if not isinstance(table, OpTable):
         raise ConfigError(f"operator table {name!r} made {table!r}; a function that returns an OpTable is needed")
-    return replace(table, redirects=frozenset()) if force_state_copy else table
+    if force_state_copy:
+        table = replace(table, redirects=frozenset())
+    return table

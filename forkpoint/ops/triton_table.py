@@ -48,16 +48,12 @@ def triton_table(base: OpTable) -> OpTable:
     }
     replaced |= operators_of(*_OPERATORS, product)
     backends = dict.fromkeys(replaced.keys() & set(operator_names()), f"triton {triton.__version__}")
-    optional: dict[str, Any] = {
-        # A choice by a chunk's size would make bits depend on where a prompt was cut.
-        "latent_prefill": None if base.deterministic else latent_prefill,
-        "linear_parts": partial(product.linear, parts=True),
-        "experts_parts": partial(experts, parts=True),
-    }
-    table = replace(base, **replaced, **optional, backends={**base.backends, **backends})
+    replaced |= {"linear_parts": partial(product.linear, parts=True), "experts_parts": partial(experts, parts=True)}
+    table = replace(base, **replaced, backends={**base.backends, **backends})
     if base.deterministic:
         return table
-    table = replace(table, wide_linear=product.wide)
+    # latent_prefill is chosen by a chunk's size, which would make bits depend on where a prompt was cut.
+    table = replace(table, wide_linear=product.wide, latent_prefill=latent_prefill)
     names = ("rmsnorm", "add_rmsnorm", "gated_rmsnorm")
     rounding: dict[str, Any] = {name: partial(replaced[name], rounded=True) for name in names}
     rounding["linear_silu_mul"] = DeviceLinear(False, partial(activation.silu_mul, rounded=True)).linear_silu_mul

@@ -14,7 +14,9 @@ class Unmade(Tensor):
 
     @classmethod
     def of(cls, own: Tensor) -> Self:
-        found = (own.own if isinstance(own, Unmade) else own).as_subclass(cls)
+        if isinstance(own, Unmade):
+            own = own.own
+        found = own.as_subclass(cls)
         found.own = own
         return found
 

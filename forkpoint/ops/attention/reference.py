@@ -50,7 +50,9 @@ def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, num_tokens: in
     """Gather the first `num_tokens` tokens of a row as `[1, Hkv, num_padded, D]`, padded with zeros; scaled ones in
     fp32."""
     _, heads, size, dim = cache.shape
-    found = cache[blocks] if scales is None else cache[blocks].float() * scales[blocks]
+    found = cache[blocks]
+    if scales is not None:
+        found = found.float() * scales[blocks]
     row = found.transpose(0, 1).reshape(1, heads, blocks.shape[0] * size, dim)
     if num_padded > num_tokens:
         # A block may hold anything after the last token, NaN included.
@@ -109,17 +111,22 @@ def paged_attention(
             k, v = (_gather(*cache, blocks, kv_len, kv_len)[:, :, index.first_key :] for cache in caches)
             out[first] = _one_query(q[first], k, v, scale, window)
         else:
-            padded = -(-kv_len // FIXED_TILE) * FIXED_TILE if fixed else kv_len
+            padded = kv_len
+            if fixed:
+                padded = -(-kv_len // FIXED_TILE) * FIXED_TILE
             k, v = (_gather(*cache, blocks, kv_len, padded) for cache in caches)
             out[first:last] = _segment(q[first:last], kv_len - num_queries, k, v, scale, window, fixed)
         first = last
-    return out if gate is None else sigmoid_mul(out, torch.unflatten(gate, 1, out.shape[1:]))
+    if gate is None:
+        return out
+    return sigmoid_mul(out, torch.unflatten(gate, 1, out.shape[1:]))
 
 
 def _segment(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None, fixed: bool) -> Tensor:
     """Attend tile after tile with queries at positions from `start` on, to keys up to each tile's end."""
-    tile, end = FIXED_TILE if fixed else QUERY_TILE, start + len(q)
-    low = start // FIXED_TILE * FIXED_TILE if fixed else start
+    tile, low, end = QUERY_TILE, start, start + len(q)
+    if fixed:
+        tile, low = FIXED_TILE, start // FIXED_TILE * FIXED_TILE
     padded = F.pad(q, (0, 0, 0, 0, start - low, k.shape[2] - end))
     parts = []
     for at in range(low, k.shape[2], tile):

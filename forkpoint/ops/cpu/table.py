@@ -24,6 +24,7 @@ from forkpoint.ops.parameters import (
     RecurrenceParams,
     ScanInputs,
     ScanParams,
+    into,
 )
 from forkpoint.ops.table import OpTable, operators_of
 
@@ -75,12 +76,12 @@ class _Operators:
     def recurrence_prefill(
         self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Out = None
     ) -> Any:
-        return _into(out, self._module.recurrence_prefill(*inputs, self._layer(params), pool, *index.columns))
+        return into(out, self._module.recurrence_prefill(*inputs, self._layer(params), pool, *index.columns))
 
     def recurrence_decode(
         self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Out = None
     ) -> Any:
-        return _into(out, self._module.recurrence_decode(*inputs, self._layer(params), pool, *index.columns))
+        return into(out, self._module.recurrence_decode(*inputs, self._layer(params), pool, *index.columns))
 
     def recurrence_verify(
         self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Any
@@ -93,12 +94,12 @@ class _Operators:
     def scan_prefill(
         self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Out = None
     ) -> Any:
-        return _into(out, self._module.scan_prefill(list(inputs), self._scan(params), pool, *index.columns))
+        return into(out, self._module.scan_prefill(list(inputs), self._scan(params), pool, *index.columns))
 
     def scan_decode(
         self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Out = None
     ) -> Any:
-        return _into(out, self._module.scan_decode(list(inputs), self._scan(params), pool, *index.columns))
+        return into(out, self._module.scan_decode(list(inputs), self._scan(params), pool, *index.columns))
 
     def scan_verify(
         self,
@@ -110,7 +111,7 @@ class _Operators:
         out: Out = None,
     ) -> Any:
         layer = self._scan(params)
-        return _into(out, self._module.scan_verify(list(inputs), layer, pool, index.columns, index.line, records))
+        return into(out, self._module.scan_verify(list(inputs), layer, pool, index.columns, index.line, records))
 
     def scan_fold(self, pool: Tensor, index: VerifyIndex, records: Records) -> None:
         *lines, rates, dt_bias = records
@@ -152,10 +153,6 @@ class _Operators:
         return self._module.prepare_experts(dense(gate_up), dense(down))
 
 
-def _into(out: Out, found: Tensor) -> Tensor:
-    return found if out is None else out.copy_(found)
-
-
 def _both(scales: KVScales | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if scales is None else (scales.k, scales.v)
 
@@ -176,7 +173,9 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
     replaced = operators_of(module, cpp, Inputs(module.rmsnorm, module.rope, cpp.kv_write, module.store_rows))
     ours = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
     backends = {**base.backends, **dict.fromkeys(replaced, ours)}
-    if has_matrix_tiles() if tiles is None else tiles:
+    if tiles is None:
+        tiles = has_matrix_tiles()
+    if tiles:
         if base.deterministic:
             del replaced["prepare_linear"], replaced["linear"]
             backends["prepare_linear"] = backends["linear"] = base.backends["linear"]

@@ -115,7 +115,7 @@ class DeviceLinear:
 
     def _scaled_tile(self, x: Tensor, packed: ScaledLinear, gated: bool) -> Tile | None:
         """Return our tile for FP8 weights, or None for the vendor's library (in FP8 or with widened weights)."""
-        num_rows, num_outputs, width = x.shape[0], packed.weight.shape[0] // (2 if gated else 1), packed.weight.shape[1]
+        num_rows, num_outputs, width = x.shape[0], packed.weight.shape[0] // (1 + gated), packed.weight.shape[1]
         alone, narrows = packed.weight.by_one_row(gated), packed.library_scales is not None
         masks = traits_of(x.device).masks_gathers
         if gated and (num_rows > launch_table(x.device).most_gated_rows or not (masks or alone)):

@@ -29,7 +29,9 @@ class DeviceExperts:
         """Keep the weights as loaded. If only one of them is FP8, widen it."""
         if isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix):
             packed, masks = ScaledExperts(gate_up, down), traits_of(down.codes.device).masks_gathers
-            return packed if masks or packed.by_pairs else packed._replace(gate_up=gate_up.by_row())
+            if not masks and not packed.by_pairs:
+                packed = packed._replace(gate_up=gate_up.by_row())
+            return packed
         return PackedExperts(dense(gate_up), dense(down))
 
     def __call__(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import RecordIndex, VerifyIndex
-from forkpoint.ops.parameters import Out, Records, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import Out, Records, RecurrenceInputs, RecurrenceParams, into
 from forkpoint.ops.recurrence.reference import L2_EPS, Tokens, advance, fold, prepare
 from forkpoint.ops.state_copy.reference import folded, read_slots, turns, verified, write_slots
 
@@ -80,7 +80,7 @@ def recurrence_record(
         updates[line, place % updates.shape[1]] = u
         for record, value in zip(kept, left, strict=True):
             record[line, place % record.shape[1]] = value[at].to(record.dtype)
-    return found if out is None else out.copy_(found)
+    return into(out, found)
 
 
 def recurrence_flush(pool: Tensor, index: RecordIndex, records: Records) -> None:

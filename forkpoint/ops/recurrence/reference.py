@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.reference import sigmoid, softplus
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
-from forkpoint.ops.parameters import Out, Recurrence, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import Out, Recurrence, RecurrenceInputs, RecurrenceParams, into
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 CHUNK = 64
@@ -173,11 +173,13 @@ def recurrence_prefill(
             pool[dst] = states[n].transpose(-1, -2).to(pool.dtype)
     write_slots(pool, index.dst, states.transpose(-1, -2))
     answer = _skip(answers.transpose(1, 2).reshape(-1, shape.num_v_heads, shape.value_dim)[rows], tokens.v, params)
-    return answer.to(inputs.mixed.dtype) if out is None else out.copy_(answer)
+    return into(out, answer.to(inputs.mixed.dtype))
 
 
 def _skip(answer: Tensor, v: Tensor, params: RecurrenceParams) -> Tensor:
-    return answer if params.D is None else answer + params.D.unsqueeze(-1) * v
+    if params.D is None:
+        return answer
+    return answer + params.D.unsqueeze(-1) * v
 
 
 def _saves_by_chunk(index: SegmentIndex) -> dict[int, list[tuple[int, int]]]:
@@ -202,7 +204,7 @@ def recurrence_decode(
     states = read_slots(pool, index.src).float()
     answer, _, _ = advance(states, tokens, params)
     write_slots(pool, index.dst, states)
-    return answer.to(inputs.mixed.dtype) if out is None else out.copy_(answer)
+    return into(out, answer.to(inputs.mixed.dtype))
 
 
 def advance(states: Tensor, tokens: Tokens, params: RecurrenceParams) -> tuple[Tensor, Tensor, Tensor]:

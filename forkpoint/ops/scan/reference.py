@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.reference import silu, softplus
 from forkpoint.ops.metadata import TILE, DecodeIndex, SegmentIndex, VerifyIndex
-from forkpoint.ops.parameters import Out, Records, ScanInputs, ScanParams
+from forkpoint.ops.parameters import Out, Records, ScanInputs, ScanParams, into
 from forkpoint.ops.state_copy.reference import folded, read_slots, verified, write_slots
 
 
@@ -63,8 +63,7 @@ def scan_decode(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: Dec
         ScanInputs(*(value.unsqueeze(0) for value in inputs)), params, read_slots(pool, index.src).float()
     )
     write_slots(pool, index.dst, states)
-    y = y.squeeze(0).to(inputs.x.dtype)
-    return y if out is None else out.copy_(y)
+    return into(out, y.squeeze(0).to(inputs.x.dtype))
 
 
 def scan_verify(
