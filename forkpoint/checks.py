@@ -183,6 +183,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def member(value: object, name: str) -> Any:
+    """Return a member of a JSON value; None if the value is not an object or lacks it."""
+    if not isinstance(value, Mapping):
+        return None
+    return value.get(name)
+
+
 def is_text(value: object) -> bool:
     """Return whether `value` is a string without lone surrogates, which cannot be encoded."""
     if not isinstance(value, str):

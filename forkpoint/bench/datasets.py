@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice, zip_longest
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -14,6 +14,7 @@ import numpy as np
 from forkpoint.bench.options import DatasetOptions
 from forkpoint.bench.request import BenchRequest, TokenIds
 from forkpoint.bench.vocabulary import Vocabulary
+from forkpoint.checks import member
 from forkpoint.errors import ConfigError
 from forkpoint.sim.readers import read_trace
 from forkpoint.sim.trace import TraceRequest
@@ -121,9 +122,9 @@ def sharegpt_requests(options: DatasetOptions, vocabulary: Vocabulary, count: in
         num_prompt = len(vocabulary.encode(prompt))
         num_output = options.sharegpt_output_len or len(vocabulary.encode(answer))
         fits = MIN_LEN <= num_prompt <= MAX_PROMPT_LEN and num_prompt + num_output <= MAX_TOTAL_LEN
-        if fits and num_output >= (1 if options.sharegpt_output_len else MIN_LEN):
+        if fits and (options.sharegpt_output_len or num_output >= MIN_LEN):
             found.append(BenchRequest(prompt, num_prompt, num_output))
-    return [found[i % len(found)] for i in range(count)] if found else []
+    return list(islice(cycle(found), count))
 
 
 def trace_requests(options: DatasetOptions, vocabulary: Vocabulary, count: int, seed: int) -> list[BenchRequest]:
@@ -136,8 +137,10 @@ def trace_requests(options: DatasetOptions, vocabulary: Vocabulary, count: int, 
     for request in _chosen(trace.requests, count, options.trace_num_sessions):
         places[request.id] = len(found)
         names = request.prompt.array()
-        kept = names[names % shrink == 0] if shrink > 1 else names
-        content = vocabulary.of_names(kept if len(kept) else names[:1], seed)
+        kept = names[names % shrink == 0]
+        if not len(kept):
+            kept = names[:1]
+        content = vocabulary.of_names(kept, seed)
         found.append(
             BenchRequest(
                 content=content,
@@ -174,8 +177,10 @@ def _sharegpt(path: Path) -> list[tuple[str, str]]:
 
 
 def _first_exchange(entry: Any) -> tuple[str, str] | None:
-    turns = (entry.get("conversations") or entry.get("conversation")) if isinstance(entry, dict) else None
+    turns = member(entry, "conversations") or member(entry, "conversation")
     if not isinstance(turns, list) or len(turns) < 2:
         return None
-    texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
-    return (texts[0], texts[1]) if all(isinstance(text, str) for text in texts) else None  # type: ignore[return-value]
+    prompt, answer = (member(turn, "value") for turn in turns[:2])
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        return None
+    return prompt, answer

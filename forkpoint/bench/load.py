@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
 
 from forkpoint.bench.request import BenchRequest
 from forkpoint.bench.vocabulary import Vocabulary
@@ -30,23 +31,30 @@ class Outcome:
     def ttft_s(self) -> float:
         """The time to the first token; to the end if no token had visible text (half a character, for example)."""
         first = self.answer.time_to_first_token_s
-        return self.answer.latency_s if first is None else first
+        if first is None:
+            return self.answer.latency_s
+        return first
 
     @property
     def tpot_s(self) -> float | None:
         """The time per output token after the first; None for an answer of one token."""
         later = self.answer.num_completion_tokens - 1
-        return (self.answer.latency_s - self.ttft_s) / later if later > 0 else None
+        if later <= 0:
+            return None
+        return (self.answer.latency_s - self.ttft_s) / later
 
     @property
     def num_prompt_tokens(self) -> int:
-        usage = self.answer.usage
-        return self.request.num_content_tokens if usage is None else usage.num_prompt_tokens
+        if self.answer.usage is None:
+            return self.request.num_content_tokens
+        return self.answer.usage.num_prompt_tokens
 
     @property
     def num_cached_tokens(self) -> int | None:
         """The number that the server reports; None if it reports none."""
-        return None if self.answer.usage is None else self.answer.usage.num_cached_tokens
+        if self.answer.usage is None:
+            return None
+        return self.answer.usage.num_cached_tokens
 
     def meets(self, limits_ms: Mapping[str, float]) -> bool:
         """Return whether each metric keeps its limit. A metric that the request does not have keeps every limit."""
@@ -88,8 +96,7 @@ class ChatStyle(PromptStyle):
         return {"messages": prompt, "max_completion_tokens": num_output_tokens}
 
 
-def prompt_style(backend: Literal["openai", "openai-chat"], vocabulary: Vocabulary) -> PromptStyle:
-    return ChatStyle(vocabulary) if backend == "openai-chat" else PromptStyle(vocabulary)
+STYLES: Final[Mapping[str, type[PromptStyle]]] = MappingProxyType({"openai": PromptStyle, "openai-chat": ChatStyle})
 
 
 @dataclass

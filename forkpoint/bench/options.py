@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from forkpoint.checks import Checker, is_ipv6, option
@@ -16,6 +17,7 @@ from forkpoint.errors import ConfigError
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+PATHS: Final[Mapping[str, str]] = MappingProxyType({"openai": COMPLETIONS, "openai-chat": CHAT})
 
 _CHECK: Final = Checker(ConfigError)
 
@@ -60,7 +62,7 @@ class TargetOptions:
 
     @property
     def path(self) -> str:
-        return self.endpoint or (CHAT if self.backend == "openai-chat" else COMPLETIONS)
+        return self.endpoint or PATHS[self.backend]
 
     @property
     def headers(self) -> dict[str, str]:
@@ -99,8 +101,10 @@ class LoadOptions:
 
     def sampling_body(self) -> dict[str, Any]:
         """Return the fields of every request's body that these options set."""
-        names = ("temperature", "top_p", "top_k", "min_p", *(["ignore_eos"] if self.ignore_eos else ()))
+        names = ("temperature", "top_p", "top_k", "min_p")
         body = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.ignore_eos:
+            body["ignore_eos"] = True
         return {**body, **json_object("extra_body", self.extra_body or "{}")}
 
 

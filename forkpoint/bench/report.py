@@ -7,10 +7,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from forkpoint.bench.load import Outcome
 from forkpoint.bench.options import LoadOptions, ReportOptions, TargetOptions
@@ -64,17 +64,23 @@ def _line(title: str, value: float | None) -> Iterator[str]:
         yield f"{title:<40} {value:<10}" if isinstance(value, int) else f"{title:<40} {value:<10.2f}"
 
 
+# (figure, the function that reads it from the outcome of an answered request, its value for a failed request)
+DETAILS: Final[tuple[tuple[str, Callable[[Outcome], Any], Any], ...]] = (
+    ("input_lens", lambda r: r.num_prompt_tokens, 0),
+    ("output_lens", lambda r: r.answer.num_completion_tokens, 0),
+    ("cached_lens", lambda r: r.num_cached_tokens, None),
+    ("misses", lambda r: r.answer.miss, None),
+    ("ttfts", lambda r: r.ttft_s, 0.0),
+    ("itls", lambda r: r.answer.gaps_s, ()),
+)
+
+
 def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return a list for each figure, with one entry for each request in the order sent; 0, empty or None if it
     failed."""
-    each = [None if outcome.error is not None else outcome for outcome in outcomes]
+    found = {name: [read(r) if r.error is None else failed for r in outcomes] for name, read, failed in DETAILS}
     return {
-        "input_lens": [r.num_prompt_tokens if r else 0 for r in each],
-        "output_lens": [r.answer.num_completion_tokens if r else 0 for r in each],
-        "cached_lens": [r.num_cached_tokens if r else None for r in each],
-        "misses": [r.answer.miss if r else None for r in each],
-        "ttfts": [r.ttft_s if r else 0.0 for r in each],
-        "itls": [r.answer.gaps_s if r else [] for r in each],
+        **found,
         "start_times": [outcome.answer.start_s for outcome in outcomes],
         "generated_texts": [outcome.answer.text for outcome in outcomes],
         "errors": [outcome.error or "" for outcome in outcomes],

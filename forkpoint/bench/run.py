@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from forkpoint.bench.datasets import sharegpt_requests, synthetic, trace_requests
-from forkpoint.bench.load import Load, Outcome, prompt_style
+from forkpoint.bench.load import STYLES, Load, Outcome
 from forkpoint.bench.metrics import figures
 from forkpoint.bench.options import DatasetOptions, LoadOptions, ReportOptions, TargetOptions
 from forkpoint.bench.report import about_run, details, lines, require_folder, result_path, write_result
@@ -65,7 +65,7 @@ class ServeBench:
             folder = _tokenizer_folder(target.tokenizer, model)
             vocabulary = Vocabulary(Tokenizer.load(folder))
             body = {"model": model.id, **load.sampling_body()}
-            style = prompt_style(target.backend, vocabulary)
+            style = STYLES[target.backend](vocabulary)
             requests = self._requests(vocabulary, load.num_prompts, load.seed, model.max_model_len)
             await self._warm_up(Load(server, target.path, style, body), vocabulary)
             with tqdm(total=len(requests), unit="req", disable=load.disable_tqdm or not sys.stderr.isatty()) as bar:
@@ -116,7 +116,9 @@ class ServeBench:
         dataset = self.dataset
         make = {"sharegpt": sharegpt_requests, "trace": trace_requests}.get(dataset.dataset_name, synthetic)
         found = make(dataset, vocabulary, count, seed)
-        fitting = without_too_long(found, max_model_len) if make is trace_requests else found
+        fitting = found
+        if make is trace_requests:
+            fitting = without_too_long(found, max_model_len)
         if len(fitting) < len(found):
             print(f"left out {len(found) - len(fitting)} requests longer than {max_model_len} tokens", file=sys.stderr)
         return checked(fitting)

@@ -61,9 +61,9 @@ def _local_model(options: argparse.Namespace) -> Iterator[Model]:
             show(delta)
 
         last = stream(llm, llm.render_chat(messages), params, add)
-        completion, miss = last.outputs[0], last.cache.miss
+        completion = last.outputs[0]
         usage = Usage(len(last.prompt_token_ids), len(completion.token_ids), last.num_cached_tokens)
-        answer.add(Delta(usage=usage, miss=None if miss is None else miss.value))
+        answer.add(Delta(usage=usage, miss=last.cache.miss))
         if completion.finish_reason is FinishReason.ERROR:
             raise RequestFailedError(completion.error)
 

@@ -62,8 +62,11 @@ def _arguments(where: str, flag: str, action: argparse.Action, value: Any) -> li
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ConfigError(f"{where}={value!r} is not allowed; give true or false")
-        opposite = "--" + flag.removeprefix("--no-") if flag.startswith("--no-") else "--no-" + flag.removeprefix("--")
-        return [flag if value else opposite]
+        if value:
+            return [flag]
+        if flag.startswith("--no-"):
+            return ["--" + flag.removeprefix("--no-")]
+        return ["--no-" + flag.removeprefix("--")]
     if isinstance(value, list) and action.nargs == "+":
         return [f"{flag}={_text(where, item)}" for item in value]
     if isinstance(value, dict | list):

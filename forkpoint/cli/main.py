@@ -59,13 +59,14 @@ def run(parser: Callable[[], argparse.ArgumentParser] | None = None) -> NoReturn
 
 def _prepare_streams() -> None:
     """Replace closed streams, and let the others accept text that the locale cannot encode."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    # Undecodable input is refused later as a prompt. Output that the locale cannot encode is escaped.
+    escape = "backslashreplace"
+    for name, mode, errors in (("stdin", "r", "surrogateescape"), ("stdout", "w", escape), ("stderr", "w", escape)):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
-            # Undecodable input is refused later as a prompt. Output that the locale cannot encode is escaped.
-            stream.reconfigure(errors="surrogateescape" if name == "stdin" else "backslashreplace")
+            stream.reconfigure(errors=errors)
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
+from fractions import Fraction
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from forkpoint.cli.config_file import file_arguments
@@ -55,7 +56,9 @@ class Parser(argparse.ArgumentParser):
         path = getattr(found, "config", None)
         if not isinstance(path, str):
             return found
-        given = {*vars(found)} | ({"model"} if getattr(found, "model_tag", None) is not None else set())
+        given = set(vars(found))
+        if getattr(found, "model_tag", None) is not None:
+            given.add("model")
         try:
             arguments = file_arguments(path, self._option_string_actions, given)
         except ConfigError as error:
@@ -137,12 +140,11 @@ def num_bytes(text: str) -> int:
             f"{text!r} is not a size; give a number of bytes, or a number with a unit such as 512MiB or 4GiB"
         )
     number, unit, ending = found.groups()
-    if unit is None:
-        base, power = 1, 0
-    else:
+    factor = 1
+    if unit is not None:
         is_decimal = ending == "B" or (ending is None and unit.islower())
-        base, power = 1000 if is_decimal else 1024, "kmgt".index(unit.lower()) + 1
-    return int(float(number) * base**power) if "." in number else int(number) * base**power
+        factor = (1000 if is_decimal else 1024) ** ("kmgt".index(unit.lower()) + 1)
+    return int(Fraction(number) * factor)
 
 
 def _add_flag(
@@ -173,10 +175,11 @@ def _add_flag(
         extra = {"nargs": "+", "action": _Gather, "metavar": "TEXT"}
     elif float in kinds:
         extra = {"type": float, "metavar": "FLOAT"}
+    elif int in kinds and name.endswith("_bytes"):
+        extra = {"type": num_bytes, "metavar": "BYTES"}
     elif int in kinds:
-        is_size = name.endswith("_bytes")
-        extra = {"type": num_bytes, "metavar": "BYTES"} if is_size else {"type": int, "metavar": "INT"}
-    names = ["--" + name.replace("_", "-"), *([short] if short else [])]
+        extra = {"type": int, "metavar": "INT"}
+    names = filter(None, ("--" + name.replace("_", "-"), short))
     group.add_argument(*names, default=argparse.SUPPRESS, help=help, **extra)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from forkpoint.cli.main import INTERRUPTED
 from forkpoint.cli.model import require_no_engine_options, with_model
 from forkpoint.cli.options import engine_options
 from forkpoint.client.batch import BatchAnswer, BatchOutput, BatchRequest, read_batch, run_batch
@@ -22,8 +23,6 @@ from forkpoint.errors import ConfigError
 from forkpoint.obs.logs import set_up_logging
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.run import opened
-
-INTERRUPTED = 130
 
 
 def run_batch_command(options: argparse.Namespace) -> int:

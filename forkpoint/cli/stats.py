@@ -13,8 +13,7 @@ def cache_line(output: RequestOutput) -> str:
     if timings.first_token_s is not None and timings.finished_s is not None:
         later = sum(max(0, len(completion.token_ids) - 1) for completion in output.outputs)
         rate = _rate(later, timings.finished_s - timings.first_token_s)
-    miss = None if report.miss is None else report.miss.value
-    cached = _cached(report.num_cached_tokens, len(output.prompt_token_ids), miss)
+    cached = _cached(report.num_cached_tokens, len(output.prompt_token_ids), report.miss)
     return _line(cached, timings.time_to_first_token_s, rate)
 
 
@@ -30,11 +29,16 @@ def answer_line(answer: Answer) -> str:
 
 
 def _cached(num_cached: int, num_prompt: int, miss: str | None) -> str:
-    return f"{num_cached:,} of {num_prompt:,} prompt tokens cached" + (f" ({miss})" if miss is not None else "")
+    line = f"{num_cached:,} of {num_prompt:,} prompt tokens cached"
+    if miss is not None:
+        line += f" ({miss})"
+    return line
 
 
 def _rate(num_later_tokens: int, elapsed_s: float) -> float | None:
-    return num_later_tokens / elapsed_s if num_later_tokens > 0 and elapsed_s > 0 else None
+    if num_later_tokens <= 0 or elapsed_s <= 0:
+        return None
+    return num_later_tokens / elapsed_s
 
 
 def _line(cached: str | None, first_token_s: float | None, rate: float | None) -> str:

@@ -30,7 +30,8 @@ class Answer:
 
     def add(self, delta: Delta, now_s: float | None = None) -> None:
         """Add a delta that arrived at `now_s` (default: now)."""
-        now_s = time.perf_counter() if now_s is None else now_s
+        if now_s is None:
+            now_s = time.perf_counter()
         self.usage = delta.usage or self.usage
         self.miss = delta.miss or self.miss
         if delta.usage is not None or delta.miss is not None:
@@ -63,7 +64,9 @@ class Answer:
 
     @property
     def time_to_first_token_s(self) -> float | None:
-        return None if self.first_token_s is None else self.first_token_s - self.start_s
+        if self.first_token_s is None:
+            return None
+        return self.first_token_s - self.start_s
 
     @property
     def latency_s(self) -> float:

@@ -6,11 +6,12 @@ import asyncio
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from forkpoint.checks import member
 from forkpoint.client.protocol import Usage, refusal
 from forkpoint.client.server import CHAT, COMPLETIONS, Reply, Server
 from forkpoint.errors import ConfigError, ServerError, ServerUnreachableError
@@ -41,8 +42,8 @@ class BatchAnswer:
 
     @property
     def error(self) -> str | None:
-        error = self.document["error"]
-        return None if error is None else str(error["message"])
+        message: str | None = member(self.document["error"], "message")
+        return message
 
 
 def read_batch(path: Path) -> list[BatchRequest]:
@@ -56,19 +57,19 @@ def read_batch(path: Path) -> list[BatchRequest]:
         raise ConfigError(f"the batch {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the batch {path} is not UTF-8 text: {error}") from error
-    seen: set[str] = set()
+    seen: set[str | None] = set()
     found = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             request = _read_line(line, f"line {number}", seen)
-            seen.update(() if request.custom_id is None else (request.custom_id,))
+            seen.add(request.custom_id)
             found.append(request)
     if not found:
         raise ConfigError(f"the batch {path} has no lines")
     return found
 
 
-def _read_line(line: str, where: str, seen: set[str]) -> BatchRequest:
+def _read_line(line: str, where: str, seen: Collection[str | None]) -> BatchRequest:
     try:
         entry = json.loads(line)
     except ValueError as error:
@@ -141,8 +142,7 @@ class BatchOutput:
 
 def _is_final(entry: Mapping[str, Any]) -> bool:
     """Return whether sending the request again would bring the same: it was answered, or refused as wrong."""
-    response = entry["response"]
-    status = response.get("status_code") if isinstance(response, Mapping) else None
+    status = member(entry["response"], "status_code")
     final = isinstance(status, int) and (status < 400 or status in WRONG_REQUEST)
     return final and entry["custom_id"] is not None
 
@@ -202,10 +202,10 @@ async def _exchange(server: Server, request: BatchRequest) -> Reply:
 
 
 def _line(request: BatchRequest, reply: Reply | None, error: Mapping[str, str] | None) -> BatchAnswer:
-    response = None
+    response, usage = None, None
     if reply is not None:
         response = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
+        usage = Usage.read(reply.body)
     name = f"batch_req_{uuid.uuid4().hex}"
     document = {"id": name, "custom_id": request.custom_id, "response": response, "error": error}
-    usage = Usage.read(reply.body) if reply is not None and isinstance(reply.body, Mapping) else None
     return BatchAnswer(document, usage)

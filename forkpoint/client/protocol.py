@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from forkpoint.checks import member
 from forkpoint.errors import BrokenAnswerError, ServerRefusedError
 
 LINE_END: Final = re.compile(rb"\r\n|\n|\r")  # line endings of server-sent events
@@ -26,9 +27,9 @@ class Usage:
     num_cached_tokens: int | None = None
 
     @classmethod
-    def read(cls, document: Mapping[str, Any]) -> Usage | None:
+    def read(cls, document: object) -> Usage | None:
         """Return the usage of a response or a streamed chunk; None if there is none."""
-        usage = document.get("usage")
+        usage = member(document, "usage")
         if not isinstance(usage, Mapping):
             return None
         details = usage.get("prompt_tokens_details") or {}
@@ -68,8 +69,7 @@ def read_chunk(data: str) -> list[Delta]:
     if "error" in document:
         raise refusal(None, document)
     deltas = [_delta(choice) for choice in document.get("choices") or ()]
-    usage, cache = Usage.read(document), document.get("cache")
-    miss = cache.get("miss") if isinstance(cache, Mapping) else None
+    usage, miss = Usage.read(document), member(document.get("cache"), "miss")
     if usage is not None or miss is not None:
         deltas.append(Delta(usage=usage, miss=miss))
     return deltas
@@ -110,7 +110,7 @@ class EventDecoder:
         """Return the data of each event that `received` completes. An event ends at an empty line."""
         buffer = self._rest + received
         # A carriage return at the end may be the first half of a line ending.
-        end = len(buffer) - 1 if buffer.endswith(b"\r") else len(buffer)
+        end = len(buffer) - buffer.endswith(b"\r")
         *lines, rest = LINE_END.split(buffer[:end])
         self._rest = rest + buffer[end:]
         events = []

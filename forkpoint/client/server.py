@@ -67,7 +67,9 @@ class Server:
         """`api_key` defaults to the environment's FORKPOINT_API_KEY. `timeout_s` limits one whole answer."""
         self.url = base_url(url)
         key = api_key or os.environ.get(API_KEY_VARIABLE)
-        self._headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
+        self._headers = dict(headers or {})
+        if key:
+            self._headers.setdefault("Authorization", f"Bearer {key}")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=30)
         self._session: aiohttp.ClientSession | None = None
 
@@ -121,7 +123,9 @@ class Server:
         With `running_usage` forkpoint and vLLM report the usage with every chunk, so that it is known if the caller
         leaves.
         """
-        options = {"include_usage": True, **({"continuous_usage_stats": True} if running_usage else {})}
+        options = {"include_usage": True}
+        if running_usage:
+            options["continuous_usage_stats"] = True
         body = {**body, "stream": True, "stream_options": options}
         decoder, done = EventDecoder(), False
         with self._own_errors():
@@ -130,8 +134,10 @@ class Server:
                     (await _read(response)).raise_for_status()
                 async for received in response.content.iter_any():
                     for data in decoder.feed(received):
-                        done = done or data == DONE
-                        for delta in read_chunk(data) if data != DONE else ():
+                        if data == DONE:
+                            done = True
+                            continue
+                        for delta in read_chunk(data):
                             yield delta
         if not done:
             raise BrokenAnswerError(f"the answer of {self.url} ended without {DONE}; the server may have died")

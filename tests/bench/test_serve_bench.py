@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forkpoint.bench.datasets import sharegpt_requests, synthetic, trace_requests
-from forkpoint.bench.load import Load, Outcome, prompt_style
+from forkpoint.bench.load import STYLES, Load, Outcome
 from forkpoint.bench.metrics import figures
 from forkpoint.bench.options import DatasetOptions, LoadOptions, ReportOptions, TargetOptions
 from forkpoint.bench.request import BenchRequest
@@ -258,7 +258,7 @@ def send(server: FakeServer, requests: list[BenchRequest], vocabulary: Vocabular
     async def run() -> list[Outcome]:
         async with Server(server.url) as there:
             path = TargetOptions(backend=backend).path
-            load = Load(there, path, prompt_style(backend, vocabulary), {"model": "m"}, **options)
+            load = Load(there, path, STYLES[backend](vocabulary), {"model": "m"}, **options)
             return await load.run(requests, arrivals)
 
     return asyncio.run(run())
