@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, Final, Literal, Self, TypeVar
@@ -285,7 +286,9 @@ class EngineConfig:
         False, "run the text model of a multimodal folder alone: the vision tower is not loaded and images are refused"
     )
     limit_mm_per_prompt: Mapping[str, Any] | None = option(
-        None, f'JSON: how many images a prompt may have, such as {{"image": 4}}; default: {MAX_IMAGES}', metavar="JSON"
+        None,
+        f'images that a prompt may have: image=4, or JSON such as {{"image": 4}}; default: {MAX_IMAGES}',
+        metavar="JSON",
     )
     mm_processor_kwargs: Mapping[str, Any] | None = option(
         None,
@@ -358,7 +361,7 @@ class EngineConfig:
         if options.get(name := "override_generation_config") is not None:
             options[name] = json_object(name, options[name], GENERATION_KEYS)
         if options.get(name := "limit_mm_per_prompt") is not None:
-            options[name] = image_limit(json_object(name, options[name]))
+            options[name] = image_limit(media_limits(name, options[name]))
         if options.get(name := "mm_processor_kwargs") is not None:
             options[name] = json_object(name, options[name], PROCESSOR_KWARGS)
         of = {group: {k: v for k, v in options.items() if known[k] == group} for group in ("", *groups)}
@@ -406,7 +409,17 @@ def image_limit(given: Mapping[str, Any]) -> dict[str, int]:
     ConfigError."""
     if "image" not in given:
         return {}
-    return {"image": _CHECK.integer("limit_mm_per_prompt: image", given["image"], 0, MOST_IMAGES)}
+    limit = given["image"]
+    if isinstance(limit, Mapping):  # vLLM also takes the sizes of the images with which it measures memory
+        limit = limit.get("count", MAX_IMAGES)
+    return {"image": _CHECK.integer("limit_mm_per_prompt: image", limit, 0, MOST_IMAGES)}
+
+
+def media_limits(name: str, given: Any) -> dict[str, Any]:
+    """Read a mapping, its JSON text, or vLLM's short form `image=4,video=2`. Raises ConfigError."""
+    if isinstance(given, str) and re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", given):
+        return {kind: int(count) for kind, _, count in (pair.partition("=") for pair in given.split(","))}
+    return json_object(name, given)
 
 
 def json_object(name: str, given: Any, known: Sequence[str] | None = None) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
+import hypothesis
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
-from forkpoint.config import EngineConfig, SchedulerConfig, SpeculativeConfig, StructuredOutputsConfig
+from forkpoint.config import MAX_IMAGES, EngineConfig, SchedulerConfig, SpeculativeConfig, StructuredOutputsConfig
 from forkpoint.errors import ConfigError
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.cuda import CudaPlatform
@@ -29,7 +30,7 @@ def test_what_the_user_gives_stands() -> None:
     assert CPU.with_options({"async_scheduling": True}).async_scheduling
 
 
-@given(
+@hypothesis.given(
     budget=st.none() | st.integers(64, 20_000),
     rows=st.none() | st.integers(1, 10_000),
     base=st.sampled_from([CPU, GPU]),
@@ -101,6 +102,28 @@ def test_the_speculative_config() -> None:
     for bad in ("{", "[]", "{}", 3):
         with pytest.raises(ConfigError, match="speculative_config"):
             read(bad)
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ("image=4", 4),
+        ("video=2,image=3", 3),
+        ('{"image": 5}', 5),
+        ({"image": {"count": 6, "width": 512, "height": 512}}, 6),
+        ({"image": 0}, 0),
+        ({"video": 1}, MAX_IMAGES),
+        (None, MAX_IMAGES),
+    ],
+)
+def test_the_limit_of_images_has_the_forms_of_vllm(given: Any, most: int) -> None:
+    assert EngineConfig.from_flat(limit_mm_per_prompt=given).max_images == most
+
+
+@pytest.mark.parametrize("given", ["image=x", "image", "image=4;video=1", {"image": -1}, {"image": {"count": 2000}}])
+def test_wrong_limits_of_images_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="limit_mm_per_prompt"):
+        EngineConfig.from_flat(limit_mm_per_prompt=given)
 
 
 def test_options_of_structured_outputs_are_json_or_a_mapping() -> None:

@@ -17,7 +17,7 @@ from forkpoint.engine.call_writing import notation_name
 from forkpoint.engine.chat_images import ChatImages, has_images
 from forkpoint.engine.conversation import Message, last_text, read_message
 from forkpoint.engine.image_processor import ImageProcessor
-from forkpoint.engine.inputs import Prompt
+from forkpoint.engine.inputs import Prompt, processor_kwargs
 from forkpoint.engine.pictures import NONE_FETCHED
 from forkpoint.engine.rewriting import Rewrite, Rewriter, Rewritten
 from forkpoint.engine.template_traits import TemplateTraits, probe_traits
@@ -123,11 +123,12 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         check_text: Callable[[str], None] | None = None,
         fetched: Mapping[str, bytes] = NONE_FETCHED,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Render one conversation to a prompt, with a breakpoint at the end of each message.
 
         `check_text` is called with the text before it is tokenised, and may raise. `fetched` has the files of images
-        that messages name by URL. Raises InvalidPromptError for an
+        that messages name by URL. `mm_processor_kwargs` bounds the size of images. Raises InvalidPromptError for an
         empty or malformed conversation, and for one that the template refuses.
         """
         if not self.source:
@@ -143,7 +144,8 @@ class ChatTemplate:
             raise InvalidPromptError("the conversation is empty; give at least one message")
         images: ChatImages | None = None
         if self._images is not None and self._placeholder and has_images(messages):
-            images = ChatImages(messages, self._images, self._placeholder, fetched)
+            processor = self._images.with_kwargs(processor_kwargs(mm_processor_kwargs))
+            images = ChatImages(messages, processor, self._placeholder, fetched)
         take = None if images is None else images.take
         read = [read_message(message, in_parts=self._in_parts, take_image=take) for message in messages]
         rewritten = self._rewriters[bool(tools)].rewrite(read)

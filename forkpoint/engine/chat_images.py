@@ -16,7 +16,7 @@ from typing import Any, Final
 from forkpoint.engine.conversation import Message
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt, with_images
-from forkpoint.engine.pictures import NONE_FETCHED, image_parts, picture_of
+from forkpoint.engine.pictures import NONE_FETCHED, detail_of, image_parts, picture_of
 from forkpoint.engine.rewriting import Rewritten
 from forkpoint.errors import InvalidPromptError
 
@@ -36,6 +36,7 @@ class ChatImages:
         """`placeholder` is what the template writes for an image. `fetched` has the files behind URLs."""
         self._processor, self._placeholder, self._fetched = processor, placeholder, fetched
         self._pictures: list[Any] = []
+        self._details: list[object] = []
         used = set().union(*map(set, _texts(list(messages))))
         unused = (character for character in map(chr, PRIVATE_USE) if character not in used)
         try:
@@ -50,6 +51,7 @@ class ChatImages:
         InvalidPromptError."""
         self._processor.check_count(len(self._pictures) + 1)
         self._pictures.append(picture_of(part, self._fetched))
+        self._details.append(detail_of(part))
         return self._mark
 
     def in_parts(self, rewritten: Rewritten) -> Rewritten:
@@ -109,7 +111,7 @@ class ChatImages:
         token_id = self._processor.settings.image_token_id
         if any(token >= len(starts) or prompt.token_ids[token] != token_id for token in tokens):
             raise InvalidPromptError(f"the tokenizer does not read {self._placeholder!r} as token {token_id}")
-        return with_images(prompt, self._processor, self._pictures, tokens)
+        return with_images(prompt, self._processor, self._pictures, tokens, self._details)
 
 
 def has_images(messages: Sequence[Message]) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from forkpoint.checks import shown
 from forkpoint.config import EngineConfig
-from forkpoint.errors import InvalidPromptError
+from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.image_settings import ImageSettings
 from forkpoint.images import PixelArray
 from forkpoint.obs.logs import LOGGER
@@ -27,6 +27,9 @@ NO_IMAGES: Final = (
 MAX_SOURCE_PIXELS: Final = 1 << 26  # of a picture as it is given; decoding it takes four bytes a pixel
 MAX_REQUEST_PIXELS: Final = 1 << 28  # of all pictures of a prompt together
 MAX_ASPECT: Final = 200  # of the longer side to the shorter one, as in the model's own processor
+LOW_DETAIL: Final = "low"
+LOW_DETAIL_TOKENS: Final = 256  # the most tokens of an image with low detail
+FULL_DETAIL: Final = (None, "auto", "high", "original")
 GREY_16: Final = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # modes that hold 16-bit grey
 
 
@@ -58,10 +61,40 @@ class ImageProcessor:
                 f"the prompt has {count} images; at most {self.max_images} are allowed (--limit-mm-per-prompt)"
             )
 
-    def pixels_of(self, pictures: Sequence[Any]) -> list[PixelArray]:
+    def with_kwargs(self, given: Mapping[str, Any] | None) -> ImageProcessor:
+        """Return a processor with a request's own `min_pixels` and `max_pixels`.
+
+        Raises InvalidPromptError for wrong ones, and for images larger than those that the engine has room for.
+        """
+        if not given:
+            return self
+        try:
+            settings = self.settings.with_kwargs(given)
+        except ConfigError as error:
+            raise InvalidPromptError(str(error)) from None
+        if settings.max_pixels > self.settings.max_pixels:
+            raise InvalidPromptError(
+                f"mm_processor_kwargs has max_pixels={settings.max_pixels}; at most {self.settings.max_pixels} are "
+                "allowed, as the engine was started with --mm-processor-kwargs"
+            )
+        return replace(self, settings=settings)
+
+    def with_detail(self, detail: object) -> ImageProcessor:
+        """Return a processor for an image's `detail`. Raises InvalidPromptError for an unknown one."""
+        if detail in FULL_DETAIL:
+            return self
+        if detail != LOW_DETAIL:
+            names = ", ".join(repr(name) for name in (LOW_DETAIL, *FULL_DETAIL) if name)
+            raise InvalidPromptError(f"an image has detail={shown(detail)}; give one of {names}")
+        limit = min(self.settings.max_pixels, LOW_DETAIL_TOKENS * self.settings.token_side**2)
+        settings = replace(self.settings, max_pixels=limit, min_pixels=min(self.settings.min_pixels, limit))
+        return replace(self, settings=settings)
+
+    def pixels_of(self, pictures: Sequence[Any], details: Sequence[object] = ()) -> list[PixelArray]:
         """Return `[height, width, 3]` for each PIL image: upright, on white, resized.
 
-        Raises InvalidPromptError for too many or too large ones, and for a picture that cannot be decoded.
+        `details` are the images' own `detail`; without them each image gets the full one. Raises InvalidPromptError
+        for too many or too large ones, and for a picture that cannot be decoded.
         """
         self.check_count(len(pictures))
         total = 0
@@ -71,7 +104,8 @@ class ImageProcessor:
             raise InvalidPromptError(
                 f"the images of the prompt have {total} pixels; at most {MAX_REQUEST_PIXELS} are read"
             )
-        return [self._pixels(picture) for picture in pictures]
+        own = [self.with_detail(detail) for detail in details] or [self] * len(pictures)
+        return [processor._pixels(picture) for processor, picture in zip(own, pictures, strict=True)]
 
     def _pixels(self, picture: Image) -> PixelArray:
         from PIL.Image import Resampling
@@ -111,6 +145,8 @@ def check_picture(picture: Any) -> int:
     size = getattr(picture, "size", None)
     if not hasattr(picture, "convert") or not isinstance(size, tuple):
         raise InvalidPromptError(f"{shown(picture)} is not an image; give PIL images")
+    if picture.mode == "F":  # convert("RGB") would clip instead of scale
+        raise InvalidPromptError("an image has the mode 'F', floating-point grey; convert it to 'L' first")
     width, height = size
     if not 0 < width * height <= MAX_SOURCE_PIXELS:
         raise InvalidPromptError(f"an image has {width}x{height} pixels; from 1 to {MAX_SOURCE_PIXELS} are read")

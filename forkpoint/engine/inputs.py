@@ -166,7 +166,8 @@ class InputProcessor:
             return self.prompt(inner, params)
         if self.images is None:
             raise InvalidPromptError(NO_IMAGES)
-        return self.prompt(with_images(self.prompt(inner), self.images, pictures), params)
+        processor = self.images.with_kwargs(processor_kwargs(given.get("mm_processor_kwargs")))
+        return self.prompt(with_images(self.prompt(inner), processor, pictures), params)
 
     def _check_ids(self, token_ids: np.ndarray[tuple[int, ...], np.dtype[np.integer]]) -> None:
         if not len(token_ids):
@@ -221,12 +222,16 @@ class InputProcessor:
 
 
 def with_images(
-    prompt: Prompt, processor: ImageProcessor, pictures: Sequence[Any], places: Sequence[int] | None = None
+    prompt: Prompt,
+    processor: ImageProcessor,
+    pictures: Sequence[Any],
+    places: Sequence[int] | None = None,
+    details: Sequence[object] = (),
 ) -> Prompt:
     """Return the prompt with the tokens of `pictures` instead of its placeholders, and a breakpoint after each image.
 
-    The placeholders are the tokens at `places`, or all image tokens of the prompt if that is None. Raises
-    InvalidPromptError if there are more or fewer than pictures.
+    The placeholders are the tokens at `places`, or all image tokens of the prompt if that is None. `details` are the
+    pictures' own `detail`. Raises InvalidPromptError if there are more or fewer placeholders than pictures.
     """
     token_id = processor.settings.image_token_id
     at = np.flatnonzero(prompt.token_ids == token_id).tolist() if places is None else list(places)
@@ -237,7 +242,7 @@ def with_images(
         )
     images, num_added = list[ImageSpan](), 0
     counts = np.ones(len(prompt.token_ids), np.int64)
-    for place, pixels in zip(at, processor.pixels_of(pictures), strict=True):
+    for place, pixels in zip(at, processor.pixels_of(pictures, details), strict=True):
         image = ImageSpan.of(place + num_added, pixels, processor.settings.token_side)
         images.append(image)
         counts[place] = image.num_tokens
@@ -247,6 +252,15 @@ def with_images(
     token_ids = np.repeat(prompt.token_ids, counts)
     token_ids[np.concatenate([np.arange(image.start, image.end) for image in images])] = token_id
     return replace(prompt, token_ids=token_ids, breakpoints=tuple(sorted(moved)), images=tuple(images))
+
+
+def processor_kwargs(given: object) -> Mapping[str, Any] | None:
+    """Return the image settings of a request. Raises InvalidPromptError if they are not a mapping."""
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidPromptError(
+            f"mm_processor_kwargs={shown(given)} is not allowed; give min_pixels and max_pixels in a dict"
+        )
+    return given
 
 
 def _pictures(data: object) -> list[Any]:

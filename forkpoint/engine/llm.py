@@ -73,7 +73,7 @@ class LLM:
         the open requests and raises KeyboardInterrupt.
 
         A prompt with images is a dict: `{"prompt": text, "multi_modal_data": {"image": [PIL images]}}`, or the same
-        with `prompt_token_ids`. Its n-th placeholder is the n-th image.
+        with `prompt_token_ids`. Its n-th placeholder is the n-th image. The dict may have `mm_processor_kwargs`.
         """
         return self._run(split_prompts(prompts), sampling_params, priority, use_tqdm)
 
@@ -86,6 +86,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
@@ -94,6 +95,7 @@ class LLM:
         The end of each message is a breakpoint, from which a later conversation with the same beginning can resume.
         The content of a message may have images as parts: data URLs, as in `{"type": "image_url", "image_url":
         {"url": "data:image/png;base64,..."}}`, or PIL images, as in `{"type": "image_pil", "image_pil": image}`.
+        `mm_processor_kwargs` bounds their size: `{"min_pixels": .., "max_pixels": ..}`.
         """
         prompts = [
             self.render_chat(
@@ -102,6 +104,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
+                mm_processor_kwargs=mm_processor_kwargs,
             )
             for conversation in split_conversations(messages)
         ]
@@ -115,6 +118,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Render one conversation to a prompt with breakpoints, for `generate` and `stream`."""
         if self._chat is None:
@@ -124,7 +128,9 @@ class LLM:
             "continue_final_message": continue_final_message,
         }
         check_chat_options(messages, tools, chat_template_kwargs, **flags)
-        return self._chat.render(messages, tools=tools, variables=chat_template_kwargs, **flags)
+        return self._chat.render(
+            messages, tools=tools, variables=chat_template_kwargs, mm_processor_kwargs=mm_processor_kwargs, **flags
+        )
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt. After each step with news, yield its whole output so far.

@@ -41,6 +41,12 @@ def picture_of(part: Mapping[str, Any], fetched: Mapping[str, bytes] = NONE_FETC
     return _open(_data_of(given) if given not in fetched else fetched[given])
 
 
+def detail_of(part: Mapping[str, Any]) -> object:
+    """Return what an image part says of its detail, or None."""
+    inner = part.get("image_url")
+    return inner.get("detail") if isinstance(inner, Mapping) else part.get("detail")
+
+
 def remote_urls(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the http and https URLs of the images of a conversation, each once."""
     urls = (_given(part) for message in messages for part in image_parts(message))

@@ -138,6 +138,7 @@ def _render(texts: Texts, body: ChatBody, tools: list[dict[str, Any]] | None, pa
         add_generation_prompt=generate,
         continue_final_message=carry_on,
         variables=template_variables(body, texts.config.default_chat_template_kwargs),
+        mm_processor_kwargs=body.mm_processor_kwargs,
     )
 
 

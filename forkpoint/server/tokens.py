@@ -13,7 +13,7 @@ from forkpoint.server.protocol import Body, Many, ReplyModel, TokenId
 from forkpoint.server.talk import prompt_of
 from forkpoint.server.texts import Texts
 
-CHAT_FIELDS = {"messages", "tools", "add_generation_prompt", "chat_template_kwargs"}
+CHAT_FIELDS = {"messages", "tools", "add_generation_prompt", "chat_template_kwargs", "mm_processor_kwargs"}
 
 
 class TokenizeBody(Body):
@@ -26,6 +26,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

@@ -64,6 +64,36 @@ def test_a_conversation_equals_its_text_with_images(llm: LLM) -> None:
         assert prompt.images[0].end in prompt.breakpoints
 
 
+def test_requests_bound_the_size_of_their_images(llm: LLM) -> None:
+    image = picture(1, 640, 640)
+    low, high = (
+        {"type": "image_url", "image_url": {"url": data_url(image), "detail": name}} for name in ("low", "auto")
+    )
+    flat = {"type": "input_image", "image_url": data_url(image), "detail": "low"}
+
+    def sizes(*parts: Any, **options: Any) -> list[int]:
+        return [span.num_tokens for span in llm.render_chat([user(*parts)], **options).images]
+
+    assert sizes(low, high, flat) == [256, 400, 256]
+    assert sizes(low, high, mm_processor_kwargs={"max_pixels": 65536}) == [64, 64]
+    given = {**prompt_of([[5], image]), "mm_processor_kwargs": {"max_pixels": 65536}}
+    given["prompt_token_ids"] = [5, PAD]
+    output = llm.generate(given, SamplingParams(max_tokens=1), use_tqdm=False)[0]
+    assert list(output.prompt_token_ids).count(PAD) == 64
+    small = picture(1, 64, 64)
+    assert sizes(url_part(small), mm_processor_kwargs={"min_pixels": 65536}) == [64]
+    for wrong, says in [
+        ({"max_pixels": 1 << 23}, "at most 4194304 are allowed"),
+        ({"max_pixels": "1"}, "mm_processor_kwargs"),
+        ({"fps": 2}, "give min_pixels and max_pixels"),
+        ([1], "in a dict"),
+    ]:
+        with pytest.raises(InvalidPromptError, match=says):
+            sizes(high, mm_processor_kwargs=wrong)
+    with pytest.raises(InvalidPromptError, match="has detail='huge'; give one of 'low', 'auto', 'high', 'original'"):
+        sizes({**flat, "detail": "huge"})
+
+
 def test_typed_placeholders_stay_text(llm: LLM) -> None:
     typed = "I type <|image_pad|> and <|vision_start|><|image_pad|><|vision_end|>."
     conversation = [
@@ -143,6 +173,12 @@ def test_pictures_are_upright_on_white_and_scaled() -> None:
     assert abs(int(np.median(pixels(Pillow.fromarray(ramp)))) - 128) <= 2
     palette = plain.convert("P", palette=Pillow.Palette.ADAPTIVE)
     assert (pixels(palette) == pixels(palette.convert("RGB"))).all()
+    with pytest.raises(InvalidPromptError, match="mode 'F'"):
+        pixels(plain.convert("F"))
+    file = io.BytesIO()
+    plain.save(file, "GIF", save_all=True, append_images=[picture(2, 64, 96)])
+    (animated,) = map(Pillow.open, [file])
+    assert animated.n_frames == 2 and (pixels(animated) == pixels(plain.quantize().convert("RGB"))).mean() > 0.9
     grey = plain.convert("L")
     assert (pixels(grey) == pixels(grey.convert("RGB"))).all()
 

@@ -17,7 +17,7 @@ import pytest
 
 from forkpoint.routing.feed import EventFeed
 from tests.engine.test_events import wait_for
-from tests.image_models import picture, write_chat_model
+from tests.image_models import CHAT_IDS, picture, write_chat_model
 from tests.server.conftest import EVENTS
 from tests.server.running import RunningServer, start_server
 
@@ -177,6 +177,38 @@ def test_results_of_tools_may_be_images(http: httpx2.Client) -> None:
     result["content"] = []
     without = post(http, "/v1/messages/count_tokens", messages=messages, tools=tools)
     assert with_image["input_tokens"] == without["input_tokens"] + 2 + 4
+    call = {"id": "t", "type": "function", "function": {"name": "see", "arguments": "{}"}}
+    chat = [{"role": "user", "content": "look"}, {"role": "assistant", "tool_calls": [call]}]
+    chat.append({"role": "tool", "tool_call_id": "t", "content": [chat_part(data)]})
+    usage = post(http, "/v1/chat/completions", messages=chat, max_tokens=1)["usage"]
+    assert usage["prompt_tokens_details"]["image_tokens"] == 4
+    items = [
+        {"role": "user", "content": "look"},
+        {"type": "function_call", "call_id": "t", "name": "see", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "t", "output": [chat_part(data) | {"type": "input_image"}]},
+    ]
+    items[2]["output"][0]["image_url"] = chat_part(data)["image_url"]["url"]
+    response = post(http, "/v1/responses", input=items, max_output_tokens=1)
+    assert response["usage"]["input_tokens"] == usage["prompt_tokens"]
+    assert response["usage"]["input_tokens_details"]["image_tokens"] == 4
+    assert post(http, "/v1/responses/input_tokens", input=items)["input_tokens"] == usage["prompt_tokens"]
+
+
+def test_requests_bound_the_size_of_their_images(http: httpx2.Client) -> None:
+    """Counting and tokenising agree with the answer's usage."""
+    part = chat_part(encoded(picture(4, 320, 320)))
+    messages, smaller = [{"role": "user", "content": [part]}], {"mm_processor_kwargs": {"max_pixels": 16384}}
+    options = {"max_tokens": 1}
+    for bounds, num_tokens in ({}, 100), (smaller, 16):
+        usage = post(http, "/v1/chat/completions", messages=messages, **options, **bounds)["usage"]
+        assert usage["prompt_tokens_details"]["image_tokens"] == num_tokens
+        tokens = post(http, "/tokenize", messages=messages, **bounds)["tokens"]
+        assert len(tokens) == usage["prompt_tokens"] and tokens.count(CHAT_IDS["image_token_id"]) == num_tokens
+        items = [{"role": "user", "content": [{"type": "input_image", "image_url": part["image_url"]["url"]}]}]
+        assert post(http, "/v1/responses/input_tokens", input=items, **bounds)["input_tokens"] == usage["prompt_tokens"]
+    low = {**part, "image_url": {**part["image_url"], "detail": "sharp"}}
+    body = {"model": "m", "messages": [{"role": "user", "content": [low]}]}
+    assert "one of 'low'" in http.post("/v1/chat/completions", json=body).json()["error"]["message"]
 
 
 def test_what_is_refused_is_answered_400_and_the_server_goes_on(server: RunningServer, http: httpx2.Client) -> None:

@@ -117,6 +117,9 @@ class ChatBody(SamplingBody, ThinkingFields, apis=("completions", "chat")):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = Field(
+        None, description="min_pixels and max_pixels of the request's images after they are resized"
+    )
     documents: Many[dict[str, Any]] | None = Field(None, description="passed to the chat template, which may show them")
     thinking: ThinkingOptions | None = None
     include_reasoning: bool | None = Field(None, description="false: the answer leaves reasoning out")

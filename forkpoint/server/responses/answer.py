@@ -52,10 +52,11 @@ class DeletedReply(ReplyModel):
 
 
 def usage_fields(usage: Mapping[str, Any], num_reasoning_tokens: int) -> dict[str, Any]:
-    cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+    details = usage["prompt_tokens_details"] or {}
+    cached, num_image_tokens = details.get("cached_tokens", 0), details.get("image_tokens", 0)
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0, "image_tokens": num_image_tokens},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": usage["total_tokens"],

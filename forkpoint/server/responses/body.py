@@ -42,6 +42,7 @@ class CountBody(SampledBody, ThinkingFields, apis=("responses",)):
     thinking: ThinkingOptions | None = None
     structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class ResponsesBody(CountBody):
