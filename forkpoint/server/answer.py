@@ -73,6 +73,7 @@ class AnswerParser:
         single: bool = False,
     ) -> None:
         self.num_calls = 0
+        self.num_held = 0  # characters since the last piece; the next text may make the parser read them again
         self.in_reasoning = reasoning and starts_inside
         self.done = False  # nothing more will be reported, whatever text may come
         self.num_unopened = 0  # characters of content before a line with `</think>` but without a `<think>` before it
@@ -98,7 +99,8 @@ class AnswerParser:
             if part is None:
                 break
             parts.append(part)
-        return _joined(parts)
+        self.num_held = self._source.num_unread if parts else self.num_held + len(text)
+        return joined(parts)
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
         """Return the remaining pieces. `cut`: the length limit ended the answer, so an unfinished call stays open."""
@@ -313,7 +315,7 @@ def with_unopened_reasoning(pieces: list[Piece], num_unopened: int) -> list[Piec
     In a stream these characters are content: they are sent before the tag comes that shows what they are.
     """
     changed: list[Piece] = []
-    for piece in _joined(pieces):
+    for piece in joined(pieces):
         if isinstance(piece, Content) and num_unopened:
             changed += [Reasoning(piece.text[:num_unopened]), Content(piece.text[num_unopened:].lstrip("\n"))]
             num_unopened = 0
@@ -322,7 +324,7 @@ def with_unopened_reasoning(pieces: list[Piece], num_unopened: int) -> list[Piec
     return changed
 
 
-def _joined(parts: list[Piece]) -> list[Piece]:
+def joined(parts: list[Piece]) -> list[Piece]:
     """Join consecutive parts of the same kind of text, or of the same call."""
     runs: list[tuple[Piece, list[str]]] = []
     for part in parts:

@@ -7,6 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,6 +41,7 @@ MAX_BODIES = 16  # bodies of the largest size that fit into memory together; sma
 class Service:
     """Prepares requests and hands them to the engine.
 
+    `thread` reads long parts of answers; a single thread leaves the event loop its share of the interpreter.
     `closing`: no more requests are accepted. Only `ApiServer` sets it.
     """
 
@@ -49,6 +51,7 @@ class Service:
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     closing: bool = False
+    thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "answers"))
     bodies: Bodies = field(init=False)
     fetcher: Fetcher | None = field(init=False, default=None)  # None: images are not fetched
     trials: Trials = field(init=False)

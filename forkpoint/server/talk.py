@@ -5,10 +5,12 @@ Bodies of the other APIs are translated to that of a chat completion first.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
 
 from forkpoint.engine.inputs import Prompt
 from forkpoint.outputs import CompletionOutput, Logprob
@@ -23,6 +25,10 @@ from forkpoint.server.sampling import PreparedRequest, sampling_params
 from forkpoint.server.texts import Texts
 
 Reason: TypeAlias = Literal["stop", "length", "tool_calls"]
+T = TypeVar("T")
+# Characters that are read on the event loop at once. Reading takes up to 10 us a character, and text that was held back
+# may be read several times.
+MAX_ON_LOOP: Final = 256
 Change: TypeAlias = Literal["begins", "grows", "completed", "incomplete"]
 
 
@@ -154,12 +160,21 @@ class News:
     stop_reason: str | int | None = None
 
 
+def _parsed(parser: AnswerParser, delta: CompletionOutput) -> list[Piece]:
+    pieces = parser.feed(delta.text) if delta.text else []
+    if delta.finish_reason is not None:
+        pieces += parser.finish(cut=delta.finish_reason is FinishReason.LENGTH)
+    return pieces
+
+
 class Talk:
     """The answer of a turn as it comes. Read either `news` or `changes`, once, to the end or until it is closed."""
 
-    def __init__(self, turn: PreparedTurn, generation: Generation) -> None:
+    def __init__(self, turn: PreparedTurn, generation: Generation, thread: Executor) -> None:
+        """Read the answer on the event loop, but text that was held back for long in `thread`."""
         self.num_reasoning_tokens = 0
         self.end = News(0)  # the last news of a turn with one completion
+        self._thread = thread
         self._turn = turn
         self._generation = generation
         self._parsers = [turn.parser() for _ in range(turn.params.n)]
@@ -176,10 +191,10 @@ class Talk:
                     news = held.get(delta.index)
                     if news is None:
                         continue  # the answer ended with its first call, while the engine still generates
-                    self._read(delta, news)
+                    await self._read(delta, news)
                     if news.reason is not None:
                         if whole:
-                            self._move_unopened(news)
+                            news.pieces = await self._run(len(news.pieces), self._whole, news)
                         del held[delta.index]
                     elif news.pieces and not whole:
                         held[delta.index] = News(delta.index)
@@ -211,24 +226,30 @@ class Talk:
         if last is not None:
             yield "incomplete" if self.end.reason == "length" else "completed", last
 
-    def _read(self, delta: CompletionOutput, news: News) -> None:
+    async def _read(self, delta: CompletionOutput, news: News) -> None:
         parser = self._parsers[delta.index]
-        pieces = parser.feed(delta.text) if delta.text else []
+        pieces = await self._run(parser.num_held + len(delta.text), _parsed, parser, delta)
         if parser.in_reasoning or any(isinstance(piece, Reasoning) for piece in pieces):
             self.num_reasoning_tokens += len(delta.token_ids)
-        if delta.finish_reason is not None:
-            pieces += parser.finish(cut=delta.finish_reason is FinishReason.LENGTH)
         news.pieces += [piece for piece in pieces if self._turn.reports_reasoning or not isinstance(piece, Reasoning)]
         news.token_ids += delta.token_ids
         news.logprobs += delta.logprobs or ()
         news.reason, news.stop_reason = self._reason(parser, delta), delta.stop_reason
 
-    def _move_unopened(self, news: News) -> None:
-        """Turn the content before a `</think>` that nothing has opened into reasoning."""
+    async def _run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        """Return what `work` returns. Large work runs in the thread, so that other requests are served meanwhile."""
+        if size <= MAX_ON_LOOP:
+            return work(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments))
+
+    def _whole(self, news: News) -> list[Piece]:
+        """Return the pieces of a whole completion, joined.
+
+        Content before a `</think>` that nothing has opened becomes reasoning.
+        """
         num = self._parsers[news.index].num_unopened
-        if num:
-            pieces = with_unopened_reasoning(news.pieces, num)
-            news.pieces = [one for one in pieces if self._turn.reports_reasoning or not isinstance(one, Reasoning)]
+        pieces = with_unopened_reasoning(news.pieces, num)
+        return [piece for piece in pieces if self._turn.reports_reasoning or not isinstance(piece, Reasoning)]
 
     def _reason(self, parser: AnswerParser, delta: CompletionOutput) -> Reason | None:
         """Return why the completion ended. As in OpenAI's API, that is `stop` if the request named the function."""

@@ -76,6 +76,7 @@ def test_pieces_do_not_matter(case: Condition, sizes: list[int]) -> None:
         ("lfm2", f"{START}[run(command='", "a 'b' ", f"')]{STOP}"),
         ("lfm2", START, "[run(command=", ""),
         ("kimi_k2", SB, f'{TB}other:0{AB}{{"a": "', ""),
+        ("qwen3_coder", "", " " * 40, ""),
     ],
 )
 def test_the_time_grows_with_the_length_of_the_answer(parser: str, begin: str, again: str, end: str) -> None:

@@ -17,6 +17,7 @@ Waits: TypeAlias = Generator[None, None, T]
 # more, so the cost stays linear.
 MAX_READ_AGAIN, MIN_READ_AGAIN = 2, 16_384
 SPACE = regex.compile(r"\s*")
+SPACE_BEFORE_TAG = regex.compile(r"\s{0,200}")  # more is not held back
 END = "@END@"  # means the end of the answer in the source of an `Ending`
 
 
@@ -63,6 +64,10 @@ class Incoming:
     def may_hold(self) -> bool:
         """Whether a possible call may be held back, although it has to be read again if it is not one."""
         return self._num_again <= MIN_READ_AGAIN + MAX_READ_AGAIN * (self._start + len(self.text))
+
+    @property
+    def num_unread(self) -> int:
+        return len(self.text) - self.at
 
     @property
     def is_empty(self) -> bool:
@@ -129,7 +134,7 @@ class Incoming:
     def skip_tag(self, tags: tuple[str, ...]) -> Waits[bool]:
         """Read white space and one of `tags` after it, and return True. If none follows, read nothing."""
         while True:
-            space = SPACE.match(self.text, self.at)
+            space = SPACE_BEFORE_TAG.match(self.text, self.at)
             assert space is not None
             rest = self.text[space.end() : space.end() + max(map(len, tags))]
             for tag in tags:

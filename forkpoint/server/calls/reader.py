@@ -163,10 +163,10 @@ def _silently(reading: Generator[Event | None, None, bool]) -> Generator[None, N
 
 def joined(events: list[Event]) -> list[tuple[str, str]]:
     """Return the name and the arguments of each call."""
-    calls: list[tuple[str, str]] = []
+    calls: list[tuple[str, list[str]]] = []
     for event in events:
         if isinstance(event, Named):
-            calls.append((event.function, ""))
+            calls.append((event.function, []))
         else:
-            calls[-1] = (calls[-1][0], calls[-1][1] + event)
-    return calls
+            calls[-1][1].append(event)
+    return [(name, "".join(arguments)) for name, arguments in calls]

@@ -69,7 +69,7 @@ class ChatAnswer(CompletionAnswer[PreparedTurn]):
     chunk_kind = "chat.completion.chunk"
 
     def __post_init__(self) -> None:
-        self._talk = Talk(self.prepared, self.generation)
+        self._talk = Talk(self.prepared, self.generation, self.service.thread)
         self._role = self.service.config.response_role
 
     async def choices(self) -> AsyncIterator[list[tuple[dict[str, Any], dict[str, Any]]]]:

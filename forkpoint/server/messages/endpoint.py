@@ -76,9 +76,9 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
     prefix = "msg_"
 
     def __post_init__(self) -> None:
-        self._talk = Talk(self.prepared, self.generation)
+        self._talk = Talk(self.prepared, self.generation, self.service.thread)
         self._blocks: list[dict[str, Any]] = []
-        self._arguments = ""  # JSON text of the open tool_use block's input
+        self._texts: list[str] = []  # parts of the open block's text, or of the JSON of its input
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     async def reply(self) -> MessageReply:
@@ -106,34 +106,40 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
         self._ending = self._ended(self._talk.end)
 
     def _apply(self, change: Change, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Apply `change` to the blocks, and yield the events that report it."""
+        """Apply `change` to the blocks, and yield the events that report it.
+
+        The open block gets its text or its input when it ends.
+        """
         match change, piece:
             case "begins", Reasoning():
                 yield self._begin({"type": "thinking", "thinking": "", "signature": ""})
             case "begins", Content():
                 yield self._begin({"type": "text", "text": ""})
             case "begins", CallPart(index, name):
-                self._arguments = ""
                 call = f"toolu_{self.name[-12:]}_{index}"
                 yield self._begin({"type": "tool_use", "id": call, "name": name, "input": {}})
             case "grows", Reasoning(text):
-                self._blocks[-1]["thinking"] += text
+                self._texts.append(text)
                 yield self._delta({"type": "thinking_delta", "thinking": text})
             case "grows", Content(text):
-                self._blocks[-1]["text"] += text
+                self._texts.append(text)
                 yield self._delta({"type": "text_delta", "text": text})
             case "grows", CallPart(arguments=text):
-                self._arguments += text
+                self._texts.append(text)
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
             case _:
+                block, text = self._blocks[-1], "".join(self._texts)
+                if isinstance(piece, CallPart):
+                    block["input"] = _whole_arguments(text)
+                else:
+                    block[block["type"]] = text
                 if isinstance(piece, Reasoning):
                     yield self._delta({"type": "signature_delta", "signature": ""})
-                if isinstance(piece, CallPart):
-                    self._blocks[-1]["input"] = _whole_arguments(self._arguments)
                 yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
     def _begin(self, block: dict[str, Any]) -> dict[str, Any]:
         self._blocks.append(block)
+        self._texts = []
         return {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:

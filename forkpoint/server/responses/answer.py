@@ -85,8 +85,9 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
     key: Key
 
     def __post_init__(self) -> None:
-        self._talk = Talk(self.prepared, self.generation)
+        self._talk = Talk(self.prepared, self.generation, self.service.thread)
         self._items: list[dict[str, Any]] = []
+        self._texts: list[str] = []  # parts of the last item's text that are not in the item yet
         self._num_events = 0
         self._reply: dict[str, Any] = {
             "id": self.name,
@@ -148,7 +149,10 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
             self._end("completed", incomplete_details=None)
 
     def _apply(self, change: Change, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Apply `change` to the items, and yield the events that report it, without sequence numbers."""
+        """Apply `change` to the items, and yield the events that report it, without sequence numbers.
+
+        An item gets its text when it ends.
+        """
         match change, piece:
             case "begins", CallPart(index, name):
                 yield self._begin_call(index, name or "")
@@ -159,14 +163,15 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 yield self._begin("msg", "message", {"role": "assistant", "content": []})
                 yield self._begin_part({"type": "output_text", "text": "", "annotations": []})
             case "grows", CallPart(arguments=text) if "input" in self._items[-1]:
-                self._items[-1]["input"] += text  # JSON; the free text is read from it once it is whole
+                self._texts.append(text)  # JSON; the free text is read from it once it is whole
             case "grows", CallPart(arguments=text):
-                self._items[-1]["arguments"] += text
+                self._texts.append(text)
                 yield self._of_item("function_call_arguments.delta", delta=text)
             case "grows", Reasoning(text) | Content(text):
-                self._items[-1]["content"][0]["text"] += text
+                self._texts.append(text)
                 yield self._of_text("delta", delta=text)
             case status, _:
+                self._write_text()
                 item = self._items[-1]
                 item["status"] = status
                 if isinstance(piece, CallPart) and "input" in item:
@@ -181,6 +186,16 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                     yield self._of_text("done", text=part["text"])
                     yield self._of_item("content_part.done", content_index=0, part=part)
                 yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
+
+    def _write_text(self) -> None:
+        """Add the parts of the text that have come to the last item."""
+        text, self._texts = "".join(self._texts), []
+        if text:
+            item = self._items[-1]
+            if item["type"] in ("reasoning", "message"):
+                item["content"][0]["text"] += text
+            else:
+                item["input" if "input" in item else "arguments"] += text
 
     def _begin(self, prefix: str, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         number = len(self._items)
@@ -216,6 +231,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
     def _end(self, status: str, **fields: Any) -> None:
         counts = usage_fields(self.generation.usage(), self._talk.num_reasoning_tokens)
         details = self.generation.details()
+        self._write_text()
         self._reply |= {"status": status, "output": self._items, "usage": counts, **details, **fields}
         self._keep()
 
