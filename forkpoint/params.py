@@ -111,6 +111,8 @@ class SamplingParams:
     leave room for `max_tokens`.
     `thinking` says whether the answer begins with thinking: `open` if the prompt has opened `<think>`, `optional` if
     the model may. Stop strings and `structured_outputs` then concern only what follows `</think>`.
+    `call_openings` are texts that open a tool call. An output that begins with one of them, after any thinking, need
+    not match `structured_outputs`.
     None is taken for an empty text, list or mapping, and numpy's numbers for Python's. Raises InvalidParamsError for
     values of a wrong type or out of range.
     """
@@ -153,6 +155,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     truncate_prompt_tokens: int | None = option(None, bounds=Bounds(-1, MAX_INT32), allowed=LAST_TOKENS)
     thinking: Thinking = "none"
+    call_openings: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_salt", "" if self.cache_salt is None else self.cache_salt)
@@ -192,6 +195,7 @@ def _lists(given: SamplingParams) -> dict[str, Any]:
             sorted(set(_CHECK.integers("cache_breakpoints", given.cache_breakpoints, MAX_BREAKPOINTS, 0, MAX_INT32)))
         ),
         "logit_bias": _logit_bias(given.logit_bias),
+        "call_openings": _texts("call_openings", given.call_openings, MAX_STOPS, MAX_STOP_CHARS),
         "bad_words": _texts("bad_words", given.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
         "allowed_token_ids": _allowed(given),
     }

@@ -4,7 +4,7 @@ needed."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -14,7 +14,7 @@ from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, StructuredOutputError
 from forkpoint.grammar.masks import TokenRules, bad_word_ids
 from forkpoint.grammar.source import BYTES_SPECIAL_ID, Description, slow_name
-from forkpoint.params import THINK, THINK_END, SamplingParams, StructuredOutputsParams, Thinking
+from forkpoint.params import THINK, THINK_END, SamplingParams, StructuredOutputsParams
 
 MAX_KEPT_GRAMMARS = 256
 MAX_KEPT_MATCHERS = 16
@@ -95,8 +95,8 @@ class GrammarCompiler:
         wanted = params.structured_outputs
         assert self._tokenizer is not None and wanted is not None
         loaded = self._loaded()
-        description = self._description(wanted, thinking=params.thinking, special_ids=self._special_ids())
         ends = frozenset(loaded.eos_tokens)
+        description = self._description(params, wanted, ends)
         forbidden = ends - set(stop_token_ids)
         if not wanted.structural_tag:  # structural tags may name special tokens; texts do not contain them otherwise
             named = {token_id for _, token_id in description.special_ids}
@@ -119,16 +119,31 @@ class GrammarCompiler:
     def check(self, wanted: StructuredOutputsParams) -> None:
         """Compile it once. Raises InvalidParamsError. The process may be killed by it."""
         if self._tokenizer is not None:
-            self._description(wanted, special_ids=dict.fromkeys(self._added_tokens(), BYTES_SPECIAL_ID)).check()
+            special_ids = dict.fromkeys(self._added_tokens(), BYTES_SPECIAL_ID) if wanted.structural_tag else {}
+            Description.of(wanted, compact=self._is_compact(wanted), thinking="none", special_ids=special_ids).check()
 
     def _description(
-        self, wanted: StructuredOutputsParams, *, thinking: Thinking = "none", special_ids: Mapping[str, int]
+        self, params: SamplingParams, wanted: StructuredOutputsParams, ends: Collection[int]
     ) -> Description:
-        named = special_ids
-        if not wanted.structural_tag:
-            named = {tag: special_ids[tag] for tag in (THINK, THINK_END) if tag in special_ids and thinking != "none"}
-        compact = self._compact or wanted.disable_any_whitespace
-        return Description.of(wanted, compact=compact, thinking=thinking, special_ids=named)
+        """Describe what `params` require, with the special tokens that its grammar names."""
+        special_ids, openings = self._special_ids(), tuple(params.call_openings)
+        if wanted.structural_tag:
+            openings = ()  # a structural tag describes calls itself
+        elif openings:
+            special_ids = {text: token for text, token in special_ids.items() if token not in ends}
+        else:
+            tags = (THINK, THINK_END) if params.thinking != "none" else ()
+            special_ids = {tag: special_ids[tag] for tag in tags if tag in special_ids}
+        return Description.of(
+            wanted,
+            compact=self._is_compact(wanted),
+            thinking=params.thinking,
+            special_ids=special_ids,
+            call_openings=openings,
+        )
+
+    def _is_compact(self, wanted: StructuredOutputsParams) -> bool:
+        return self._compact or wanted.disable_any_whitespace
 
     def _added_tokens(self) -> dict[str, int]:
         """Map the texts of added tokens, which are not part of the vocabulary's text, to their ids."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forkpoint.errors import InvalidParamsError
+from forkpoint.grammar.calls import grammar_of_calls
 from forkpoint.grammar.gbnf import lark_of_gbnf, literal, regex_literal
 from forkpoint.grammar.schema import check_depth, complaint_in_a_line, enforceable, located
 from forkpoint.grammar.tags import HEADER, grammars_of_tags
@@ -28,7 +29,8 @@ MAX_REGEX_LENGTH = 16 * 1024  # characters; the time of every mask is proportion
 class Description:
     """A requested output: the parameter's name and text, and whether thinking comes before the output.
 
-    `special_ids` are the special tokens that the grammar names.
+    `special_ids` are the special tokens that the grammar names. Any output that begins with one of `call_openings` is
+    a call, which the request does not constrain.
     """
 
     name: str
@@ -36,10 +38,17 @@ class Description:
     compact: bool
     thinking: Thinking = "none"
     special_ids: tuple[tuple[str, int], ...] = ()
+    call_openings: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, wanted: StructuredOutputsParams, *, compact: bool, thinking: Thinking, special_ids: Mapping[str, int]
+        cls,
+        wanted: StructuredOutputsParams,
+        *,
+        compact: bool,
+        thinking: Thinking,
+        special_ids: Mapping[str, int],
+        call_openings: tuple[str, ...] = (),
     ) -> Description:
         """Describe the output that is `wanted`. Raises InvalidParamsError if it is too long or nested too deep."""
         name, text = _named(wanted)
@@ -50,7 +59,7 @@ class Description:
             check_depth(text, name)
         if name in ("regex", "grammar"):
             check_depth(text, name, _PARENTHESES, "levels of parentheses")
-        return cls(name, text, compact, thinking, tuple(special_ids.items()))
+        return cls(name, text, compact, thinking, tuple(special_ids.items()), call_openings)
 
     def grammar(self) -> str:
         """Return the grammar that llguidance reads. Raises InvalidParamsError if it cannot be enforced."""
@@ -58,6 +67,9 @@ class Description:
             grammars = grammars_of_tags(self.text, dict(self.special_ids), compact=self.compact)
         else:
             grammars = [{"name": "content", "lark_grammar": f"{HEADER}\n{self._rules()}"}]
+        if self.call_openings:
+            calls = grammar_of_calls(grammars[0]["name"], self.call_openings, dict(self.special_ids))
+            grammars = [calls, *grammars]
         if self.thinking != "none":
             thinking = grammar_of_thinking(grammars[0]["name"], self.thinking, dict(self.special_ids))
             grammars = [thinking, *grammars]

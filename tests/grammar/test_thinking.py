@@ -50,10 +50,12 @@ def with_special_tags() -> Tokenizer:
 TOKENIZERS = {"plain": plain(), "with tags": with_tags(), "with special tags": with_special_tags()}
 
 
-def start(tokenizer: Tokenizer, thinking: Thinking, wanted: dict[str, Any]) -> TokenRules:
+def start(tokenizer: Tokenizer, thinking: Thinking, wanted: dict[str, Any], *openings: str) -> TokenRules:
     end = tokenizer.backend.token_to_id("</s>")
     compiler = GrammarCompiler(tokenizer, tokenizer.backend.get_vocab_size(), {end})
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(**wanted), thinking=thinking)
+    params = SamplingParams(
+        structured_outputs=StructuredOutputsParams(**wanted), thinking=thinking, call_openings=openings
+    )
     rules = compiler.start(params, {end})
     assert rules is not None
     return rules
@@ -114,6 +116,23 @@ def test_content_is_constrained_behind_thinking(name: str, kind: str, whole_tags
     assert rest("open", f"{thought}</think>\n\n\n\n{good}") != ""
     assert rest("open", thought) == "not whole"  # nothing ends the output within its thinking
     assert rest("optional", f"<think>{thought}") == "not whole"
+
+
+@pytest.mark.parametrize("opening", ["<call>", "<|im_start|>"])
+@pytest.mark.parametrize("kind", ["json", "choice", "regex", "grammar"])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_call_need_not_match(name: str, kind: str, opening: str) -> None:
+    tokenizer, (wanted, good, bad) = TOKENIZERS[name], CONTENTS[kind]
+
+    def rest(thinking: Thinking, text: str) -> str:
+        return follow(tokenizer, start(tokenizer, thinking, wanted, opening), text, whole_tags=True)
+
+    call = f'{opening}{{"a": "</call> <|im_end|>"}}<|im_end|>'
+    for thinking, before in (("none", ""), ("open", "why</think>\n\n"), ("optional", "<think>why</think>")):
+        assert rest(thinking, before + call) == ""  # type: ignore[arg-type]
+        assert rest(thinking, before + good) == ""  # type: ignore[arg-type]
+        assert rest(thinking, before + bad) != ""  # type: ignore[arg-type]
+        assert rest(thinking, before + good + call) != ""  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -19,6 +19,21 @@ SCRIPTS = {
     "opens json": ["<think>", "\nLet me see: {\n", "\nopens json", "</think>\n\n", '{ "a"', ": 2}"],
     "says json": ['{"a"', ": 3", "}"],
     "calls": ["I call f", "\n</think>\n\n", '{"name"', ': "f", "arguments": ', '{"a": 4}', "}"],
+    "thinks and calls": [
+        "I call f",
+        "</think>\n\n",
+        "<tool_call>",
+        '{"name": "f"',
+        ', "arguments"',
+        ': {"a": 5}',
+        "}</tool_call>",
+    ],
+    "calls at once": [
+        "<tool_call>\n<function=f>\n",
+        "<parameter=a>\n6\n",
+        "</parameter>\n</function>\n",
+        "</tool_call>\n",
+    ],
     "says on": [" and so ", "it goes."],
     "goes on": [" so it is.", "\n</think>", "\n\nDone."],
 }
@@ -112,6 +127,7 @@ def test_an_answer_that_goes_on_after_thinking_is_content(http: httpx2.Client) -
 
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA | {"additionalProperties": False}}}
 
 
@@ -126,10 +142,22 @@ def test_a_schema_holds_for_what_follows_the_thinking(http: httpx2.Client, scrip
     assert ending["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("script", ["thinks of json", "opens json", "says json", "thinks and calls", "calls at once"])
+def test_an_answer_with_a_schema_and_tools_is_a_call_or_follows_the_schema(http: httpx2.Client, script: str) -> None:
+    think = script.startswith("thinks")
+    body = chat_body(script, response_format=FORMAT, tools=TOOLS, chat_template_kwargs={"think": think})
+    content, _, ending = answer_of(http, body)
+    calls = [json.loads(call["function"]["arguments"]) for call in ending["message"].get("tool_calls") or ()]
+    found = calls or [json.loads(content)]
+    values = {"thinks of json": 1, "opens json": 2, "says json": 3, "thinks and calls": 5, "calls at once": 6}
+    assert found == [{"a": values[script]}]
+    assert ending["finish_reason"] == ("tool_calls" if "calls" in script else "stop")
+    assert bool(content) is not bool(calls)
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_forced_call_comes_after_the_thinking(http: httpx2.Client, choice: Any) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
-    body = chat_body("calls", tools=tools, tool_choice=choice, chat_template_kwargs={"think": True})
+    body = chat_body("calls", tools=TOOLS, tool_choice=choice, chat_template_kwargs={"think": True})
     message = ask(http, "/v1/chat/completions", body)["choices"][0]["message"]
     [call] = message["tool_calls"]
     assert message["reasoning"].strip() == "I call f"
