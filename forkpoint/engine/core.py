@@ -136,6 +136,7 @@ class EngineCore:
         return {
             **stats.pop("cache"),
             **stats.pop("drafts"),
+            **stats.pop("encoder"),
             **stats,
             "num_model_tokens": self.num_model_tokens,
             "slot_bytes_copied": self.slot_bytes_copied,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -28,7 +29,7 @@ class Prompt:
     """A tokenised prompt.
 
     `breakpoints` are positions in tokens that the caller gave. `num_dropped` tokens were cut off at the beginning. The
-    placeholder tokens of `images` are among the token ids.
+    placeholder tokens of `images` are among the token ids. Decoding and resizing the images took `images_s` seconds.
     """
 
     token_ids: IntArray
@@ -36,10 +37,15 @@ class Prompt:
     breakpoints: tuple[int, ...] = ()
     num_dropped: int = 0
     images: tuple[ImageSpan, ...] = ()
+    images_s: float = 0.0
 
     @property
     def num_image_tokens(self) -> int:
-        return sum(image.num_tokens for image in self.images)
+        return self.num_image_tokens_before(len(self.token_ids))
+
+    def num_image_tokens_before(self, position: int) -> int:
+        """Return the number of image tokens among the first `position` tokens."""
+        return sum(max(0, min(image.end, position) - image.start) for image in self.images)
 
     def last(self, count: int) -> Prompt:
         """Return the prompt's last `count` tokens, or the whole prompt if it has no more.
@@ -240,6 +246,7 @@ def with_images(
             f"the prompt has {len(at)} placeholders for images (token id {token_id}) and {len(pictures)} images; give "
             "one placeholder for each image"
         )
+    started_s = time.perf_counter()
     images, num_added = list[ImageSpan](), 0
     counts = np.ones(len(prompt.token_ids), np.int64)
     for place, pixels in zip(at, processor.pixels_of(pictures, details), strict=True):
@@ -251,7 +258,10 @@ def with_images(
     moved = {int(ends[position]) for position in prompt.breakpoints} | {image.end for image in images}
     token_ids = np.repeat(prompt.token_ids, counts)
     token_ids[np.concatenate([np.arange(image.start, image.end) for image in images])] = token_id
-    return replace(prompt, token_ids=token_ids, breakpoints=tuple(sorted(moved)), images=tuple(images))
+    elapsed_s = time.perf_counter() - started_s
+    return replace(
+        prompt, token_ids=token_ids, breakpoints=tuple(sorted(moved)), images=tuple(images), images_s=elapsed_s
+    )
 
 
 def processor_kwargs(given: object) -> Mapping[str, Any] | None:

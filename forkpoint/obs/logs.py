@@ -188,6 +188,9 @@ def load_line(before: Reading, now: Reading) -> str:
     if drafted:
         length = 1 + accepted / max(1, _grown(before, now, "num_drafts"))
         parts.append(f"drafts accepted {accepted / drafted:.1%} of {drafted:,}, mean acceptance length {length:.2f}")
+    encoded, kept = (_grown(before, now, f"num_image_tokens_{name}") for name in ("encoded", "kept"))
+    if encoded or kept:
+        parts.append(f"images {encoded:,} tokens encoded, {kept:,} reused")
     preempted = _grown(before, now, "num_preemptions")
     if preempted:
         parts.append(f"preempted {preempted}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.images import ImageSpan
+from forkpoint.sched.stats import EncoderStats
 
 
 class EncoderBudget:
@@ -27,6 +28,7 @@ class EncoderBudget:
         self._num_kept = 0  # tokens
         self._dropped: list[bytes] = []  # that no plan has named yet
         self._left = max_tokens  # of the step under construction
+        self.stats = EncoderStats()
 
     def begin_step(self) -> None:
         """Start counting for another step, and drop embeddings beyond the size of the cache."""
@@ -52,10 +54,14 @@ class EncoderBudget:
         for image in images:
             if image.start < end and start < image.end and image.digest in self._kept:
                 self._kept.move_to_end(image.digest)
+                self.stats.num_images_kept += 1
+                self.stats.num_image_tokens_kept += image.num_tokens
         for image in self._to_encode(images, start, end).values():
             self._left -= image.num_tokens
             self._kept[image.digest] = image.num_tokens
             self._num_kept += image.num_tokens
+            self.stats.num_images_encoded += 1
+            self.stats.num_image_tokens_encoded += image.num_tokens
 
     def _to_encode(self, images: Sequence[ImageSpan], start: int, end: int) -> dict[bytes, ImageSpan]:
         """Return the images of a chunk whose embeddings are not kept, by digest and in their order."""

@@ -139,6 +139,7 @@ class Scheduler:
             slots_per_page=self.layout.slots_per_page,
             cache=self.cache.stats(),
             drafts=drafts,
+            encoder=self._encoder.stats,
         )
 
     def check_integrity(self) -> None:

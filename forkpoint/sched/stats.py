@@ -17,9 +17,19 @@ class DraftStats:
     num_accepted_tokens_per_pos: dict[str, int] = field(default_factory=dict)  # by position in the draft, from 0
 
 
+@dataclass(slots=True)
+class EncoderStats:
+    """Counters of the vision tower since the start. An image counts in each chunk of a prompt that needs it."""
+
+    num_images_encoded: int = 0
+    num_image_tokens_encoded: int = 0
+    num_images_kept: int = 0  # whose embeddings were there, so that the tower did not run
+    num_image_tokens_kept: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Gauges and counters of the scheduler, of the cache and of speculative decoding."""
+    """Gauges and counters of the scheduler, of the cache, of speculative decoding and of the vision tower."""
 
     num_running: int
     num_waiting: int
@@ -31,3 +41,4 @@ class SchedulerStats:
     slots_per_page: int
     cache: CacheStats
     drafts: DraftStats = field(default_factory=DraftStats)
+    encoder: EncoderStats = field(default_factory=EncoderStats)

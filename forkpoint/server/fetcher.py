@@ -37,7 +37,7 @@ NAT64: Final = IPv6Network("64:ff9b::/96")  # addresses that a gateway translate
 class Fetcher:
     """Fetches images over HTTP from `allowed_domains` alone: names of hosts or addresses, without a port.
 
-    All methods belong to one event loop. `num_images`, `num_bytes` and `seconds` count what was fetched.
+    All methods belong to one event loop.
     """
 
     def __init__(self, allowed_domains: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
@@ -45,8 +45,8 @@ class Fetcher:
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._num_held_bytes = 0
-        self.num_images = self.num_bytes = 0
-        self.seconds = 0.0
+        self._num_images = self._num_bytes = 0
+        self._seconds = 0.0
 
     @asynccontextmanager
     async def fetched(self, urls: Sequence[str]) -> AsyncIterator[Mapping[str, bytes]]:
@@ -62,6 +62,14 @@ class Fetcher:
             yield {url: b"".join(found) for url, found in parts.items()}
         finally:
             self._num_held_bytes -= sum(len(part) for found in parts.values() for part in found)
+
+    def counters(self) -> dict[str, float]:
+        """Return the number of images fetched since the start, their bytes, and the seconds that they took."""
+        return {
+            "num_images_fetched": self._num_images,
+            "image_fetch_bytes": self._num_bytes,
+            "image_fetch_seconds": self._seconds,
+        }
 
     async def close(self) -> None:
         if self._session is not None:
@@ -116,9 +124,9 @@ class Fetcher:
                 raise InvalidPromptError(
                     f"{where} cannot be fetched ({type(error).__name__}); check the URL, or send a data URL"
                 ) from None
-            self.num_images += 1
-            self.num_bytes += sum(map(len, parts))
-            self.seconds += time.perf_counter() - started_s
+            self._num_images += 1
+            self._num_bytes += sum(map(len, parts))
+            self._seconds += time.perf_counter() - started_s
 
     async def _read(self, response: aiohttp.ClientResponse, where: str, parts: list[bytes]) -> None:
         """Append the body's parts as they come, so that they are counted even if the rest never comes."""

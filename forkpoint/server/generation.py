@@ -98,6 +98,9 @@ class Generation:
         return {
             "num_tokens": sum(report.num_cached_tokens for report in reports),
             "kv_num_tokens": sum(report.kv_num_tokens for report in reports),
+            "num_image_tokens": sum(
+                state.prompt.num_image_tokens_before(state.cache.num_cached_tokens) for state in self.states
+            ),
             "miss": next((report.miss.value for report in reports if report.miss is not None), None),
         }
 

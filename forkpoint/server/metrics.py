@@ -12,6 +12,7 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.outputs import RequestState
 from forkpoint.errors import ForkpointError
 from forkpoint.server.errors import CLIENT_LEFT
@@ -52,6 +53,13 @@ COUNTERS: Final = (
     ("spec_decode_num_drafts", "Times that a row of a step had drafts.", "num_drafts"),
     ("spec_decode_num_draft_tokens", "Tokens that were drafted.", "num_draft_tokens"),
     ("spec_decode_num_accepted_tokens", "Drafts that were accepted.", "num_accepted_tokens"),
+    ("images_encoded", "Images that the vision tower encoded.", "num_images_encoded"),
+    ("image_tokens_encoded", "Tokens that the vision tower computed.", "num_image_tokens_encoded"),
+    ("encoded_images_reused", "Times that an image's embeddings were kept.", "num_images_kept"),
+    ("encoded_image_tokens_reused", "Tokens of these images.", "num_image_tokens_kept"),
+    ("images_fetched", "Images fetched by URL.", "num_images_fetched"),
+    ("image_fetch_bytes", "Bytes of these images.", "image_fetch_bytes"),
+    ("image_fetch_seconds", "Seconds that fetching them took, added up.", "image_fetch_seconds"),
 )
 LABELLED_COUNTERS: Final = (
     ("prefix_lost_tokens", "Reusable prompt tokens that were computed again.", "lost_tokens", "reason"),
@@ -88,6 +96,11 @@ class Metrics:
         labels = self._labels
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens, cached ones included.").labels(*labels)
         self._prompt_tokens_cached = counter("prompt_tokens_cached", "Prompt tokens that were reused.").labels(*labels)
+        self._images = counter("images", "Images of prompts.").labels(*labels)
+        self._image_tokens = counter("image_tokens", "Tokens of images in prompts.").labels(*labels)
+        self._image_tokens_cached = counter("image_tokens_cached", "Those that were reused.").labels(*labels)
+        self._image_bytes = counter("image_bytes", "Bytes of images after they were resized.").labels(*labels)
+        self._image_seconds = counter("image_read_seconds", "Seconds of decoding and resizing.").labels(*labels)
         self._output_tokens = counter("generation_tokens", "Generated tokens.").labels(*labels)
         self._misses = counter("prefix_miss", "Completions by why their prompt was not reused further.", "reason")
         self._success = counter("request_success", "Completions that ended, by why.", "finished_reason")
@@ -121,9 +134,18 @@ class Metrics:
         self._first_token.observe(elapsed_s)
         self._prompt_tokens.inc(num_prompt_tokens)
         self._prompt_tokens_cached.inc(cache.num_cached_tokens)
+        if state.prompt.images:
+            self._image_tokens.inc(state.prompt.num_image_tokens)
+            self._image_tokens_cached.inc(state.prompt.num_image_tokens_before(cache.num_cached_tokens))
         self._output_tokens.inc()
         if cache.miss is not None:
             self._misses.labels(*self._labels, cache.miss.value).inc()
+
+    def images_read(self, prompt: Prompt) -> None:
+        """Count the images of a prompt that a reader has read."""
+        self._images.inc(len(prompt.images))
+        self._image_bytes.inc(sum(image.pixels.nbytes for image in prompt.images))
+        self._image_seconds.inc(prompt.images_s)
 
     def next_tokens(self, elapsed_s: Sequence[float]) -> None:
         """Count a step's tokens, one for each completion. `elapsed_s`: seconds since that completion's last token."""
@@ -160,11 +182,11 @@ class Metrics:
         """Count an answer of the route declared as `handler`. Status 0: the client left before an answer began."""
         self._http.labels(handler, method if method in METHODS else "other", str(status or CLIENT_LEFT)).inc()
 
-    def text(self, own: Mapping[str, int], stats: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
+    def text(self, own: Mapping[str, float], stats: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
         """Return all metrics in Prometheus' text format.
 
-        `own`: figures of the API process (`num_requests_open`, `log_lines_lost`). `stats`: counters and gauges of the
-        engine, empty while it is not ready. `config`: options and sizes of the engine.
+        `own`: figures of the API process, such as `num_requests_open`. `stats`: counters and gauges of the engine,
+        empty while it is not ready. `config`: options and sizes of the engine.
         """
         self._figures, self._config = {**own, **_with_shares(stats)}, config
         return generate_latest(self._registry)

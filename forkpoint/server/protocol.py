@@ -133,11 +133,15 @@ class CompletionUsage(ReplyModel):
 
 
 class CacheInfo(ReplyModel):
-    """What the prefix cache did for a prompt: `num_tokens` tokens were reused. Keys and values alone were cached for
-    `kv_num_tokens`. `miss` says why not all of the reusable prompt was reused."""
+    """What the prefix cache did for a prompt.
+
+    `num_tokens` tokens were reused, `num_image_tokens` of them tokens of images. Keys and values alone were cached for
+    `kv_num_tokens`. `miss` says why not all of the reusable prompt was reused.
+    """
 
     num_tokens: int
     kv_num_tokens: int
+    num_image_tokens: int
     miss: Literal["cold", "short", "no_checkpoint", "evicted", "bypassed"] | None
 
 

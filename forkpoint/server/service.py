@@ -81,7 +81,9 @@ class Service:
         if self.engine.is_ready:
             with contextlib.suppress(EngineStoppedError):
                 stats = await self.engine.call("stats")
-        own = {"num_requests_open": self.num_open, "log_lines_lost": num_lost_lines()}
+        own: dict[str, float] = {"num_requests_open": self.num_open, "log_lines_lost": num_lost_lines()}
+        if self.fetcher is not None:
+            own |= self.fetcher.counters()
         return self.metrics.text(own, stats, self.engine.facts)
 
     @property
@@ -151,6 +153,8 @@ class Service:
                 if index:
                     await asyncio.sleep(0)  # lets other streams go on between two prompts
                 self.engine.add(opened, f"{name}-{index}", prompt, params, priority=priority)
+                if prompt.images:
+                    self.metrics.images_read(prompt)
         return generation
 
     def _check_room(self, num_more: int) -> None:

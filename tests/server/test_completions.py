@@ -98,7 +98,7 @@ def test_echoed_log_probabilities_bypass_the_cache_and_say_so(client: openai.Ope
         )
         chunks = list(answer) if stream else [answer]
         extra = chunks[-1].model_extra["cache"]
-        assert extra == {"num_tokens": 0, "kv_num_tokens": 0, "miss": "bypassed"}
+        assert extra == {"num_tokens": 0, "kv_num_tokens": 0, "num_image_tokens": 0, "miss": "bypassed"}
         parts = [choice.logprobs for chunk in chunks for choice in chunk.choices]
         tokens = [token for part in parts for token in part.tokens]
         values = [value for part in parts for value in part.token_logprobs]
@@ -152,5 +152,6 @@ def test_another_prompt_can_start_at_a_breakpoint(client: openai.OpenAI) -> None
         assert second.model_extra is not None
         return dict(second.model_extra["cache"])
 
-    assert parted("breakpoint", cache_breakpoints=[150]) == {"num_tokens": 128, "kv_num_tokens": 128, "miss": "cold"}
-    assert parted("none") == {"num_tokens": 0, "kv_num_tokens": 128, "miss": "no_checkpoint"}
+    none = {"num_tokens": 0, "kv_num_tokens": 0, "num_image_tokens": 0, "miss": "cold"}
+    assert parted("breakpoint", cache_breakpoints=[150]) == {**none, "num_tokens": 128, "kv_num_tokens": 128}
+    assert parted("none") == {**none, "kv_num_tokens": 128, "miss": "no_checkpoint"}

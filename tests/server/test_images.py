@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         "--kv-events-config",
         json.dumps(events),
     ]
-    running = start_server(folder, folder, *flags)
+    running = start_server(folder, folder, *flags, "--log-interval-s", "0.5")
     try:
         yield running.wait_ready()
     finally:
@@ -74,6 +74,8 @@ def test_three_apis_read_one_prompt(http: httpx2.Client) -> None:
     again = post(http, "/v1/chat/completions", messages=[{"role": "user", "content": parts}], **options)
     assert again["choices"][0]["message"] == first["choices"][0]["message"]
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 128, "image_tokens": 140}
+    text_tokens = 1 + len("user\n") + 1  # before the image
+    assert again["cache"]["num_image_tokens"] == 128 - text_tokens and first["cache"]["num_image_tokens"] == 0
     content = [
         {"type": "input_image", "image_url": f"data:image/png;base64,{data}"},
         {"type": "input_text", "text": text},
@@ -160,6 +162,38 @@ def test_routers_hash_images_as_the_cache_does(server: RunningServer, http: http
         wait_for(lambda: feed.index.restorable(hashes) == 2)
     finally:
         feed.close()
+
+
+def test_metrics_and_log_count_images(server: RunningServer, http: httpx2.Client) -> None:
+    def metrics() -> dict[str, float]:
+        lines = [line.split(" ") for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+        return {name.partition("{")[0]: float(value) for name, value in lines if "image" in name}
+
+    data = encoded(picture(31, 320, 320))
+    before = metrics()
+    with site(base64.b64decode(data)) as (url, _):
+        for image in ({"url": url}, {"url": f"data:image/png;base64,{data}"}):
+            messages = [{"role": "user", "content": [{"type": "image_url", "image_url": image}]}]
+            post(http, "/v1/chat/completions", messages=messages, max_tokens=1)
+    after = metrics()
+    grown = {name.removeprefix("forkpoint_").removesuffix("_total"): after[name] - before[name] for name in after}
+    cached, seconds = (
+        grown.pop("image_tokens_cached"),
+        [grown.pop(f"image_{what}_seconds") for what in ("fetch", "read")],
+    )
+    assert cached > 0 and all(each > 0 for each in seconds)
+    assert grown == {
+        "images": 2,
+        "image_tokens": 200,
+        "image_bytes": 2 * 320 * 320 * 3,
+        "images_fetched": 1,
+        "image_fetch_bytes": len(base64.b64decode(data)),
+        "images_encoded": 1,
+        "image_tokens_encoded": 100,
+        "encoded_images_reused": 1,
+        "encoded_image_tokens_reused": 100,
+    }
+    wait_for(lambda: "images " in server.log and "tokens encoded" in server.log)
 
 
 def test_results_of_tools_may_be_images(http: httpx2.Client) -> None:
