@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import CacheConfig
-from forkpoint.engine.inputs import InputProcessor
+from forkpoint.engine.inputs import InputProcessor, Prompt
 from forkpoint.outputs import CompletionOutput, Logprob, RequestOutput
 from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.sched.request import Request
@@ -66,12 +66,13 @@ class Oracle:
         first = asked.requests[0]
         # what was cut off the prompt is not asked for again
         params = replace(first.params, seed=first.seed, truncate_prompt_tokens=None, cache_breakpoints=())
-        prompt = tuple(first.prompt_token_ids.tolist())
-        key = (*alone.numbers.values(), interval, prompt, repr(params))
+        prompt = Prompt(first.prompt_token_ids, images=first.images)
+        images = tuple((image.start, image.digest) for image in first.images)
+        key = (*alone.numbers.values(), interval, first.prompt_token_ids.tobytes(), images, repr(params))
         if key not in self._known:
             run = start(self._bank, alone)
             run.scrub = False
-            self._known[key] = answer(run, run.ask(list(prompt), params))
+            self._known[key] = answer(run, run.ask(prompt, params))
         return self._known[key]
 
 

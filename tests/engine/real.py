@@ -18,8 +18,9 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.engine import Engine
-from forkpoint.engine.inputs import InputProcessor, sequence_id
+from forkpoint.engine.inputs import InputProcessor, Prompt, sequence_id
 from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.image_settings import ImageSettings
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
 from forkpoint.ops.ranks import ALONE, Ranks
@@ -39,6 +40,7 @@ from forkpoint.sched.scheduler import Scheduler
 from tests.checkpoints import add_mtp, write_checkpoint
 from tests.engine.tokenizers import byte_level
 from tests.fp8_checkpoints import Layout, write_fp8
+from tests.image_models import write_vision_checkpoint
 from tests.thread_ranks import Meeting, ThreadRanks
 
 MAX_MODEL_LEN = 2048
@@ -101,7 +103,8 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("falcon_mamba", {"hidden_size": 32, "num_hidden_layers": 3}),
 }
 
-WITH_MTP = frozenset({"qwen3_next", "qwen3_next_moe"})
+SEEING = "qwen3_5"  # the model that reads images
+WITH_MTP = frozenset({"qwen3_next", "qwen3_next_moe", SEEING})
 UNCUT = frozenset({"olmo_hybrid"})  # its one KV head, which a norm over all heads sees whole
 LATENT = frozenset({"kimi_linear", "bailing_hybrid"})  # of these, keys and values in 8 bits are refused
 
@@ -127,6 +130,8 @@ class Options:
     mtp: bool = False
     num_ranks: int = 1  # which run as threads
     kernel_block_sizes: tuple[int, ...] = ()
+    encoder_budget: int | None = None
+    encoder_cache_size: int = 1 << 15
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -155,10 +160,13 @@ class ModelBank:
         self.vocab_size = int(self.tokenizer.backend.get_vocab_size())
 
     def folder(self, name: str) -> Path:
-        """Of a name of MODELS, behind which ":block" or ":channel" puts it in FP8."""
-        path = self._folder / name
-        if not path.exists():
-            base, _, layout = name.partition(":")
+        """Return the folder of a name of MODELS. ":block" or ":channel" after the name writes it in FP8, and ":load"
+        has it converted as it loads."""
+        base, _, layout = name.partition(":")
+        path = self._folder / name.removesuffix(":load")
+        if base == SEEING and not path.exists():
+            write_vision_checkpoint(path, mtp=True, vocab_size=self.vocab_size)
+        elif not path.exists():
             family, config = {**MODELS, **MORE_MODELS}[base]
             if layout:
                 write_fp8(path, family, cast(Layout, layout), vocab_size=self.vocab_size, **config)
@@ -183,7 +191,11 @@ class ModelBank:
             if size > 1:
                 meeting = Meeting(size)
                 ranks = [ThreadRanks(rank, size, options.deterministic, meeting) for rank in range(size)]
-            load = partial(load_model, self.folder(options.model), ops=table, dtype="float32", **kept)
+            folder = self.folder(options.model)
+            kept |= {"vision": ImageSettings.read(folder), "quantization": None}
+            if options.model.endswith(":load"):
+                kept["quantization"] = "fp8"
+            load = partial(load_model, folder, ops=table, dtype="float32", **kept)
             others = [self.threads.submit(load, ranks=each) for each in ranks[1:]]
             self._models[key] = [load(ranks=ranks[0]), *(other.result() for other in others)]
         return self._models[key]
@@ -305,7 +317,7 @@ class RealEngine:
     requests: dict[str, list[Request]] = field(default_factory=dict)
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
 
-    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> str:
+    def add(self, prompt: list[int] | Prompt, params: SamplingParams, priority: int = 0) -> str:
         request_id = self.engine.add_request(self.engine.inputs.prompt(prompt), params, priority=priority)
         names = [sequence_id(request_id, index) for index in range(params.n)]
         self.requests[request_id] = [self.sched._requests[name].request for name in names]
@@ -327,7 +339,7 @@ class RealEngine:
         while self.engine.has_unfinished():
             self.step()
 
-    def ask(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> str:
+    def ask(self, prompt: list[int] | Prompt, params: SamplingParams, priority: int = 0) -> str:
         request_id = self.add(prompt, params, priority)
         self.run()
         return request_id
@@ -369,6 +381,8 @@ def start(
         max_num_batched_tokens=options.budget,
         max_num_seqs=options.max_num_seqs,
         max_queue_len=options.max_queue_len,
+        max_num_encoder_input_tokens=options.encoder_budget,
+        encoder_cache_size=options.encoder_cache_size,
     )
     device = platform or CpuPlatform()
     drafts, interval = options.max_num_drafts, options.state_write_interval

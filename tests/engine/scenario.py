@@ -11,19 +11,25 @@ import numpy as np
 
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import CacheConfig
+from forkpoint.engine.inputs import Prompt
 from forkpoint.errors import RequestTooLargeError
+from forkpoint.images import ImageSpan
 from forkpoint.ops.cpu.build import load_operators
-from forkpoint.params import FinishReason, SamplingParams
+from forkpoint.params import FinishReason, SamplingParams, StructuredOutputsParams
+from forkpoint.sched.request import Request
 from tests.engine.compare import Oracle, answer, check_restrictions, check_tokens_entered, compare, not_finite
 from tests.engine.drafters import RandomDrafter
-from tests.engine.real import LATENT, MODELS, UNCUT, WITH_MTP, ModelBank, Options, start
+from tests.engine.real import LATENT, MODELS, SEEING, UNCUT, WITH_MTP, ModelBank, Options, start
+from tests.image_models import IMAGE
 
 LONGEST_PROMPTS = (130, 300, 700)  # of an example; with the shortest, requests outgrow a tight arena as they decode
 MOST_OUTPUTS = (160, 60, 60)
 FAILING = 0.08  # of the requests one whose logits are not finite, at most one in an example
+PREEMPTED = 0.03  # of the steps of the model with images those before which a request is preempted
 NEXT_TURN = 40  # tokens by which a next turn may be longer than any first one
 FIRST_PLAIN_ID = 4  # ids below are special tokens
 BAD_WORDS = ("the", "e", " d", "sleeps", "in", "on", "a", "fox", "or", "t", "s", "th", "er", "an", "é", "京", "w", "m")
+IMAGE_SIDES = ((32, 32), (96, 160), (320, 448), (64, 512))  # height and width in pixels: 1 to 140 tokens
 STOPS = ("e", "th", "an", " the", "o", "do", "s")
 
 
@@ -67,7 +73,10 @@ class Draw:
     def options(self) -> Options:
         """Models and operators take turns; the rest is free."""
         cpp = load_operators().module is not None
-        in_fp8 = ("", ":block", "", ":channel", "")[self.seed % 5] if len(self.models) > 1 else ""
+        varied, sees = len(self.models) > 1 or SEEING in self.models, SEEING in self.models
+        in_fp8 = ("", ":block", "", ":channel", "")[self.seed % 5] if varied else ""
+        if in_fp8 and sees:
+            in_fp8 = ":load"
         cache = CacheConfig(
             enable_prefix_caching=not self.chance(0.08),
             mamba_cache_mode="none" if self.chance(0.08) else "align",
@@ -78,7 +87,8 @@ class Draw:
         kept_by = np.random.default_rng([21, self.seed])  # drawn apart, so that the rest is what it was
         deterministic = self.chance(0.4)
         model = self.models[self.seed % len(self.models)] + in_fp8
-        can_be_cut = len(self.models) > 1 and model not in UNCUT and (deterministic or in_fp8 != ":block")
+        by_block = in_fp8 in (":block", ":load")
+        can_be_cut = varied and model not in UNCUT and (deterministic or not by_block)
         return Options(
             model=model,
             num_ranks=2 if can_be_cut and self.seed % 6 in (3, 4) else 1,
@@ -93,6 +103,8 @@ class Draw:
             cache=cache,
             max_num_drafts=(3, 0, 15, 1)[self.seed // 2 % 4],
             kernel_block_sizes=((), (16,), (128, 32))[kept_by.integers(3)],
+            encoder_budget=(None, 1, 150)[kept_by.integers(3)],
+            encoder_cache_size=(1 << 15, 100, 0)[kept_by.integers(3)],
         )
 
     def params(self, prompt_len: int, vocab: int) -> SamplingParams:
@@ -133,6 +145,8 @@ class Draw:
             chosen["bad_words"] = [self.pick(*BAD_WORDS) for _ in range(self.pick(1, 30))]
         if self.chance(0.15):
             chosen["allowed_token_ids"] = self.ids(self.pick(20, 200), vocab)
+        if SEEING in self.models and self.chance(0.15):
+            chosen["structured_outputs"] = StructuredOutputsParams(regex="[a-z ]{2,40}[.]")
         if self.chance(0.1):
             chosen["truncate_prompt_tokens"] = self.pick(-1, 100, self.between(1, prompt_len + 20))
         if self.chance(0.3):
@@ -141,8 +155,32 @@ class Draw:
 
 
 @dataclass(frozen=True)
+class Mixed:
+    """Token ids, and the images whose placeholders are among them."""
+
+    ids: list[int]
+    images: tuple[ImageSpan, ...] = ()
+
+    def first(self, count: int) -> Mixed:
+        """Return the first `count` tokens. Placeholders of an image that is cut off are text."""
+        return Mixed(self.ids[:count], tuple(image for image in self.images if image.end <= len(self.ids[:count])))
+
+    def __add__(self, other: Mixed) -> Mixed:
+        moved = (replace(image, start=image.start + len(self.ids)) for image in other.images)
+        return Mixed(self.ids + other.ids, (*self.images, *moved))
+
+    def with_image(self, start: int, number: int) -> Mixed:
+        """Return the tokens with one of a few images in the place of some of them."""
+        height, width = IMAGE_SIDES[number]
+        pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        image = ImageSpan.of(start, pixels, 32)
+        ids = [*self.ids[:start], *[IMAGE] * image.num_tokens, *self.ids[image.end :]]
+        return Mixed(ids[: len(self.ids)], self.images + (image,) * (image.end <= len(self.ids)))
+
+
+@dataclass(frozen=True)
 class Arrival:
-    prompt: list[int]
+    prompt: Mixed
     params: SamplingParams
     priority: int
 
@@ -157,7 +195,9 @@ class Example:
         self.bank, self.oracle, self.tally = bank, oracle, tally
         options = self.draw.options()
         self.tight = self.draw.chance(0.75)
-        self.trunk = self.draw.ids(self.draw.longest, bank.vocab_size)
+        self._images = np.random.default_rng([23, seed])  # drawn apart, so that texts are what they were
+        self._sees = SEEING in models
+        self.trunk = self._mixed(self.draw.ids(self.draw.longest, bank.vocab_size))
         layout = CacheLayout.create(bank.model(options).layer_specs)
         if options.force_state_copy:
             options = replace(options, max_num_drafts=0)
@@ -198,38 +238,49 @@ class Example:
         if draw.chance(0.3):
             return self._burst()
         prompt, salt = self._prompt()
-        params = replace(draw.params(len(prompt), vocab), cache_salt=salt)
+        params = replace(draw.params(len(prompt.ids), vocab), cache_salt=salt)
         priority = draw.pick(0, 0, 1, 2)
         kind = draw.pick("one", "one", "copies", "siblings")
         group = [Arrival(prompt, params, priority)]
         for _ in range(0 if kind == "one" else draw.between(1, 3)):
-            other = prompt if kind == "copies" else (prompt + draw.ids(draw.between(1, 150), vocab))[: draw.longest]
-            group.append(Arrival(other, draw.params(len(other), vocab), priority))
+            other = prompt
+            if kind != "copies":
+                other = (prompt + Mixed(draw.ids(draw.between(1, 150), vocab))).first(draw.longest)
+            group.append(Arrival(other, draw.params(len(other.ids), vocab), priority))
         return group
+
+    def _mixed(self, ids: list[int]) -> Mixed:
+        """Return the ids, some of which images replace if the model sees."""
+        found, start = Mixed(ids), 0
+        while self._sees and (start := start + int(self._images.integers(1, 150))) < len(ids):
+            found = found.with_image(start, int(self._images.integers(len(IMAGE_SIDES))))
+            if found.images:
+                start = max(start, found.images[-1].end)
+        return found
 
     def _burst(self) -> list[Arrival]:
         """Copies short enough that none waits for another: the later ones catch up in the middle of their prefill. With
         many outputs they outgrow a tight arena."""
-        prompt = self.draw.ids(self.draw.between(129, 250), self.bank.vocab_size)[: self.draw.longest]
+        prompt = self._mixed(self.draw.ids(self.draw.between(129, 250), self.bank.vocab_size)[: self.draw.longest])
         outputs = self.draw.pick(8, self.draw.most_outputs)
         params = SamplingParams(n=4, max_tokens=outputs, temperature=0.9, seed=self.draw.seed, ignore_eos=True)
         return [Arrival(prompt, params, priority=0)]
 
-    def _prompt(self) -> tuple[list[int], str]:
+    def _prompt(self) -> tuple[Mixed, str]:
         """A prompt and its salt: off the trunk, or off what an earlier request has so far, be it the next turn or a
         fork in the middle."""
         draw = self.draw
-        own = draw.ids(draw.length(), self.bank.vocab_size)
+        own = self._mixed(draw.ids(draw.length(), self.bank.vocab_size))
         if not self.run.requests or draw.chance(0.35):
             shared = draw.pick(0, draw.between(0, draw.longest), 64 * draw.between(1, 9))
-            return (self.trunk[:shared] + own)[: draw.longest], draw.pick("", "", "", "b")
+            return (self.trunk.first(shared) + own).first(draw.longest), draw.pick("", "", "", "b")
         request = draw.pick(*draw.pick(*self.run.requests.values()))
-        history = request.all_token_ids().tolist()
+        history = Mixed(request.all_token_ids().tolist(), request.images)
         if draw.chance(0.5):
-            cut = draw.between(0, len(history))
-            history = history[: max(0, cut if draw.chance(0.5) else cut // 64 * 64 + draw.pick(-1, 0, 1))]
+            cut = draw.between(0, len(history.ids))
+            history = history.first(max(0, cut if draw.chance(0.5) else cut // 64 * 64 + draw.pick(-1, 0, 1)))
         room = draw.longest + NEXT_TURN
-        return (history[: room - 20] + own)[:room], request.params.cache_salt
+        return (history.first(room - 20) + own).first(room), request.params.cache_salt
 
     def play(self, groups: int) -> None:
         """Requests arrive, some are aborted, until all are done; then everything is checked."""
@@ -243,16 +294,21 @@ class Example:
                 run.engine.core.scheduler.reset_prefix_cache()
             if draw.chance(0.006):
                 self._abort_one()
+            if self._sees and self._images.random() < PREEMPTED:
+                self._preempt_one()
             run.step()
         flips = self.check()
         self._count(flips)
 
     def _add(self, arrival: Arrival) -> None:
         run = self.run
-        kept = run.engine.inputs.prompt(arrival.prompt, params=arrival.params)
-        total = len(kept.token_ids) + arrival.params.max_tokens  # type: ignore[operator]
+        params, prompt = arrival.params, Prompt(np.asarray(arrival.prompt.ids, np.int32), images=arrival.prompt.images)
+        if prompt.images:
+            params = replace(params, truncate_prompt_tokens=None)
+        kept = run.engine.inputs.prompt(prompt, params=params)
+        total = len(kept.token_ids) + params.max_tokens  # type: ignore[operator]
         try:
-            name = run.add(arrival.prompt, arrival.params, arrival.priority)
+            name = run.add(prompt, params, arrival.priority)
         except RequestTooLargeError:
             assert not run.sched.cache.can_ever_fit(total)
             self.tally.note(refused=1)
@@ -270,6 +326,12 @@ class Example:
             self.ended_early.add(name)
             self.tally.note(aborted=1, aborted_midway=any(c.token_ids for c in self.run.outputs[name].outputs))
 
+    def _preempt_one(self) -> None:
+        """Preempt a request as if memory were short, which it seldom is for this model."""
+        running = self.run.sched._running.requests
+        if running and not self.run.sched._issued:
+            self.run.sched._preempt(self._images.choice(running))
+
     def check(self) -> int:
         """Compare every request with the oracle. Returns how many tokens differ by a tie."""
         run, options = self.run, self.run.options
@@ -284,6 +346,27 @@ class Example:
         run.check_nothing_leaked()
         return flips
 
+    def _count_images(self, requests: Sequence[Request]) -> dict[str, int]:
+        """Count what happened to requests with images."""
+        run, options = self.run, self.run.options
+        with_images = [request for request in requests if request.images]
+        inside = 0
+        for request in with_images:
+            cached = request.cache.num_cached_tokens
+            inside += any(image.start < cached < image.end for image in request.images)
+        encoders = [runner._encoded for runner in (run.probe.inner, *run.probe.others)]
+        return {
+            "images": len(with_images),
+            "image_hits": sum(request.cache.num_cached_tokens > request.images[0].start for request in with_images),
+            "image_hits_inside": inside,
+            "images_preempted": sum(request.num_preemptions > 0 for request in with_images),
+            "images_under_schemas": sum(request.params.structured_outputs is not None for request in with_images),
+            "image_drafts_accepted": sum(request.num_accepted_tokens for request in with_images),
+            "image_drafts_by_mtp": options.mtp * sum(request.num_draft_tokens for request in with_images),
+            "image_ranks": options.num_ranks > 1,
+            "tower_runs": sum(encoder.num_runs for encoder in encoders if encoder is not None),
+        }
+
     def _count(self, flips: int) -> None:
         run, options, tally = self.run, self.run.options, self.tally
         stats = run.sched.stats()
@@ -296,6 +379,7 @@ class Example:
             assert hits == 0
         tally.note(
             examples=1,
+            **self._count_images(requests),
             tokens=sum(len(c.token_ids) for c in outputs),
             flips=0 if options.rounds_what_is_kept else flips,
             fp8_keys=options.kv_cache_dtype == "fp8",

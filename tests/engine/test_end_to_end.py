@@ -13,7 +13,7 @@ import torch
 
 from forkpoint.ops.cpu.build import load_operators
 from tests.engine.compare import Oracle
-from tests.engine.real import MORE_MODELS, ModelBank
+from tests.engine.real import MORE_MODELS, SEEING, ModelBank
 from tests.engine.scenario import Example, Tally
 
 ENOUGH = 20
@@ -72,6 +72,27 @@ DRAWN = [
     "drafts_far_crossings",
 ]
 
+IMAGE_SEEDS = [2, 4, 9, 16]
+DRAWN_WITH_IMAGES = [
+    "images",
+    "image_hits",
+    "image_hits_inside",
+    "images_preempted",
+    "images_under_schemas",
+    "image_drafts_by_mtp",
+    "image_drafts_accepted",
+    "image_ranks",
+    "tower_runs",
+    "deterministic",
+    "fp8",
+    "fp8_keys",
+    "async_scheduling",
+    "aborted_midway",
+    "failed",
+    "evictions",
+    "jumps",
+]
+
 
 @pytest.fixture(scope="module")
 def bank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelBank]:
@@ -103,6 +124,15 @@ def test_answers_of_further_families(bank: ModelBank, oracle: Oracle, model: str
     Example(bank, oracle, seed, tally, [model]).play(3)
     assert tally.seen["hits"] and tally.seen["deterministic"] == (seed == 5)
     assert seed != 5 or tally.seen["drafts_rejected"]
+
+
+def test_answers_to_images(bank: ModelBank, oracle: Oracle) -> None:
+    """Images together with everything else: each of these things happens in one of the examples."""
+    tally = Tally()
+    for seed in IMAGE_SEEDS:
+        Example(bank, oracle, seed, tally, [SEEING]).play(2)
+    missing = [name for name in DRAWN_WITH_IMAGES if not tally.seen[name]]
+    assert not missing, f"never happened: {missing}; counted: {dict(tally.seen)}"
 
 
 def test_everything_was_drawn(tally: Tally) -> None:

@@ -161,6 +161,8 @@ def test_a_batch_of_texts_and_images_gives_what_each_gives_alone(folder: tuple[P
         runs = llm._engine.core._runner._encoded.num_runs  # type: ignore[attr-defined]
         assert completions(llm, prompts, 30) == alone
         assert llm._engine.core._runner._encoded.num_runs == runs + 2, "requests share an encoded image"  # type: ignore[attr-defined]
+    with engine(folder[0], tensor_parallel_size=2) as llm:  # two processes, each of which runs the whole tower
+        assert completions(llm, prompts, 30) == alone
 
 
 def test_drafts_change_no_token(tmp_path: Path) -> None:
