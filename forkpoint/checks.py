@@ -108,11 +108,13 @@ def checked_fields(given: object, check: Checker, none: str = "") -> dict[str, A
     """Return the flag, number and text fields of a dataclass as plain values, checked against their types and bounds.
 
     `none` describes None in errors of integer fields that may also be None."""
-    found = {}
+    found: dict[str, Any] = {}
     for item, kind, is_optional in _plain_fields(type(given)):  # type: ignore[arg-type]  # classes are hashable
         value = getattr(given, item.name)
-        skipped = value is None and is_optional
-        found[item.name] = None if skipped else _checked(item, kind, value, check, none if is_optional else "")
+        if value is None and is_optional:
+            found[item.name] = None
+        else:
+            found[item.name] = _checked(item, kind, value, check, none if is_optional else "")
     return found
 
 
@@ -134,8 +136,10 @@ def _checked(item: Field[Any], kind: Any, value: Any, check: Checker, none: str)
     if kind is bool:
         return check.flag(name, value)
     if kind is int:
-        low, high = (int(bounds.low), int(bounds.high)) if bounds else (-MAX_INTEGER - 1, MAX_INTEGER)
-        told = f"an integer from {low} to {high}" if bounds else "an integer of at most 64 bits"
+        low, high, told = -MAX_INTEGER - 1, MAX_INTEGER, "an integer of at most 64 bits"
+        if bounds:
+            low, high = int(bounds.low), int(bounds.high)
+            told = f"an integer from {low} to {high}"
         return check.integer(name, value, low, high, item.metadata.get("allowed") or none + told)
     if kind is float:
         return check.number(name, value, bounds or Bounds(-1e300, 1e300))

@@ -31,11 +31,9 @@ def application(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) 
     """Return the application for `serve.run`. Ray must be connected."""
     drain_s = server.shutdown_timeout_s
     resources = dict(fleet.ray_actor_options) or _devices(engine.tensor_parallel_size)
-    count: dict[str, Any] = (
-        {"autoscaling_config": dict(fleet.autoscaling_config)}
-        if fleet.autoscaling_config
-        else {"num_replicas": fleet.num_replicas}
-    )
+    count: dict[str, Any] = {"num_replicas": fleet.num_replicas}
+    if fleet.autoscaling_config:
+        count = {"autoscaling_config": dict(fleet.autoscaling_config)}
     replicas = serve.deployment(
         Replica,
         name="Replica",
@@ -68,9 +66,10 @@ def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> in
     check_rays_options(fleet)
     root = str(Path(forkpoint.__file__).parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    local: dict[str, Any] = {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
-    own = fleet.ray_address is None
-    ray.init(**local) if own else ray.init(address=fleet.ray_address)
+    own, where = fleet.ray_address is None, dict[str, Any](address=fleet.ray_address)
+    if own:
+        where = {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
+    ray.init(**where)
     try:
         serve.start(http_options=HTTPOptions(host=server.host, port=server.port))
         serve.run(application(engine, server, fleet), name=NAME, route_prefix=server.root_path or "/")

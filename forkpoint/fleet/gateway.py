@@ -108,7 +108,7 @@ class Gateway:
                     return answer
                 await asyncio.sleep(number * PAUSE_S)
             last, route = answer, RoutingHint(route.block_hashes, route.tried | {answer.head.replica})
-        return last if last is not None else _lost()
+        return last or _lost()
 
     async def _open(self, route: RoutingHint, forwarded: ForwardedRequest) -> ReplicaAnswer:
         """Send the request and wait for the head of the answer. Raises RayError if the replica is lost before."""

@@ -24,6 +24,6 @@ def joined_metrics(texts: Mapping[str, str]) -> str:
                 if line not in lines:
                     lines.append(line)
             elif found := SAMPLE.fullmatch(line):
-                labels = f'replica="{replica}"' + (f",{found[2]}" if found[2] else "")
+                labels = ",".join(filter(None, (f'replica="{replica}"', found[2])))
                 samples.setdefault(name, []).append(f"{found[1]}{{{labels}}} {found[3]}")
     return "".join(f"{line}\n" for name, lines in described.items() for line in lines + samples.get(name, []))

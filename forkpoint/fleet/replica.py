@@ -65,7 +65,9 @@ class Replica:
         refused."""
         try:
             async with self._send(forwarded, f"/prefix{forwarded.path}") as response:
-                return tuple((await response.json())["block_hashes"]) if response.status == 200 else ()
+                if response.status != 200:
+                    return ()
+                return tuple((await response.json())["block_hashes"])
         except aiohttp.ClientError:
             return ()
 

@@ -74,4 +74,6 @@ class RestorableRouter(RequestRouter):
 
     def _index(self, name: ReplicaID) -> RestorableIndex:
         feed = self._feeds.get(name)
-        return feed.index if feed is not None else RestorableIndex()
+        if feed is None:
+            return RestorableIndex()
+        return feed.index

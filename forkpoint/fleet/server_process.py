@@ -34,7 +34,11 @@ def placed(
         enable_kv_cache_events=True, endpoint=f"tcp://*:{live}", replay_endpoint=f"tcp://*:{replay}", host=address
     )
     # Requests keep the client's Host header. The hosts that are allowed follow from the gateway's address.
-    hosts = (*server.allowed_hosts, server.host) if server.allowed_hosts else () if is_loopback(server.host) else ("*",)
+    hosts: tuple[str, ...] = ()
+    if server.allowed_hosts:
+        hosts = (*server.allowed_hosts, server.host)
+    elif not is_loopback(server.host):
+        hosts = ("*",)
     return replace(engine, kv_events_config=events), replace(server, host=LOOPBACK, port=http, allowed_hosts=hosts)
 
 

@@ -80,11 +80,14 @@ class GrammarCompiler:
             stop_token_ids=frozenset(stop_token_ids),
             min_tokens=params.min_tokens,
         )
+        start, failure = rules, "no token can come"
+        if wanted is not None:
+            start = partial(self._structured, params, stop_token_ids, rules)
+            failure = "structured_outputs cannot be met"
         try:
-            found = rules() if wanted is None else self._structured(params, stop_token_ids, rules)
+            found = start()
         except StructuredOutputError as error:
-            what = "no token can come" if wanted is None else "structured_outputs cannot be met"
-            raise InvalidParamsError(f"{what}: {error}") from error
+            raise InvalidParamsError(f"{failure}: {error}") from error
         if found.mask is None:
             raise InvalidParamsError("structured_outputs match only the empty text; ask for at least one character")
         return found

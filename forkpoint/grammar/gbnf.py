@@ -49,18 +49,18 @@ def regex_literal(pattern: str) -> str:
 def _one_line_each(text: str) -> str:
     """Put each rule in brackets, inside which lines may break. Remove comments and escapes that the converter gets
     wrong."""
-    found, end, in_rule = [], 0, False
+    found, end, close = [], 0, ""
     for token in _TOKEN.finditer(text):
         found.append(text[end : token.start()])
         end, found_text = token.end(), token[0]
         if found_text.startswith("#"):
             continue
         if found_text.endswith("::="):
-            found.append((")\n" if in_rule else "") + found_text + " (")
-            in_rule = True
+            found.append(f"{close}{found_text} (")
+            close = ")\n"
         else:
             found.append(_LONG_ESCAPE.sub(_character, found_text))
-    return "".join([*found, text[end:], ")\n" if in_rule else ""])
+    return "".join([*found, text[end:], close])
 
 
 def _character(escape: re.Match[str]) -> str:

@@ -91,7 +91,8 @@ class TokenRules:
     def copy(self) -> TokenRules:
         """Return an independent copy."""
         other = copy(self)
-        other._matcher = self._matcher.deep_copy() if self._matcher is not None else None
+        if self._matcher is not None:
+            other._matcher = self._matcher.deep_copy()
         return other
 
     def _allows(self, token_id: int) -> bool:
@@ -120,7 +121,8 @@ class TokenRules:
                 )
         if self._num_tokens < self._min_tokens:
             later = bits & self._no_stops
-            bits = later if self._matcher is None or later.any() else bits
+            if self._matcher is None or later.any():
+                bits = later
         banned = self._banned()
         if banned:
             bits = bits & ~id_bits(banned, 32 * len(bits))
@@ -149,7 +151,9 @@ class TokenRules:
     def _reason(self) -> str:
         """Return the matcher's error if a limit was exceeded; otherwise empty."""
         text = complaint_in_a_line(str(self._matcher.get_error()))
-        return f": {text}; make structured_outputs simpler" if "limit" in text or "too many" in text else ""
+        if "limit" not in text and "too many" not in text:
+            return ""
+        return f": {text}; make structured_outputs simpler"
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:

@@ -28,7 +28,7 @@ def plain_classes(pattern: str) -> str:
         elif inside and token == "--":
             raise ValueError(f"{pattern[:60]!r} has '--' in a character class; write '\\-' for the sign")
         elif inside and token[0] in "[&~":
-            token = "".join("\\" + char for char in token.rstrip("]")) + ("]" if token.endswith("]") else "")
+            token = re.sub(r"[^\]]", lambda sign: "\\" + sign[0], token)
             inside = not token.endswith("]")
         found.append(token)
     return "".join(found)

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 
 from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar.patterns import ENCODINGS, FORMATS, LIBRARY_FORMATS, NOT_ENFORCED_FORMATS, plain_classes
-from forkpoint.grammar.unions import Unions, children, pointer
+from forkpoint.grammar.unions import Unions, children, listed, pointer, values_of
 
 MAX_DEPTH: Final = 64  # nested brackets
 MAX_EXACT: Final = 2**53  # beyond it not every integer is a number of the library
@@ -57,7 +57,9 @@ def enforceable(text: str, *, compact: bool) -> str:
     if not isinstance(root, dict | bool):
         raise InvalidParamsError(f"structured_outputs.json is {text[:40]!r}; give a JSON schema, an object")
     found = _Rewriter(root).schema(root, "")
-    return json.dumps({**(found if isinstance(found, dict) else {"allOf": [found]}), "x-guidance": _OPTIONS[compact]})
+    if not isinstance(found, dict):
+        found = {"allOf": [found]}
+    return json.dumps({**found, "x-guidance": _OPTIONS[compact]})
 
 
 class _Rewriter:
@@ -136,10 +138,10 @@ class _Rewriter:
             refuse("propertyNames", path, "cannot be enforced together with properties; leave it out")
         rest = found.pop("additionalProperties", {})
         rules = {key: value for key, value in names.items() if key not in ("type", "title", "description")}
-        listed = rules.get("enum", [rules["const"]] if "const" in rules else None)
+        values = values_of(rules)
         self._strings(rules, path)
-        if isinstance(listed, list):
-            found["properties"] = {name: rest for name in listed if isinstance(name, str)}
+        if isinstance(values, list):
+            found["properties"] = {name: rest for name in values if isinstance(name, str)}
         elif set(rules) == {"pattern"}:
             found["patternProperties"] = {rules["pattern"]: rest}
         elif rules and set(rules) <= {"minLength", "maxLength"}:
@@ -239,15 +241,16 @@ def _parts(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield value
-    elif isinstance(value, list | dict):
-        for child in value.values() if isinstance(value, dict) else value:
-            yield from _numbers(child)
+    for child in listed(value):
+        yield from _numbers(child)
 
 
 def _strings_of(value: Any) -> list[str]:
-    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+    return [name for name in listed(value) if isinstance(name, str)]
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -81,7 +81,9 @@ class Description:
         if self.name == "choice":
             return self.text
         try:
-            return f"start: {regex_literal(self.text)}" if self.name == "regex" else lark_of_gbnf(self.text)
+            if self.name == "regex":
+                return f"start: {regex_literal(self.text)}"
+            return lark_of_gbnf(self.text)
         except Exception as error:  # any error concerns only this text
             raise refusal(self.name, str(error)) from error
 
@@ -141,7 +143,9 @@ def slow_name(wanted: StructuredOutputsParams) -> str | None:
     """Return the parameter's name if compiling it may take long; None if it is always quick."""
     name, text = _named(wanted)
     plain = len(text) <= MAX_PLAIN_SCHEMA and not _NOT_PLAIN.search(text)
-    return None if name in ("choice", "json_object") or (name == "json" and plain) else name
+    if name in ("choice", "json_object") or (name == "json" and plain):
+        return None
+    return name
 
 
 def _named(wanted: StructuredOutputsParams) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from forkpoint.grammar.schema import enforceable
 
 HEADER = '%llguidance {"no_forcing": true}'  # forced text may be written with any tokens, like other text
 _ANY = "/(?s:.*)/"
+_NEVER = "(?!)"  # a regular expression that matches nothing
 
 
 def grammars_of_tags(text: str, special_ids: Mapping[str, int], *, compact: bool) -> list[dict[str, str]]:
@@ -53,7 +54,8 @@ def _refuse(why: str) -> NoReturn:
 class _Writer:
     def __init__(self, special_ids: Mapping[str, int], compact: bool) -> None:
         self._special_ids = special_ids
-        self._specials = re.compile("(" + "|".join(map(re.escape, sorted(special_ids, key=len, reverse=True))) + ")")
+        specials = "|".join(map(re.escape, sorted(special_ids, key=len, reverse=True)))
+        self._specials = re.compile(f"({specials or _NEVER})")
         self._compact = compact
         self.rules: list[str] = []
         self.grammars: list[dict[str, str]] = []
@@ -134,16 +136,15 @@ class _Writer:
 
     def _up_to(self, text: str) -> str:
         """Write the shortest text that ends with `text`."""
-        if self._special_ids and self._specials.match(text):
+        if self._specials.match(text):
             return f"{_ANY} {self._text(text)}"
-        first = self._specials.split(text)[0] if self._special_ids else text
+        first = self._specials.split(text)[0]
         name = f"up_to_{len(self.rules)}"
         self.rules += [f"{name}[lazy]: UP_TO_{len(self.rules)}", f"UP_TO_{len(self.rules)}: {_ANY} {literal(first)}"]
         return f"{name} {self._text(text[len(first) :])}"
 
     def _text(self, text: str) -> str:
-        parts = [part for part in self._specials.split(text) if part] if self._special_ids else [text] if text else []
-        known = self._special_ids
+        parts, known = filter(None, self._specials.split(text)), self._special_ids
         return " ".join(f"<[{known[part]}]>" if part in known else literal(part) for part in parts) or '""'
 
     def _require_free(self, given: Any) -> None:

@@ -75,7 +75,7 @@ class Unions:
         if alone and not applied:
             self._closed.add(path)
         inner = alone and len(applied) == 1 and not _OF_OBJECTS & set(schema)
-        inner = inner and (applied != ["allOf"] or len(_listed(schema["allOf"])) == 1)
+        inner = inner and (applied != ["allOf"] or len(listed(schema["allOf"])) == 1)
         ref = schema.get("$ref")
         if isinstance(ref, str):
             self._all_local = self._all_local and ref.startswith("#") and ref[1:2] in ("", "/")
@@ -93,7 +93,9 @@ class Unions:
             return
         objects = [(schema, place) for schema, place in found if _types(schema) == {"object"}]
         others = [_types(schema) for schema, _ in found if _types(schema) != {"object"}]
-        if not _are_disjoint([*others, {"object"}] if objects else others):
+        if objects:
+            others.append({"object"})
+        if not _are_disjoint(others):
             return
         if len(objects) < 2 or self._tagged(objects):
             self.exclusive.add(path)
@@ -107,25 +109,24 @@ class Unions:
         for name in names[0]:
             if all(name in one for one in names) and _are_disjoint([self._values(one[name]) for one in names]):
                 for schema, place in objects:
-                    if name not in [*_listed(schema.get("required")), *self.forced.get(place, [])]:
+                    if name not in [*listed(schema.get("required")), *self.forced.get(place, [])]:
                         self.forced.setdefault(place, []).append(name)
                 return True
         return False
 
     def _values(self, schema: Any) -> set[str] | None:
         """Return the values that a schema lists, as JSON; None if it lists none, or numbers, lists or objects."""
-        schema = self.resolved(schema)
-        listed = schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else 0
-        if not isinstance(listed, list) or any(isinstance(value, int | float | list | dict) for value in listed):
+        values = values_of(self.resolved(schema))
+        if not isinstance(values, list) or any(isinstance(value, int | float | list | dict) for value in values):
             return None
-        return {json.dumps(value) for value in listed}
+        return {json.dumps(value) for value in values}
 
     def _followed(self, schema: Any, path: str) -> tuple[Any, str]:
         """Follow references of schemas that say nothing else. Return the target and its path."""
         for _ in range(MAX_PASSES):
             if not isinstance(schema, dict):
                 break
-            if len(_listed(schema.get("allOf"))) == 1 and not _OF_OBJECTS & set(schema):
+            if len(listed(schema.get("allOf"))) == 1 and not _OF_OBJECTS & set(schema):
                 schema, path = schema["allOf"][0], pointer(path, "allOf", 0)
             elif isinstance(schema.get("$ref"), str) and not _OF_OBJECTS & set(schema):
                 path = unquote(schema["$ref"][1:])
@@ -147,15 +148,31 @@ class Unions:
         return found
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def values_of(schema: Any) -> Any:
+    """Return the values that `enum` or `const` of a schema allows; None without these keywords."""
+    if not isinstance(schema, dict):
+        return None
+    if "const" in schema:
+        return schema.get("enum", [schema["const"]])
+    return schema.get("enum")
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a list as it is, and an empty one for anything else."""
+    if not isinstance(value, list):
+        return []
+    return value
 
 
 def _types(schema: dict[str, Any]) -> set[str] | None:
     """Return the types that a schema allows; None if it allows all."""
     given = schema.get("type")
-    names = set([given] if isinstance(given, str) else given if isinstance(given, list) else [])
-    return (names - {"number"} | ({"integer", "fraction"} if "number" in names else set())) or None
+    if isinstance(given, str):
+        given = [given]
+    names = set(listed(given))
+    if "number" in names:
+        names = names - {"number"} | {"integer", "fraction"}
+    return names or None
 
 
 def _are_disjoint(sets: list[set[str] | None]) -> bool:

@@ -78,10 +78,10 @@ class NpuPlatform(AcceleratorPlatform):
             raise ConfigError("cpu_ops='cpp' is for CPUs; on an NPU give auto, triton or torch")
         if cpu_ops == "triton" and not _has_triton():
             raise ConfigError("cpu_ops='triton' needs triton-ascend on an NPU; install it, or give torch")
-        name = cpu_ops
-        if name == "auto":
-            name = "triton" if _has_triton() else "torch"
-        self.has_graphs = name != "torch"  # torch operators read lengths, so they wait for the device
-        if name == "triton":
+        if cpu_ops == "triton" or (cpu_ops == "auto" and _has_triton()):
             os.environ.setdefault(*COMPILER_ENVIRONMENT)
-        return "triton-in-turns" if name == "triton" else name
+            return "triton-in-turns"
+        if cpu_ops in ("auto", "torch"):
+            self.has_graphs = False  # torch operators read lengths, so they wait for the device
+            return "torch"
+        return cpu_ops

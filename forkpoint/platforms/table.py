@@ -38,7 +38,9 @@ def resolve_platform(name: str, rank: int = 0, num_ranks: int = 1) -> Platform:
     if name == AUTO:
         name = next(kind for kind, count in num_devices().items() if count)
     head, _, tail = name.rpartition(":")
-    kind, index = (head, int(tail)) if head and tail.isdigit() else (name, rank)
+    kind, index = name, rank
+    if head and tail.isdigit():
+        kind, index = head, int(tail)
     platform = PLATFORMS.find(kind)
     count = platform.num_devices()
     if num_ranks > 1 and count:
@@ -60,5 +62,6 @@ def resolve_platform(name: str, rank: int = 0, num_ranks: int = 1) -> Platform:
 @functools.cache
 def traits_of(device: torch.device) -> DeviceTraits:
     """Return the traits of any device. An unknown kind gets the most restrictive traits."""
-    known = device.type in PLATFORMS.names()
-    return PLATFORMS.find(device.type).traits(device) if known else DeviceTraits()
+    if device.type not in PLATFORMS.names():
+        return DeviceTraits()
+    return PLATFORMS.find(device.type).traits(device)

@@ -105,10 +105,16 @@ class EngineReplica:
         counts: list[int] = []
         for row, drafts in zip(plan.sampled_rows.tolist(), num_drafts.tolist(), strict=True):
             name = self._row_ids[row]
-            counts.append(1 + (drafter.accept(name, drafts) if drafter is not None and drafts else 0))
+            count = 1
+            if drafter is not None and drafts:
+                count += drafter.accept(name, drafts)
             done = len(self._requests[name].output_token_ids)
-            tokens += self._outputs[name][done : done + counts[-1]]
-        return np.asarray(tokens, np.int32), np.asarray(counts, np.int32) if num_drafts.any() else None
+            tokens += self._outputs[name][done : done + count]
+            counts.append(count)
+        sampled = np.asarray(tokens, np.int32)
+        if not num_drafts.any():
+            return sampled, None
+        return sampled, np.asarray(counts, np.int32)
 
     def restorable(self, request: TraceRequest) -> int:
         """Return the number of tokens that a hit would cover now."""

@@ -46,7 +46,9 @@ def _reader_for(path: Path) -> Callable[[Path, int | None], Trace]:
         raise TraceError(f"{path}: traces end in .jsonl, .csv, .json or .tar.xz, or are folders of .json files")
     with path.open(encoding="utf-8") as lines:
         first = json.loads(lines.readline() or "{}")
-    return read_request_log if "block_hashes" in first or "token_ids" in first else read_mooncake
+    if "block_hashes" in first or "token_ids" in first:
+        return read_request_log
+    return read_mooncake
 
 
 def read_azure(path: Path, limit: int | None = None) -> Trace:
@@ -103,7 +105,9 @@ class _MooncakeTokens:
                 following.setdefault(before, index)
         for index, record in enumerate(records):
             start, length = record["input_length"], max(1, record["output_length"])
-            known = prompts[following[index]].part(start, start + length) if index in following else TokenSpans()
+            known = TokenSpans()
+            if index in following:
+                known = prompts[following[index]].part(start, start + length)
             output = TokenSpans.join([known, self._mint.fresh(length - known.num_tokens)])
             session = f"conversation-{self._of_record[index]}"
             yield TraceRequest(f"mooncake-{index}", session, prompts[index], output, record["timestamp"] / 1000)
@@ -142,8 +146,10 @@ def read_claude_code(path: Path, limit: int | None = None) -> Trace:
         blocks: dict[int, TokenSpans] = defaultdict(partial(mint.fresh, _CLAUDE_BLOCK))
         for suffix, records in _threads(conversation):
             session = f"{conversation['id']}-{number}{suffix}"
-            begins = start + (records[0]["t"] if suffix else 0.0)
-            requests += _claude_requests(session, records, begins, breakpoints if not suffix else (), blocks, mint)
+            if suffix:  # the requests of a subagent
+                requests += _claude_requests(session, records, start + records[0]["t"], (), blocks, mint)
+            else:
+                requests += _claude_requests(session, records, start, breakpoints, blocks, mint)
         start += gaps.expovariate(1 / SESSION_GAP_S)
     return Trace(path.name.split(".")[0], tuple(requests))
 
@@ -157,8 +163,7 @@ def _conversations(path: Path) -> Iterator[dict[str, Any]]:
     else:
         with tarfile.open(path) as archive:
             for member in archive:
-                content = archive.extractfile(member) if member.name.endswith(".json") else None
-                if content is not None:
+                if member.name.endswith(".json") and (content := archive.extractfile(member)) is not None:
                     yield json.load(content)
 
 
@@ -187,7 +192,9 @@ def _claude_requests(
         record, ids = records[index], records[index]["hash_ids"]
         full, length = len(ids) * _CLAUDE_BLOCK, max(record["in"], 1)
         wanted = length + max(1, record["out"])
-        known = coming.part(full, wanted) if coming_ids[: len(ids)] == ids else TokenSpans()
+        known = TokenSpans()
+        if coming_ids[: len(ids)] == ids:
+            known = coming.part(full, wanted)
         rest = TokenSpans.join([known, mint.fresh(wanted - full - known.num_tokens)])
         prompt = TokenSpans.join([*full_blocks[index], rest.part(0, length - full)])
         requests.append(
@@ -235,5 +242,5 @@ def read_request_log(path: Path, limit: int | None = None) -> Trace:
             )
         )
     requests.sort(key=lambda request: request.arrival_s)
-    first = requests[0].arrival_s if requests else 0.0
+    first = min((request.arrival_s for request in requests), default=0.0)
     return Trace(path.stem, tuple(replace(r, arrival_s=r.arrival_s - first) for r in requests))

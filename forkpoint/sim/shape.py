@@ -81,11 +81,12 @@ class ModelShape:
 
         Raises UnsupportedModelError."""
         layers = tuple(tuple(_in_state_dtype(spec, state_dtype) for spec in layer) for layer in self.layers)
-        return replace(
-            self,
-            layers=tuple(map(keys_in_fp8, layers)) if kv_cache_dtype == "fp8" else layers,
-            weight_bytes_each=FP8_WEIGHT_BYTES if quantization == "fp8" else self.weight_bytes_each,
-        )
+        weight_bytes = self.weight_bytes_each
+        if kv_cache_dtype == "fp8":
+            layers = tuple(map(keys_in_fp8, layers))
+        if quantization == "fp8":
+            weight_bytes = FP8_WEIGHT_BYTES
+        return replace(self, layers=layers, weight_bytes_each=weight_bytes)
 
     @cached_property
     def recompute_cost(self) -> RecomputeCost:

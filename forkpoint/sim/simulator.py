@@ -28,7 +28,9 @@ class RequestRecord:
     @property
     def ttft_s(self) -> float | None:
         """Time to first token."""
-        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+        if self.first_token_s is None:
+            return None
+        return self.first_token_s - self.arrival_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,7 @@ class Simulator:
         """Run the whole trace."""
         now = 0.0
         while self._arrivals or self._steps:
-            arrives = self._arrivals[0][0] if self._arrivals else float("inf")
-            ends = self._steps[0][0] if self._steps else float("inf")
-            if arrives <= ends:
+            if self._arrivals and (not self._steps or self._arrivals[0][0] <= self._steps[0][0]):
                 now, _, request = heapq.heappop(self._arrivals)
                 self._admit(now, request)
             else:
@@ -99,8 +99,9 @@ class Simulator:
     def _wake_all(self, now: float) -> None:
         stepping = {replica for _, replica in self._steps}
         for replica, system in enumerate(self._replicas):
-            idle = replica not in stepping and system.num_unfinished()
-            load = system.plan(now) if idle else None
+            if replica in stepping or not system.num_unfinished():
+                continue
+            load = system.plan(now)
             if load is not None:
                 seconds = self._cost.step_s(load)
                 self._busy_s += seconds

@@ -129,9 +129,11 @@ def _state_write_interval(config: EngineConfig, layout: CacheLayout, num_rows: i
         )
     if not layout.spaces_writes:
         return 1
-    plain = config.deterministic or num_rows < LEAST_RECORDED
-    usual = 1 if plain else platform.traits(platform.device).state_write_interval
-    return asked or usual
+    if asked is not None:
+        return asked
+    if config.deterministic or num_rows < LEAST_RECORDED:
+        return 1
+    return platform.traits(platform.device).state_write_interval
 
 
 def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) -> Model:

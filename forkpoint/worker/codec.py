@@ -23,10 +23,11 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         text = str(error)
-        shown = text if len(text) <= MAX_ERROR_LENGTH else text[:MAX_ERROR_LENGTH] + "..."
+        if len(text) > MAX_ERROR_LENGTH:
+            text = text[:MAX_ERROR_LENGTH] + "..."
         if isinstance(error, ForkpointError):
-            return cls(type(error).__name__, shown)
-        return cls(EngineStoppedError.__name__, f"{type(error).__name__}: {shown}")
+            return cls(type(error).__name__, text)
+        return cls(EngineStoppedError.__name__, f"{type(error).__name__}: {text}")
 
     def error(self) -> ForkpointError:
         kind = getattr(errors, self.kind, EngineStoppedError)

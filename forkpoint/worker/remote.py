@@ -67,15 +67,17 @@ def start_worker(config: EngineConfig) -> Worker:
 
 def start_ranks(configs: Sequence[EngineConfig]) -> Worker:
     """Start ranks that have options of their own, one for each; see `start_worker`."""
-    meeting = tempfile.TemporaryDirectory(prefix="forkpoint-", ignore_cleanup_errors=True) if len(configs) > 1 else None
-    with meeting or contextlib.nullcontext() as folder:
-        place = None if folder is None else Path(folder, MEETING)
+    with contextlib.ExitStack() as stack:
+        place, names = None, ["worker"]
+        if len(configs) > 1:
+            meeting = tempfile.TemporaryDirectory(prefix="forkpoint-", ignore_cleanup_errors=True)
+            place, names = Path(stack.enter_context(meeting), MEETING), [f"rank {rank}" for rank in range(len(configs))]
         ranks = []
         for rank, config in enumerate(configs):
             here, there = multiprocessing.Pipe()
             process = start_child(serve_worker, config, rank, place, there, name=f"worker-{rank}")
             there.close()
-            ranks.append(RankProcess("worker" if place is None else f"rank {rank}", here, process))
+            ranks.append(RankProcess(names[rank], here, process))
         runner = RemoteRunner(ranks)
         return Worker(runner.wait_until_built(), runner, lambda: None, runner.check)
 
