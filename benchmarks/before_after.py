@@ -28,7 +28,7 @@ Make = Callable[[], list[Callable[[], object]]]
 
 
 def products() -> Iterator[tuple[str, Make]]:
-    """Matrix products and experts of `benchmarks.gpu_linear`, in both modes."""
+    """Yield the matrix products and experts of `benchmarks.gpu_linear`, in both modes."""
     page: Any = import_module("benchmarks.gpu_linear")
     for mode, deterministic in (("", False), (", deterministic", True)):
         table = page.select_table("triton", deterministic, False)
@@ -64,7 +64,8 @@ def cases(pages: list[str], pattern: str) -> dict[str, Make]:
 
 
 def serve(known: dict[str, Make], share: tuple[int, int]) -> None:
-    """In a checkout's process: call every case of a share once, which compiles it; or make and time what is asked."""
+    """Serve one checkout in a process of its own: compile every case of a share by a call, or time the cases asked
+    for."""
     import torch
 
     def made(name: str) -> list[Callable[[], object]]:
@@ -128,7 +129,7 @@ class Checkout:
         self._process.stdin.flush()
 
     def heard(self) -> Any:
-        """First the names of its cases, then what each line that it was told came to."""
+        """Read what a process sends: the names of its cases first, then the result of each command."""
         return json.loads(self._process.stdout.readline())
 
     def microseconds(self, name: str) -> float:

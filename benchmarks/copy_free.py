@@ -35,7 +35,7 @@ from forkpoint.ops.parameters import ConvTaps, RecurrenceInputs, RecurrenceParam
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What the state operators of every layer share, and each layer's pools."""
+    """The state operators' arguments that all layers share, and each layer's pools."""
 
     mixed: Tensor
     a: Tensor
@@ -85,7 +85,7 @@ def report(name: str, stay: Callable[[], None], move: Callable[[], None], copy: 
 
 
 def decode_rows(rows: int) -> None:
-    """Decode rows that all cross a boundary in one step."""
+    """Time decode rows that all cross a boundary in one step."""
     layers = Layers.create(rows, 2 * rows)
     old, new = ints(list(range(rows))), ints(list(range(rows, 2 * rows)))
     report(
@@ -97,7 +97,7 @@ def decode_rows(rows: int) -> None:
 
 
 def forks(rows: int, tokens: int) -> None:
-    """Requests that go on from one checkpoint with `tokens` tokens of their own each."""
+    """Time requests that continue from one checkpoint, each with `tokens` tokens of its own."""
     layers = Layers.create(rows * tokens, rows + 1)
     lens, own = [tokens] * rows, range(1, rows + 1)
     stay = segment_index(lens, own, own, device=DEVICE)

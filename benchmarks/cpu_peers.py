@@ -25,7 +25,7 @@ PEERS = ("forkpoint", "transformers", "vllm", "vllm-eager")
 
 
 def measure_round(peer: PeerProcess, work: Workload, rng: random.Random) -> Iterator[Sample]:
-    """Each phase once, with token ids from `rng`."""
+    """Run each phase once, with token ids from `rng`."""
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(1, SHAPE_131M.vocab_size) for _ in range(count)]
@@ -41,7 +41,7 @@ def measure_round(peer: PeerProcess, work: Workload, rng: random.Random) -> Iter
 
 
 def measure(peers: Sequence[PeerProcess], work: Workload) -> list[Measured]:
-    """All rounds, the peers taking turns; every peer gets the same token ids in a round."""
+    """Run all rounds, in which the peers take turns. In each round all peers get the same token ids."""
     for peer in peers:
         small = replace(work, prompt=min(512, work.prompt), decode=4)
         list(measure_round(peer, small, random.Random(0)))
@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _without_paths(argv: Sequence[str]) -> str:
-    """The command line for the page: where things lie on this machine is nobody's business."""
+    """Return the command line for the page, without this machine's paths."""
     names = {"--vllm-preload": "LIBTCMALLOC:LIBIOMP5", "--model": "MODEL", "--logs": "LOGS", "--page": "PAGE"}
     names["--vllm-python"] = "$VLLM_ENV/bin/python"
     before = ["", *argv]

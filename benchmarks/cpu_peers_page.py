@@ -25,7 +25,7 @@ $VLLM_ENV/bin/pip install --no-deps $VLLM_ENV/wheel/*.whl torchvision==0.28.0
 
 
 def table(results: Sequence[Measured], work: Workload) -> str:
-    """One row per peer: median (best), and in further rows our ratio to each other peer."""
+    """Return a row for each peer, with median (best), then rows with forkpoint's ratio to each other peer."""
     heads = (f"cold {work.prompt} s", f"warm +{work.extension} s", "decode b=1 tok/s", f"b={work.batch} tok/s")
     lines = ["| peer | " + " | ".join(heads) + " | cached when warm |", "|---" * (len(heads) + 2) + "|"]
     for result in results:

@@ -123,7 +123,7 @@ PARTS = ("hits", "half", "prefill", "modes")
 
 
 def measure(parts: Sequence[str], folder: Path, repeats: int, num_tokens: int) -> Iterator[Line]:
-    """The lines of the chosen parts, as they are measured."""
+    """Yield the lines of the chosen parts as they are measured."""
     makers: dict[str, Callable[[], Iterable[Line]]] = {
         "hits": lambda: hit_lines(folder),
         "half": lambda: half_arena_lines(folder, repeats),
@@ -136,7 +136,7 @@ def measure(parts: Sequence[str], folder: Path, repeats: int, num_tokens: int) -
 
 
 def write_page(path: Path, lines: Sequence[Line], command: str) -> None:
-    """The page with the table, and what is needed to repeat it."""
+    """Write the page with the table and what is needed to repeat it."""
     shape = SHAPE_131M
     rows = "\n".join(line.cells for line in lines)
     spec = TABLE_SPEC

@@ -16,7 +16,7 @@ Mix = Sequence[tuple[IntArray, int]]  # prompts with their output lengths
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds by the clock and of this process' CPU."""
+    """Seconds of wall-clock time and of this process's CPU time."""
 
     clock_s: float
     cpu_s: float
@@ -36,7 +36,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class MixRun:
-    """One run of a mix: how long it took, what entered the model, and every output."""
+    """One run of a mix: its duration, the tokens that entered the model, and every output."""
 
     timing: Timing
     num_tokens: int
@@ -46,8 +46,11 @@ class MixRun:
 
 
 def draw_mix(kind: str, count: int, vocab_size: int, seed: int = 0) -> Mix:
-    """'long': long prompts with few outputs; 'many': short prompts, so that states weigh; 'mixed': both, and
-    long answers to short prompts."""
+    """Draw the requests of a mix.
+
+    'long': long prompts with few outputs. 'many': short prompts, for which states take most of the memory. 'mixed':
+    both, and long answers to short prompts.
+    """
     ranges = {"long": ((1000, 3000), (8, 40)), "many": ((16, 120), (16, 90)), "answers": ((16, 200), (150, 400))}
     rng = np.random.default_rng(seed)
     mix = []
@@ -59,7 +62,8 @@ def draw_mix(kind: str, count: int, vocab_size: int, seed: int = 0) -> Mix:
 
 
 def half_pages(loaded: LoadedModel, mix: Mix) -> int:
-    """Half the bytes of all requests at their final length, at least one of them and two slots more; and page 0."""
+    """Return half the pages that all requests need at their final lengths, but enough for the longest one and two
+    slots, plus page 0."""
     layout = loaded.layout
     blocks = sum(layout.num_blocks_for(len(prompt) + outputs) for prompt, outputs in mix)
     half = (blocks * layout.block_bytes + len(mix) * layout.slot_bytes) // 2
@@ -68,7 +72,7 @@ def half_pages(loaded: LoadedModel, mix: Mix) -> int:
 
 
 def run_mix(loaded: LoadedModel, mix: Mix, num_pages: int = 0) -> MixRun:
-    """All requests at once, to the end. Raises the error of a request that failed."""
+    """Run all requests at once. Raises the error of a request that failed."""
     rig = Rig(loaded, RigOptions(num_pages=num_pages))
     requests = [rig.add(f"r{index}", prompt, outputs) for index, (prompt, outputs) in enumerate(mix)]
     watch = Stopwatch()
@@ -80,8 +84,10 @@ def run_mix(loaded: LoadedModel, mix: Mix, num_pages: int = 0) -> MixRun:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDelay:
-    """99th percentiles of a step's length, that is, of a running request's time between tokens: before a long prompt
-    came, while it is computed, and of the same prompt's steps without any running request."""
+    """99th percentiles of a step's duration, which is a running request's time between tokens.
+
+    They are: before a long prompt arrives, while it is computed, and while it is computed without running requests.
+    """
 
     quiet: Timing
     during: Timing
@@ -91,7 +97,7 @@ class PrefillDelay:
 
     @property
     def rise_clock(self) -> float:
-        """In budget-sized steps, by the clock."""
+        """The increase by wall-clock time, in steps that use the whole token budget."""
         return (self.during.clock_s - self.quiet.clock_s) / self.budget_step.clock_s
 
     @property
@@ -100,8 +106,8 @@ class PrefillDelay:
 
 
 def measure_long_prefill(loaded: LoadedModel, num_tokens: int, num_running: int, budget: int) -> PrefillDelay:
-    """`num_running` requests decode while a prompt of `num_tokens` is computed; the same prompt alone takes turns
-    with it, step by step."""
+    """Measure steps while `num_running` requests decode and a prompt of `num_tokens` is computed. Steps of the same
+    prompt without running requests alternate with them."""
     vocab = loaded.model.config.vocab_size
     options = RigOptions(budget=budget, ample_tokens=2 * num_tokens, max_model_len=num_tokens + 64)
     prompt, quiet_steps = random_ids(1, num_tokens, vocab), 100

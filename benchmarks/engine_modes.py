@@ -17,7 +17,7 @@ LOADS: dict[str, tuple[int, int, int]] = {  # name -> requests, prompt tokens, o
 
 @dataclass(frozen=True, slots=True)
 class ModeRatio:
-    """Best times of both modes on one load."""
+    """The best times of both modes under one load."""
 
     cpu_ops: str
     load: str
@@ -26,7 +26,7 @@ class ModeRatio:
 
     @property
     def clock(self) -> float:
-        """Throughput of deterministic mode over that of the default, by the clock."""
+        """Throughput of deterministic mode divided by that of the default mode, by wall-clock time."""
         return self.default.clock_s / self.deterministic.clock_s
 
     @property
@@ -40,7 +40,8 @@ def make_load(name: str) -> Mix:
 
 
 def measure_modes(folder: Path, cpu_ops: str, repeats: int) -> list[ModeRatio]:
-    """Both modes on every load; the first round warms up. Raises ConfigError where `cpu_ops` cannot be had."""
+    """Measure both modes under every load; the first round warms up. Raises ConfigError if `cpu_ops` is not
+    available."""
     modes = [LoadedModel.load(folder, cpu_ops=cpu_ops, deterministic=mode, dtype="bfloat16") for mode in (False, True)]
     ratios = []
     for name in LOADS:

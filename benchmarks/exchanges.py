@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def sums(peers: Peers, device: torch.device) -> dict[str, Way]:
-    """By the names of the columns."""
+    """Return the sums to time, by the names of the columns."""
     from torch.distributed import _symmetric_memory as symmetric
 
     assert dist.group.WORLD is not None
@@ -63,7 +63,7 @@ def sums(peers: Peers, device: torch.device) -> dict[str, Way]:
 
 
 def norms(peers: Peers, device: torch.device) -> dict[str, Way]:
-    """Of sums, added to the residual."""
+    """Return the norms of the residual plus a sum, by the names of the columns."""
     weight = torch.ones(max(width for _, width in NORMED), device=device)
 
     def nccl(x: Tensor, residual: Tensor) -> Tensor:

@@ -37,13 +37,13 @@ MAX_SEQS = 128
 
 
 def prefill_load(start: int, end: int) -> StepLoad:
-    """A step that computes tokens `[start, end)` of a row."""
+    """Return the load of a step that computes tokens `[start, end)` of a row."""
     pairs = (end * (end + 1) - start * (start + 1)) / 2
     return StepLoad(prefill_tokens=end - start, prefill_pairs=pairs, num_segments=1, num_sampled=1)
 
 
 class Floors:
-    """Of the steps of the model in `folder`, at these rates."""
+    """Least times of the steps of the model in `folder`, at these rates."""
 
     def __init__(self, folder: Path, copy: float, product: float) -> None:
         shape, config = read_shape(folder), load_config(folder)
@@ -55,7 +55,7 @@ class Floors:
         self._slot_s, self._key_s = shape.layout.slot_bytes / copy, shape.kv_token_bytes / copy
 
     def step_s(self, load: StepLoad, num_keys: float) -> float:
-        """Of a step that reads `num_keys` keys."""
+        """Return the least duration of a step that reads `num_keys` keys."""
         states = 2 * (load.num_segments + load.num_decodes) * self._slot_s
         parts = self._model.parts(load)
         return parts.linear + max(parts.attention, num_keys * self._key_s) + states
@@ -70,7 +70,7 @@ class Floors:
 
 
 def measure(client: Client, sizes: Sizes, floors: Floors) -> None:
-    """Print the table's lines."""
+    """Print the lines of the table."""
     cold, warm = measures.time_to_first_token(client, sizes)
     whole = sizes.prompt + sizes.extension
     floor = 1e3 * floors.prompt_s(0, sizes.prompt)

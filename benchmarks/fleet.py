@@ -30,7 +30,7 @@ SPREAD = 2654435761  # consecutive invented ids become ids that look drawn
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What became of one request. Its time is that of the whole answer."""
+    """The outcome of one request. Its time is that of the whole answer."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -38,7 +38,7 @@ class Served:
 
 
 class Replay:
-    """Conversations in closed loops: each turn repeats what was answered, and asks with what the trace adds."""
+    """Runs conversations in closed loops. Each turn repeats the answers so far and adds the new tokens of the trace."""
 
     def __init__(self, trace: Trace, url: str) -> None:
         self._trace = trace

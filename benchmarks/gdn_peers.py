@@ -25,7 +25,7 @@ LENGTHS = ([512], [2048], [8192], [32768], [1024] * 8, [704] * 32)
 
 
 def compare(peer: Any, lens: Sequence[int]) -> tuple[float, float, float]:
-    """(seconds of ours, seconds of theirs, relative difference of the outputs) for equally long segments."""
+    """Return (our seconds, their seconds, relative difference of the outputs) for segments of equal length."""
     rows, length, heads = len(lens), lens[0], SHAPE.num_v_heads
     tokens, keys = rows * length, SHAPE.num_k_heads * SHAPE.key_dim
     mixed, a, b = randn(tokens, SHAPE.mixed_dim), randn(tokens, heads), randn(tokens, heads)

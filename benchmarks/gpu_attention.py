@@ -30,14 +30,15 @@ PREFILLS = ((128, 16384), (256, 4096), (512, 4096), (200, 2200), (64, 64), (2048
 
 
 def arena(num_blocks: int) -> Tensor:
-    """Keys and values of one layer, `[num_blocks, 2, Hkv, 64, D]`, as far apart as in an arena of LAYERS layers."""
+    """Create keys and values of one layer, `[num_blocks, 2, Hkv, 64, D]`, with the strides of an arena of LAYERS
+    layers."""
     layers = torch.empty(num_blocks, LAYERS, 2, KV_HEADS, 64, DIM, device=DEVICE, dtype=torch.bfloat16)
     return layers[:, LAYERS // 2].normal_()
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`rows` rows of `queries` queries each, the last of `length` tokens."""
+    """A step of `rows` rows. Each has `queries` queries, which are the last of its `length` tokens."""
 
     rows: int
     queries: int
@@ -54,7 +55,7 @@ class Shape:
         return self.rows * self.length * KV_HEADS * DIM * 4
 
     def inputs(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[AttentionIndex]]:
-        """Queries, their gate, caches and `count` indices into different blocks of them."""
+        """Create queries, their gate, caches, and `count` indexes into different blocks of the caches."""
         blocks = -(-self.length // 64)
         cache = arena(count * self.rows * blocks)
         tables = torch.randperm(len(cache), device=DEVICE).int().view(count, self.rows, blocks)
@@ -79,7 +80,7 @@ def shapes() -> list[Shape]:
 
 
 def input_case(ops: OpTable, tokens: int) -> Case:
-    """Norm and rotation of queries and keys, and the write."""
+    """Return the case of the operator that normalises and rotates queries and keys and stores keys and values."""
     width = (2 * HEADS + 2 * KV_HEADS) * DIM
 
     def make() -> list[Call]:

@@ -61,7 +61,7 @@ SPLITS = KeySplits(wanted=DeviceTraits().num_decode_programs)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same work by our operators and by a peer's; both give the outputs `[T, ..]`."""
+    """The same work by our operators and by a peer's. Both return the outputs `[T, ..]`."""
 
     peer: str
     ours: Callable[[], Tensor]
@@ -116,7 +116,7 @@ def scan_step(rows: int) -> Case:
 
 
 def key_window(rows: int) -> Case:
-    """A step of rows with drafts, by layers of KDA."""
+    """Return the case of a KDA layer in a step of rows with drafts."""
     total, size = rows * WINDOW, (KDA.num_v_heads, KDA.value_dim)
     slot, record = 4 * KDA.key_dim * size[0] * size[1], 4 * 3 * size[0] * size[1]
 
@@ -133,7 +133,7 @@ def key_window(rows: int) -> Case:
 
 
 def scan_window(rows: int) -> Case:
-    """The same by layers of Mamba-1."""
+    """Return the case of a Mamba-1 layer in a step of rows with drafts."""
     slot, record, token = 4 * CHANNELS * VALUES, 2 * (2 * CHANNELS + VALUES), 2 * (4 * CHANNELS + 2 * VALUES)
 
     def make() -> list[Call]:
@@ -160,7 +160,8 @@ def conv_step(name: str, dim: int, rows: int) -> Case:
 
 
 def latents(rows: int, queries: int, length: int) -> Case:
-    """`rows` rows of `queries` queries each, the last of `length` tokens."""
+    """Return the case of latent attention over `rows` rows. Each has `queries` queries, the last of its `length`
+    tokens."""
     blocks, dim, tokens = -(-length // 64), RANK + SHARED, rows * queries
     stored = 2 * rows * length * dim
 
@@ -181,7 +182,7 @@ def latents(rows: int, queries: int, length: int) -> Case:
 
 
 def made_latents(queries: int, length: int) -> Case:
-    """The same of one row, with keys and values that are made of the latents; the making counts."""
+    """Return the same case for one row, with keys and values computed from the latents. That computation counts."""
     assert OPS.latent_prefill is not None
     attend, blocks, width = OPS.latent_prefill, -(-length // 64), HEADS * (OWN + VALUE)
 
@@ -221,7 +222,7 @@ def steps() -> Iterator[Case]:
 
 
 def recurrence_pair(spec: Recurrence, peer: Callable[..., Tensor]) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """One prompt from one state; the peer is given `(mixed, a, b, params, state)`."""
+    """Return the pair for one prompt from one state. The peer gets `(mixed, a, b, params, state)`."""
     mixed, a, params = randn(TOKENS, spec.mixed_dim), randn(TOKENS, spec.num_decays), params_of(spec)
     b = randn(TOKENS, spec.num_v_heads) if spec.delta else None
     pool = torch.randn(1, spec.num_v_heads, spec.value_dim, spec.key_dim, device=DEVICE)
@@ -241,7 +242,7 @@ def heads_of(spec: Recurrence, mixed: Tensor) -> list[Tensor]:
 
 
 def prepared(make: Callable[..., Callable[[], Tensor]]) -> Callable[..., Tensor]:
-    """A peer whose inputs are laid out when it is first called."""
+    """Return a peer that lays out its inputs at its first call."""
     call: list[Callable[[], Tensor]] = []
 
     def peer(*inputs: Any) -> Tensor:
@@ -279,7 +280,7 @@ def kda_peer() -> Callable[..., Tensor]:
 
 
 def mamba_files() -> None:
-    """Make `mamba_ssm.ops.triton` importable without the package's own start, which wants its compiled part."""
+    """Make `mamba_ssm.ops.triton` importable without the package's `__init__`, which needs its compiled part."""
     found = util.find_spec("mamba_ssm")
     if found is None or found.submodule_search_locations is None:
         raise ModuleNotFoundError("No module named 'mamba_ssm'")
@@ -304,7 +305,8 @@ def ssd_peer() -> Callable[..., Tensor]:
 
 
 def scan_pair(library: str) -> Pair:
-    """Mamba-1's scan; mamba-ssm's kernel takes each channel's tokens side by side, which costs it nothing here."""
+    """Return the pair for Mamba-1's scan. mamba-ssm's kernel takes each channel's tokens as one row, which costs it
+    nothing here."""
     call = ctypes.CDLL(library).selective_scan
     inputs, params, index = scan_inputs(TOKENS), scan_params(), segments([TOKENS])
     pool = torch.zeros(1, CHANNELS, VALUES, device=DEVICE)

@@ -38,7 +38,8 @@ PREFILL_ROWS = (512, 2048, 8192)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One of a 9B model's products: outputs N and K; `gated` ones end in SiLU-mul of their two halves."""
+    """One matrix product of a 9B model, with N outputs and K inputs. If `gated`, a SiLU-mul of its two halves
+    follows."""
 
     name: str
     num_outputs: int
@@ -66,7 +67,7 @@ EXPERT_TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
 
 
 def times_of(product: Product, rows: int, call: Callable[[Tensor, PackedLinear], object]) -> float:
-    """Seconds of a call."""
+    """Return the median seconds of a call."""
     count = turns(product.num_bytes)
     weights = [PackedLinear(randn(product.num_outputs, product.width), None) for _ in range(count)]
     x = randn(rows, product.width)
@@ -88,7 +89,7 @@ def ours(product: Product, table: OpTable) -> Callable[[Tensor, PackedLinear], o
 
 
 def chosen(product: Product, rows: int) -> list[Tile | None]:
-    """The tiles of the default and of the deterministic mode."""
+    """Return the tiles of the default and of the deterministic mode."""
     if product.gated:
         half = product.num_outputs // 2
         fixed = fixed_gated_tile(rows, half, product.width, torch.bfloat16)
@@ -98,7 +99,7 @@ def chosen(product: Product, rows: int) -> list[Tile | None]:
 
 
 def show(tile: Tile | None) -> str:
-    """`rows x outputs x width`, `/ splits`; `-` for none."""
+    """Show a tile as `rows x outputs x width / splits`, and None as `-`."""
     if tile is None:
         return "-"
     return f"{tile.rows}x{tile.outputs}x{tile.width}" + (f" / {tile.splits}" if tile.splits > 1 else "")

@@ -33,7 +33,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`make` gives calls of the same work on different memory."""
+    """One operator at one size. `make` returns calls that do the same work on different memory."""
 
     name: str
     num_bytes: float
@@ -42,7 +42,8 @@ class Case:
 
 
 def median_seconds(calls: list[Call], least: int = 16) -> float:
-    """Of one call, all of them recorded in one graph; repeated, so that a graph holds `least` calls."""
+    """Return the median seconds of one call. All calls are recorded in one graph, repeated until it holds `least`
+    calls."""
     for call in calls:
         call()
     calls = calls * -(-least // len(calls))
@@ -56,7 +57,7 @@ def median_seconds(calls: list[Call], least: int = 16) -> float:
 
 
 def ceilings() -> tuple[float, float]:
-    """(bytes per second of a copy, read and written; bfloat16 operations per second of a matrix product)."""
+    """Return (bytes per second that a copy reads and writes, bfloat16 operations per second of a matrix product)."""
     source = torch.randn(1 << 30, device=DEVICE)
     target = torch.empty_like(source)
     a, b = randn(8192, 8192), randn(8192, 8192)
@@ -109,7 +110,8 @@ def decode_cases() -> Iterator[Case]:
 
 
 def record_cases() -> Iterator[Case]:
-    """States written every 8 tokens, rows at all places between two writes; of windows all tokens but one counted."""
+    """Yield rows whose states are written every 8 tokens, at every distance from the last write. All tokens of their
+    windows except one were accepted."""
     interval, heads, shapes = 8, SHAPE.num_v_heads, record_shapes()
     record = 4 * math.prod(shapes[0]) + 2 * math.prod(shapes[1])
     for batch in (1, 8, 32, 128, 256):
@@ -145,7 +147,7 @@ def record_cases() -> Iterator[Case]:
 
 
 def record_shapes() -> tuple[tuple[int, ...], ...]:
-    """Of a token: update, key, decay."""
+    """Return the shapes of a token's update, key and decay."""
     heads = SHAPE.num_v_heads
     return (heads, SHAPE.value_dim), (SHAPE.num_k_heads, SHAPE.key_dim), (heads,)
 
@@ -191,7 +193,7 @@ def conv_cases() -> Iterator[Case]:
 
 
 def verify_indices(count: int, rows: int, tokens: int) -> list[VerifyIndex]:
-    """Steps of other slots, each of rows of so many tokens that have one less to fold."""
+    """Return indexes of steps with different slots. Each row has this many tokens, and one pending token fewer."""
     own, offsets = ints(list(range(rows))), ints(list(range(0, rows * tokens + 1, tokens)))
     pending, mark, marked = (ints([value] * rows) for value in (tokens - 1, 0, -1))
     slots = [ints(list(range(i * rows, (i + 1) * rows))) for i in range(count)]
@@ -199,7 +201,7 @@ def verify_indices(count: int, rows: int, tokens: int) -> list[VerifyIndex]:
 
 
 def verify_cases() -> Iterator[Case]:
-    """Rows with drafts, all tokens but one of whose last step are to be folded."""
+    """Yield rows with drafts, of whose last step all tokens except one have to be folded."""
     heads, dim, shapes = SHAPE.num_v_heads, SHAPE.mixed_dim, record_shapes()
     record = 4 * sum(math.prod(shape) for shape in shapes)
     for rows in (1, 8, 32, 128):
@@ -228,7 +230,7 @@ def verify_cases() -> Iterator[Case]:
 
 
 def layer_cases() -> Iterator[Case]:
-    """Everything between a recurrent layer's two projections."""
+    """Yield all operators between a recurrent layer's two projections."""
     heads, value = SHAPE.num_v_heads, SHAPE.value_dim
     window = (WIDTH - 1) * SHAPE.mixed_dim
     for rows in (1, 8, 32, 128, 256):
@@ -274,7 +276,7 @@ class _Layer:
 
 
 def row_cases() -> Iterator[Case]:
-    """Operators that take each token by itself."""
+    """Yield the operators that compute each token by itself."""
     heads, value = SHAPE.num_v_heads, SHAPE.value_dim
     for tokens in (1, 128, 8192):
 

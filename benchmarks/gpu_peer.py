@@ -37,7 +37,7 @@ NINE: dict[str, Any] = {
 
 
 class Engine:
-    """Either engine with its own defaults, prefix caching, states in fp32 and weights at random."""
+    """Either engine with its own defaults, prefix caching, fp32 states and random weights."""
 
     def __init__(self, name: str, config: dict[str, Any], num_drafts: int, gib: float, backend: str | None) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -71,7 +71,7 @@ class Engine:
         drafts.set_drafter(self.llm, drafts.SyntheticDrafter(tuple(RATES[:num_drafts]), VOCAB_SIZE, {}, True))
 
     def run(self, prompts: Sequence[Ids], num_tokens: int) -> tuple[float, list[Any]]:
-        """Seconds, and the outputs."""
+        """Return the seconds and the outputs of a call."""
         given: Any = [{"prompt_token_ids": ids} for ids in prompts] if self._is_vllm else list(prompts)
         silent = {"detokenize": False} if self._is_vllm else {}
         params = self._params(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, **silent)
@@ -81,7 +81,7 @@ class Engine:
 
 
 class Protocol:
-    """The parts that can be asked for; each returns what its line says."""
+    """The parts that can be chosen. Each returns the values of its line."""
 
     def __init__(self, engine: Engine, num_ids: int, batches: Sequence[int], repeats: int, shorter: int) -> None:
         self._engine, self._batches, self._repeats, self._shorter = engine, batches, repeats, shorter
@@ -91,7 +91,7 @@ class Protocol:
         return [self._random.randrange(10, self._num_ids - 10) for _ in range(max(1, count // self._shorter))]
 
     def _hit(self, prompt: Ids, num_tokens: int = 1) -> tuple[float, int]:
-        """(milliseconds, tokens cached)."""
+        """Return (milliseconds, cached tokens)."""
         seconds, outputs = self._engine.run([prompt], num_tokens)
         return round(seconds * 1e3, 1), outputs[0].num_cached_tokens or 0
 
@@ -112,7 +112,7 @@ class Protocol:
         return f"16,384 cold {median(cold[1:])} ms {cold[1:]}; and 128 more {warm[1:]}"
 
     def decode(self) -> str:
-        """batch x 128 over t(129 tokens) - t(1), and over t(257) - t(129)."""
+        """Return `batch * 128 / (t(129 tokens) - t(1))`, and the same with `t(257) - t(129)`."""
         told = []
         for batch in self._batches:
             first, later = [], []

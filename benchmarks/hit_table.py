@@ -36,8 +36,9 @@ SPARE_SLOTS = 8
 class Row:
     """A line of the table. `play` runs it on a rig and returns the request that is measured.
 
-    With `tight_tokens` (the longest prompt with its outputs) the row also holds in an arena of twice the keys and
-    values of so many tokens plus 8 slots, which unrelated prompts have filled before.
+    With `tight_tokens` (those of the longest prompt with its outputs), the line must also hold in a small arena. That
+    arena has room for twice the keys and values of these tokens plus 8 slots, and unrelated prompts have filled it
+    before.
     """
 
     name: str
@@ -48,7 +49,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What a row gave. `held_bytes` are those of its `num_checkpoints`: all there were when it ended."""
+    """The result of a row. `held_bytes` is the size of its `num_checkpoints` checkpoints, which are all that existed at
+    its end."""
 
     row: Row
     cached: int
@@ -129,19 +131,19 @@ ROWS = (
 
 
 def tight_pages(loaded: LoadedModel, num_tokens: int) -> int:
-    """Twice the keys and values of `num_tokens` tokens, 8 slots, and the reserved page."""
+    """Return the pages for twice the keys and values of `num_tokens` tokens and 8 slots, plus the reserved page."""
     layout = loaded.layout
     return layout.num_pages_for(2 * num_tokens, 0) + -(-SPARE_SLOTS // layout.slots_per_page) + 1
 
 
 def fill(rig: Rig, num_tokens: int) -> None:
-    """Unrelated prompts, until everything is taken."""
+    """Run unrelated prompts until the arena is full."""
     for number in range(5):
         rig.ask(f"unrelated {number}", ids(1000 + number, num_tokens // 2 + 77), 1)
 
 
 def measure_row(loaded: LoadedModel, row: Row, tight: bool = False) -> RowResult:
-    """Play a row on a fresh engine, then its measured request on one without a cache."""
+    """Play a row on a fresh engine, then run its measured request on an engine without a cache."""
     rig = Rig(loaded, RigOptions(num_pages=tight_pages(loaded, row.tight_tokens) if tight else 0))
     if tight:
         fill(rig, row.tight_tokens)

@@ -48,19 +48,19 @@ class Answered:
 
 
 class InstantRunner:
-    """Samples token 7 for every row, in no time."""
+    """Samples token 7 for every row, without any work."""
 
     def submit(self, plan: StepPlan) -> Answered:
         token_ids = np.full(len(plan.sampled_rows), 7, np.int32)
         return Answered(StepResult(plan.step, token_ids, num_tokens=plan.num_tokens))
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing, because nothing is held."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """Median seconds of CPU time of one request, or of one step."""
+    """The median CPU seconds of one request, or of one step."""
 
     name: str
     seconds: float
@@ -88,7 +88,7 @@ class HostBench:
         self._repeats = repeats
 
     def run(self, prompt_len: int, extension: int, batches: tuple[int, ...]) -> Iterator[HostTime]:
-        """A prompt, the same and `extension` tokens more, and decode steps of each batch size."""
+        """Measure a prompt, the same prompt with `extension` more tokens, and decode steps of each batch size."""
         prompt = self._ids(prompt_len)
         yield self._measure(f"{prompt_len:,}-token prompt, cold", lambda: self._ask([self._ids(prompt_len)], 1))
         self._ask([prompt], 1)

@@ -1,4 +1,4 @@
-"""Index tensors of a step from host lists, which forkpoint itself has in arrays."""
+"""Builds the index tensors of a step from host lists. The package itself builds them from arrays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def segment_index(
     saves: Sequence[Sequence[tuple[int, int]]] = (),
     device: torch.device | None = None,
 ) -> SegmentIndex:
-    """`saves[n]` are (position, slot) of segment `n`. Host copies are kept."""
+    """Build the index of segments. `saves[n]` are the (position, slot) pairs of segment `n`. Host copies are
+    included."""
     saves = saves or [()] * len(lens)
     pairs = np.asarray([pair for own in saves for pair in own], np.int32).reshape(-1, 2)
 
@@ -57,8 +58,8 @@ def attention_index(
     splits: KeySplits | None = SPLITS,
     first_key: int = 0,
 ) -> AttentionIndex:
-    """On the block table's device; line `r` of the table is row `r`'s if not said otherwise. Without `splits` it is for
-    operators on the host."""
+    """Build the index of attention on the block table's device. By default row `r` uses line `r` of the table. Without
+    `splits` the index serves operators on the host."""
     device = block_table.device
     queries, keys = np.asarray(query_lens, np.int32), np.asarray(kv_lens, np.int32)
     lines = np.arange(len(keys)) if table_rows is None else np.asarray(table_rows)

@@ -43,22 +43,22 @@ class LatencyResult:
         return {rank: float(np.percentile(self.latencies, rank)) for rank in PERCENTILES}
 
     def lines(self) -> Iterator[str]:
-        """vLLM's lines."""
+        """Yield vLLM's lines."""
         yield f"Avg latency: {self.mean} seconds"
         for rank, seconds in self.percentiles.items():
             yield f"{rank}% percentile latency: {seconds} seconds"
 
     def to_json(self) -> dict[str, Any]:
-        """vLLM's names."""
+        """Return the results under vLLM's names."""
         percentiles = {str(rank): seconds for rank, seconds in self.percentiles.items()}
         return {"avg_latency": self.mean, "latencies": list(self.latencies), "percentiles": percentiles}
 
 
 def run_latency(options: LatencyOptions, engine: dict[str, Any], show_progress: bool) -> Iterator[str]:
-    """Measure, write the file if one is asked for, and yield the lines to print.
+    """Measure, write the file if one was given, and yield the lines to print.
 
-    `engine` are options of `LLM`. Without a word on prefix caching it is off, as in vLLM: the same prompts are
-    asked in every batch. Raises ConfigError before anything runs, RequestFailedError if a completion fails.
+    `engine` are options of `LLM`. Prefix caching is off unless they turn it on, as in vLLM, because every batch has the
+    same prompts. Raises ConfigError before anything runs, and RequestFailedError if a completion fails.
     """
     file = None if options.output_json is None else ResultFile(options.output_json)
     config = load_config(engine["model"], max_model_len=engine.get("max_model_len"))

@@ -1,4 +1,4 @@
-"""What a benchmark page says about where and when it was measured."""
+"""Describes the machine, the commit and the date for a benchmark page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd
 
 
 def cpu_model() -> str:
-    """The processor's name and family numbers, as lscpu shows them."""
+    """Return the processor's name and family numbers, as lscpu shows them."""
     fields = _lscpu()
     name = fields.get("Model name", "unknown processor")
     numbers = [f"{key.lower()} {fields[key]}" for key in ("CPU family", "Model", "Stepping") if key in fields]
@@ -19,7 +19,7 @@ def cpu_model() -> str:
 
 
 def cpu_isa() -> str:
-    """The vector extensions that matter to matrix products, present ones only."""
+    """Return the processor's vector extensions that matter to matrix products."""
     flags = set(_lscpu().get("Flags", "").split())
     return " ".join(flag for flag in ISA_FLAGS if flag in flags)
 
@@ -29,12 +29,12 @@ def num_cpus() -> int:
 
 
 def load_average() -> float:
-    """Of the last minute: what else runs shows here."""
+    """Return the load average of the last minute, which shows whether other programs run."""
     return os.getloadavg()[0]
 
 
 def commit_hash() -> str:
-    """The checked-out commit, marked when the package differs from it."""
+    """Return the checked-out commit, with a note if the package differs from it."""
     root = Path(__file__).resolve().parents[1]
     head = _output("git", "-C", str(root), "rev-parse", "--short", "HEAD") or "unknown"
     changed = _output(

@@ -1,4 +1,4 @@
-"""What the side-by-side benchmark measures, and what came out."""
+"""The workload and the results of the side-by-side benchmark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement. `value` is seconds to the first token, or decoded tokens per second; cached as reported."""
+    """One measurement. `value` is seconds to the first token, or decoded tokens per second. `cached_tokens` is what the
+    peer reports."""
 
     phase: str
     value: float

@@ -1,4 +1,4 @@
-"""Resident memory of an engine over many small requests in batches of changing size."""
+"""Measures the resident memory of an engine over many small requests in batches of changing size."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ SHAPE_131M = HybridShape()
 
 
 def config_json(shape: HybridShape) -> dict[str, object]:
-    """The contents of config.json, as transformers' qwen3_5_text and vLLM's Qwen3_5ForCausalLM read it."""
+    """Return the contents of config.json, as transformers' qwen3_5_text and vLLM's Qwen3_5ForCausalLM read them."""
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
@@ -93,7 +93,8 @@ def config_json(shape: HybridShape) -> dict[str, object]:
 
 
 def weights(shape: HybridShape, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and bf16 tensors of the checkpoint, drawn from one generator; the output head is the embedding."""
+    """Yield names and bf16 tensors of the checkpoint, drawn from one generator. The embedding is also the output
+    head."""
     rng = torch.Generator().manual_seed(seed)
     size = shape.hidden_size
 
@@ -147,7 +148,7 @@ def write_checkpoint(folder: Path, shape: HybridShape = SHAPE_131M, seed: int = 
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Token i is the word `ti`: engines that insist on a tokenizer get one whose ids are all reachable."""
+    """Write a tokenizer whose token i is the word `ti`, for engines that need a tokenizer."""
     vocab = {f"t{i}": i for i in range(vocab_size)}
     tokenizer: dict[str, object] = {
         "version": "1.0",

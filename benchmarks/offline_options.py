@@ -10,7 +10,7 @@ from forkpoint.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyOptions:
-    """One batch, over and over. Raises ConfigError for values out of range."""
+    """One batch, repeated. Raises ConfigError for values out of range."""
 
     input_len: int = option(32, "tokens of each prompt")
     output_len: int = option(128, "tokens of each answer")

@@ -30,7 +30,7 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One operator at one size: how to run it on a table, and what it must at least move and compute."""
+    """One operator at one size: a function that runs it on a table, and the least bytes and operations it needs."""
 
     name: str
     make: Callable[[OpTable], Callable[[], Any]]
@@ -39,7 +39,7 @@ class Case:
 
 
 def least(run: Callable[[], Any], budget: float = 0.4) -> float:
-    """Seconds of CPU time, the least of as many runs as fit `budget` seconds (three or more)."""
+    """Return the least CPU seconds of as many runs as fit into `budget` seconds (three or more)."""
     run()
     best, spent, runs = float("inf"), 0.0, 0
     while spent < budget or runs < 3:
@@ -51,7 +51,7 @@ def least(run: Callable[[], Any], budget: float = 0.4) -> float:
 
 
 def machine_rates() -> tuple[float, float]:
-    """(bytes read and written per second by a large copy, fp32 operations per second of a large product)."""
+    """Return (bytes per second that a large copy reads and writes, fp32 operations per second of a large product)."""
     source = torch.ones(32 << 20, dtype=torch.uint8)
     target = torch.empty_like(source)
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
@@ -164,7 +164,7 @@ def row_cases(rows: int) -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """Decode at batch 1 and 8, a warm continuation of 64 tokens, a prefill step of 2,048."""
+    """Return cases of decode at batch 1 and 8, a warm continuation of 64 tokens, and a prefill step of 2,048 tokens."""
     hidden, inner = MODEL.hidden_size, MODEL.intermediate_size
     found: list[Case] = []
     for rows in (1, 8, 64, 2048):

@@ -1,4 +1,4 @@
-"""Pages of results as the documentation keeps them."""
+"""Formats pages of results like the documentation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POINT = re.compile(r" *- ")
 
 
 def wrapped(page: str) -> str:
-    """The page with paragraphs and points of lists in lines of at most 100 columns; it has no fences."""
+    """Wrap the paragraphs and list items of a page at 100 columns. The page has no code fences."""
     num_points = 0
 
     def paragraph(line: str) -> int:

@@ -58,9 +58,9 @@ class RandomModelSpec:
 
 
 def make_random_model(folder: str | Path | None = None, spec: RandomModelSpec | None = None) -> Path:
-    """Write the checkpoint, tokenizer and chat template unless they are there; returns the folder.
+    """Write the checkpoint, tokenizer and chat template unless they exist. Return the folder.
 
-    The default folder is in the user's cache (XDG_CACHE_HOME). Raises ConfigError where it cannot be written.
+    The default folder is in the user's cache (XDG_CACHE_HOME). Raises ConfigError if it cannot be written.
     """
     spec = spec or RandomModelSpec()
     path = Path(folder) if folder is not None else default_folder()
@@ -85,7 +85,7 @@ def default_folder() -> Path:
 
 
 def _byte_vocabulary() -> list[str]:
-    """The byte-level alphabet, in byte order: entry `b` spells byte `b`."""
+    """Return the byte-level alphabet in byte order: entry `b` spells byte `b`."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -63,7 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def answers(llm: LLM, dummy: bool) -> list[Any]:
-    """Ids and log-probabilities of prompts that hit, half of them sampled, twice over; `dummy`: no texts."""
+    """Return ids and log-probabilities of prompts that hit, half of them sampled, each run twice. `dummy`: without
+    texts."""
     found, client = [], Client(llm, NUM_IDS)
     params = [
         SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=48, logprobs=2, ignore_eos=True)
@@ -81,7 +82,7 @@ def answers(llm: LLM, dummy: bool) -> list[Any]:
 
 
 def compare_bits(args: argparse.Namespace, folder: Path) -> None:
-    """Print whether they are the same, in how many prompts, and how long a killed rank keeps a request waiting."""
+    """Print whether both results are equal, in how many prompts, and how long a killed rank keeps a request waiting."""
     common: dict[str, Any] = {"device": args.device, "log_level": "warning", "max_num_seqs": 32}
     model, dummy = args.model, args.config is not None
     if dummy:
@@ -118,7 +119,7 @@ def kill_a_rank(llm: LLM, prompt: str | list[int]) -> None:
 
 
 def shape_folder(args: argparse.Namespace, folder: Path) -> Path:
-    """What dummy weights need of a model: a config.json."""
+    """Write a folder with only a config.json, which is enough for dummy weights."""
     model = write_config(folder, SHAPE_9B)
     if args.config is not None:
         shutil.copy(args.config, model / "config.json")
@@ -126,7 +127,7 @@ def shape_folder(args: argparse.Namespace, folder: Path) -> Path:
 
 
 def started(args: argparse.Namespace, folder: Path, **more: Any) -> LLM:
-    """The shape with dummy weights."""
+    """Start an engine of the shape with dummy weights."""
     options = {
         **engine_options(args.device, enforce_eager=False, quantization=args.quantization),
         "tensor_parallel_size": args.tensor_parallel_size,
@@ -147,7 +148,8 @@ def chosen_sizes(args: argparse.Namespace) -> Sizes:
 
 
 def least_step_s(config: ModelConfig, num_rows: int, num_ranks: int) -> float:
-    """Of decode rows with drafts: what a step reads and writes of weights and states, once each, at the copy rate."""
+    """Return the least duration of decode rows with drafts: the weights and states of a step, read and written once at
+    the copy rate."""
     num_tokens, hidden, num_bytes = num_rows * (1 + NUM_DRAFTS), config.hidden_size, 0.0
 
     def met(part: PartConfig, tokens: int) -> float:
@@ -185,7 +187,7 @@ def measure_speed(args: argparse.Namespace, folder: Path) -> None:
 
 
 def measure_agents(args: argparse.Namespace, folder: Path) -> None:
-    """Print decode rates, and what loops of agents take and find cached."""
+    """Print decode rates, and the times and cached tokens of agent loops."""
     sizes = chosen_sizes(args)
     config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
     os.environ[SYNTHETIC] = "1"
@@ -213,7 +215,7 @@ def measure_agents(args: argparse.Namespace, folder: Path) -> None:
 
 
 def use_synthetic_windows() -> None:
-    """In this process; all ranks draw the same."""
+    """Install SyntheticWindows in this process. All ranks draw the same numbers."""
     torch.manual_seed(0)
     vars(runner)["Windows"] = SyntheticWindows
 

@@ -1,4 +1,4 @@
-"""An engine for benchmarks: token ids in, requests out, its parts at hand."""
+"""An engine for benchmarks that takes token ids, returns requests, and gives access to its parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_GRAPH_TOKENS = 256  # few graphs, since a rig is made for each row of a tabl
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with the operators and the device that it was loaded for."""
+    """A model with the operators and the device for which it was loaded."""
 
     model: Model
     ops: OpTable
@@ -63,7 +63,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RigOptions:
-    """`num_pages` 0: room for `ample_tokens` tokens and many states."""
+    """Options of a rig. If `num_pages` is 0, there is room for `ample_tokens` tokens and many states."""
 
     num_pages: int = 0
     ample_tokens: int = 1 << 16
@@ -74,7 +74,7 @@ class RigOptions:
 
 
 class Rig:
-    """Scheduler, runner and loop around a loaded model. Sampling is greedy and ends by length."""
+    """Scheduler, runner and step loop around a loaded model. Sampling is greedy, and outputs end by length."""
 
     def __init__(self, loaded: LoadedModel, options: RigOptions) -> None:
         self.layout = layout = loaded.layout
@@ -96,7 +96,7 @@ class Rig:
         self.requests: dict[str, Request] = {}
 
     def add(self, name: str, prompt: IntArray, max_tokens: int, breakpoints: tuple[int, ...] = ()) -> Request:
-        """Queue a request; raises what `EngineCore.add` raises."""
+        """Queue a request. Raises what `EngineCore.add` raises."""
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         request = Request(name, prompt.astype(np.int32), params, max_tokens, seed=0, breakpoints=breakpoints)
         self.core.add(request)
@@ -107,14 +107,14 @@ class Rig:
         return self.core.step()
 
     def run(self) -> None:
-        """Until nothing is left to do. Raises the error of a request that failed."""
+        """Run until no request is left. Raises the error of a request that failed."""
         while self.core.has_unfinished():
             for update in self.step():
                 if update.error is not None:
                     raise update.error
 
     def ask(self, name: str, prompt: IntArray, max_tokens: int, breakpoints: tuple[int, ...] = ()) -> Request:
-        """Add one request and run to the end."""
+        """Add one request and run it to its end."""
         request = self.add(name, prompt, max_tokens, breakpoints)
         self.run()
         return request

@@ -18,7 +18,7 @@ from forkpoint.routing.router import Router
 
 @dataclass(slots=True)
 class Published:
-    """A replica of which conversations are known; each can be resumed at its end, and once in the middle."""
+    """A replica with known conversations. Each can be resumed at its end and once in the middle."""
 
     index: RestorableIndex = field(default_factory=RestorableIndex)
 

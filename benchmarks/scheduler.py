@@ -31,7 +31,7 @@ OUTPUT_TOKENS = (64, 512)  # drawn evenly, so that requests end and cross block 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Milliseconds of schedule + apply in each step (by the clock, and of CPU), and what those steps carried."""
+    """Milliseconds of schedule + apply in each step (wall-clock and CPU), and the tokens of these steps."""
 
     clock_ms: tuple[float, ...]
     cpu_ms: tuple[float, ...]
@@ -42,7 +42,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Milliseconds by the clock and of this thread's CPU time; the latter leaves out what other processes took."""
+    """Milliseconds of wall-clock time and of this thread's CPU time, which excludes other processes."""
 
     clock_ms: float
     cpu_ms: float
@@ -63,12 +63,12 @@ def percentiles(values: Sequence[float], percents: Sequence[float]) -> str:
 
 
 def benchmark_layout() -> CacheLayout:
-    """Qwen3.5-9B: 8 attention layers, 24 recurrent ones with fp32 states."""
+    """Return the layout of Qwen3.5-9B: 8 attention layers, 24 recurrent ones with fp32 states."""
     return find_shape("qwen3.5-9b").layout
 
 
 class SteadyLoad:
-    """`num_running` requests at any time: one that ends is replaced by a new one before the next step."""
+    """Keeps `num_running` requests running: a request that ends is replaced before the next step."""
 
     def __init__(self, num_running: int, seed: int = 0) -> None:
         self._rng = random.Random(seed)
@@ -94,11 +94,11 @@ class SteadyLoad:
         self._num_added += 1
 
     def result(self, plan: StepPlan) -> StepResult:
-        """What a runner would answer, with random tokens."""
+        """Return the result that a runner would give, with random tokens."""
         return StepResult(plan.step, self._draw(len(plan.sampled_rows)), num_tokens=plan.num_tokens)
 
     def step(self) -> tuple[Reading, StepPlan]:
-        """Time spent in the scheduler, and the plan."""
+        """Return the time spent in the scheduler, and the plan."""
         start = Reading.now()
         plan = self.sched.schedule()
         planned = Reading.now()
@@ -115,13 +115,13 @@ class SteadyLoad:
 
 
 def evictions(sched: Scheduler) -> int:
-    """Blocks and checkpoints that gave way so far."""
+    """Return the number of blocks and checkpoints evicted so far."""
     stats = sched.cache.store.stats()
     return stats.blocks_evicted + sum(stats.checkpoints_evicted.values())
 
 
 def measure_steps(num_running: int, num_steps: int) -> StepTimes:
-    """Run in until requests have turned over, then time `num_steps` steps."""
+    """Run until all first requests have been replaced, then time `num_steps` steps."""
     load = SteadyLoad(num_running)
     for _ in range(2 * OUTPUT_TOKENS[1]):
         load.step()

@@ -35,7 +35,7 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The requests: each prompt differs from its first character on, so that nothing is cached."""
+    """The requests. Their prompts differ from the first character on, so that nothing is cached."""
 
     num_requests: int
     num_streams: int
@@ -69,7 +69,7 @@ class ServerUnderTest:
         self._engine = max(map(int, children), key=cpu_seconds)
 
     def cpu_seconds(self) -> tuple[float, float]:
-        """(of the API process, of the engine process)."""
+        """Return the CPU seconds (of the API process, of the engine process)."""
         return cpu_seconds(self._process.pid), cpu_seconds(self._engine)
 
     def num_steps(self) -> int:
@@ -138,7 +138,7 @@ async def _stream_one_after_another(session: aiohttp.ClientSession, waiting: Any
 
 
 def table(work: Work, alone: list[Turn], served: list[Turn]) -> list[str]:
-    """Markdown rows. The loss is the median over pairs of neighbouring turns."""
+    """Return Markdown rows. The loss is the median over pairs of neighbouring turns."""
     tokens = work.num_requests * work.num_tokens
 
     def speed(turns: list[Turn]) -> float:

@@ -36,7 +36,7 @@ MOST_MARGIN = 0.01  # of log-probabilities of two ids that rounding may swap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
-    """Questions one after the other. Raises ConfigError for values out of range."""
+    """The questions, asked one after the other. Raises ConfigError for values out of range."""
 
     num_speculative_tokens: int = option(3, "most drafts of a step")
     output_len: int = option(400, "tokens of each answer")
@@ -50,7 +50,7 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """All questions once: seconds by the clock and of the process, steps, and the ids of answers and prompts."""
+    """One run of all questions: seconds by wall-clock and CPU, steps, and the ids of answers and prompts."""
 
     clock_s: float
     cpu_s: float
@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The best times of one method, beside those without drafts; how many of all its answers had the same ids."""
+    """The best times of one method, next to those without drafts, and how many of all its answers had the same ids."""
 
     method: str
     time: str
@@ -84,7 +84,7 @@ TITLES = f"{'drafts':<8} {'asked':<6} {'clock':>10} {'':>7} {'process':>10} {'':
 
 
 def ask(llm: LLM, params: SamplingParams, form: str) -> Sample:
-    """Raises RequestFailedError if a completion fails."""
+    """Ask the questions. Raises RequestFailedError if a completion fails."""
     before, clock_s, cpu_s = llm.get_metrics()["num_steps"], time.perf_counter(), time.process_time()
     outputs = [
         llm.chat([{"role": "user", "content": form.format(text)}], params, use_tqdm=False)[0] for text in QUESTIONS
@@ -97,7 +97,7 @@ def ask(llm: LLM, params: SamplingParams, form: str) -> Sample:
 
 
 def compare(samples: Mapping[tuple[str | None, str], list[Sample]]) -> Iterator[Row]:
-    """A row for each method and time; the samples of one round are compared with each other."""
+    """Yield a row for each method and way of asking. The samples of one round are compared with each other."""
     for (method, when), found in samples.items():
         plain = samples[None, when]
         clock_s, cpu_s = min(sample.clock_s for sample in found), min(sample.cpu_s for sample in found)
@@ -121,7 +121,8 @@ def compare(samples: Mapping[tuple[str | None, str], list[Sample]]) -> Iterator[
 
 
 def margin(llm: LLM, prompt: tuple[int, ...], mine: tuple[int, ...], other: tuple[int, ...]) -> float:
-    """How far apart the log-probabilities are of the first ids that differ; infinite if they are not the likeliest."""
+    """Return the difference of the log-probabilities of the first ids that differ; infinity if they are not the two
+    likeliest."""
     at = next(i for i, (own, theirs) in enumerate(zip(mine, other, strict=True)) if own != theirs)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=2)
     (output,) = llm.generate([{"prompt_token_ids": [*prompt, *other[:at]]}], params, use_tqdm=False)
@@ -131,8 +132,10 @@ def margin(llm: LLM, prompt: tuple[int, ...], mine: tuple[int, ...], other: tupl
 
 
 def measure(options: SpeculationOptions, engine: dict[str, Any], show_progress: bool) -> tuple[list[Row], list[str]]:
-    """Rows, and of answers that no rounding explains a line each. `engine` are options of `LLM`. Every round has a salt
-    of its own, so that what is new in it is not cached."""
+    """Return the rows, and a line for each answer whose difference no rounding explains.
+
+    `engine` are options of `LLM`. Every round has its own salt, so that its new text is not cached.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True)
     with ExitStack() as stack:
         llms = {}

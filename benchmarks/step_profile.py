@@ -1,4 +1,4 @@
-"""Where a step's time goes: on the host by phase of the loop, on the device by kernel."""
+"""Measures where a step's time goes: on the host by phase of the loop, on the device by kernel."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HostClock:
 
 
 class TimedPlanner:
-    """A planner whose `schedule` and `apply` are timed; all else is the planner's own."""
+    """A planner whose `schedule` and `apply` are timed. It passes everything else on."""
 
     def __init__(self, inner: Any, clock: HostClock) -> None:
         self._inner = inner
@@ -57,7 +57,7 @@ class TimedStep:
 
 
 class TimedRunner:
-    """A runner whose `submit`, and the wait for what it returns, are timed."""
+    """A runner whose `submit` is timed, and the wait for its result."""
 
     def __init__(self, inner: Any, clock: HostClock) -> None:
         self._inner = inner
@@ -73,7 +73,7 @@ class TimedRunner:
 
 @contextmanager
 def timed_phases(llm: LLM) -> Iterator[HostClock]:
-    """While open, the phases of the engine's loop are timed."""
+    """Time the phases of the engine's loop in this context."""
     core, clock = llm._engine.core, HostClock()
     planner, runner = core.scheduler, core._runner
     core.scheduler, core._runner = cast(Scheduler, TimedPlanner(planner, clock)), TimedRunner(runner, clock)
@@ -94,7 +94,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """All launches of one kernel, or all pauses after it: their number and seconds, per step."""
+    """All launches of one kernel, or all pauses after it: their number and seconds per step."""
 
     name: str
     count: float
@@ -107,7 +107,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTime:
-    """Seconds per step: with something running, and from the first start to the last end."""
+    """Seconds per step: those in which something runs, and those from the first start to the last end."""
 
     busy_s: float
     span_s: float
@@ -156,12 +156,12 @@ def profile_steps(llm: LLM, name: str, step: Callable[[], object], count: int) -
 
 
 def profile_call(llm: LLM, name: str, call: Callable[[], object], num_kernels: int = 20) -> list[str]:
-    """Lines that say where the time of one call goes."""
+    """Return lines that say where the time of one call goes."""
     return profile_steps(llm, name, call, 1).lines(num_kernels)
 
 
 def record_launches(step: Callable[[], object], count: int) -> list[Launch]:
-    """What `count` calls of `step` run on a CUDA device; nothing where there is none."""
+    """Return the launches of `count` calls of `step` on a CUDA device; none without such a device."""
     if not torch.cuda.is_available():
         return []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -176,7 +176,7 @@ def record_launches(step: Callable[[], object], count: int) -> list[Launch]:
 
 
 def account(launches: Sequence[Launch], count: int) -> DeviceTime:
-    """Sum up the launches of `count` steps. Where launches overlap, a pause begins after the last of them to end."""
+    """Sum up the launches of `count` steps. If launches overlap, a pause begins when the last of them ends."""
     if not launches:
         return DeviceTime(0.0, 0.0, (), ())
     ordered = sorted(launches, key=lambda launch: launch.start_us)

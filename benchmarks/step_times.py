@@ -50,7 +50,7 @@ WORK = (
 
 
 class StepRecorder:
-    """Stands between the step loop and the scheduler, and notes loads and times."""
+    """Sits between the step loop and the scheduler, and records loads and times."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -78,7 +78,7 @@ class StepRecorder:
 
 
 def measure(llm: LLM, repeats: int) -> list[MeasuredStep]:
-    """Run all work; one line per kind of load, the median of its times."""
+    """Run all work. Return a line for each kind of load, with the median of its times."""
     core = llm._engine.core
     scheduler = core.scheduler
     assert isinstance(scheduler, Scheduler)

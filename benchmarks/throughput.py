@@ -1,4 +1,4 @@
-"""`python -m benchmarks.throughput`: requests and tokens a second when all prompts are there at once."""
+"""`python -m benchmarks.throughput`: requests and tokens per second when all prompts arrive at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DATASETS = ("random", "sharegpt", "prefix_repetition")
 
 @dataclass(frozen=True, slots=True)
 class ThroughputResult:
-    """What was done in `elapsed_s` seconds."""
+    """Counts of what was done in `elapsed_s` seconds."""
 
     elapsed_s: float
     num_requests: int
@@ -45,7 +45,7 @@ class ThroughputResult:
         return self.num_prompt_tokens + self.num_output_tokens
 
     def lines(self) -> Iterator[str]:
-        """vLLM's lines, and what the cache did."""
+        """Yield vLLM's lines and those of the cache."""
         yield (
             f"Throughput: {self.num_requests / self.elapsed_s:.2f} requests/s, "
             f"{self.num_tokens / self.elapsed_s:.2f} total tokens/s, "
@@ -57,7 +57,7 @@ class ThroughputResult:
         yield f"Total num cached tokens:  {self.num_cached_tokens} ({share:.1%} of the prompts)"
 
     def to_json(self) -> dict[str, Any]:
-        """vLLM's names, and the cached tokens."""
+        """Return the results under vLLM's names, and the cached tokens."""
         return {
             "elapsed_time": self.elapsed_s,
             "num_requests": self.num_requests,
@@ -69,7 +69,7 @@ class ThroughputResult:
 
 
 class TokenRange(Vocabulary):
-    """The ids of a model without a tokenizer; prompts can be made of them, texts cannot."""
+    """The ids of a model without a tokenizer. Prompts can be made of them, texts cannot."""
 
     def __init__(self, vocab_size: int) -> None:
         self.tokens = np.arange(1, vocab_size, dtype=np.int32)
@@ -78,11 +78,10 @@ class TokenRange(Vocabulary):
 def run_throughput(
     options: ThroughputOptions, dataset: DatasetOptions, engine: dict[str, Any], show_progress: bool
 ) -> Iterator[str]:
-    """Measure, write the file if one is asked for, and yield the lines to print.
+    """Measure, write the file if one was given, and yield the lines to print.
 
-    `engine` are options of `LLM`. Raises ConfigError for a dataset that needs a server or a file that
-    cannot be written, RequestFailedError if a
-    completion fails.
+    `engine` are options of `LLM`. Raises ConfigError for a dataset that needs a server and for a file that cannot be
+    written, and RequestFailedError if a completion fails.
     """
     file = None if options.output_json is None else ResultFile(options.output_json)
     requests = draw_requests(options, dataset, engine)
@@ -110,7 +109,7 @@ def run_throughput(
 
 
 def draw_requests(options: ThroughputOptions, dataset: DatasetOptions, engine: dict[str, Any]) -> list[BenchRequest]:
-    """The requests of a dataset, with the lengths that `options` put in place of the dataset's own."""
+    """Return the requests of a dataset, with the lengths in `options` instead of the dataset's own."""
     if dataset.dataset_name not in DATASETS:
         raise ConfigError(
             f"dataset_name={dataset.dataset_name!r} orders its requests in time and needs a server (`bench serve`); "

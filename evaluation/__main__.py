@@ -34,7 +34,8 @@ def build_parser() -> Parser:
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
-    """Print the table; 1 if a mode's answers are not those of the cold cache, or a fault would go unseen."""
+    """Print the table. Return 1 if a mode's answers differ from those of the cold cache, or a fault would not be
+    noticed."""
     options = EvalOptions(**option_values(arguments, EvalOptions))
     file = None if options.json is None else ResultFile(options.json)
     engine = engine_options(arguments)

@@ -1,4 +1,4 @@
-"""Paired comparisons: the same questions, answered twice."""
+"""Paired comparisons of the same questions, answered twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Z_95 = 1.96
 
 @dataclass(frozen=True, slots=True)
 class PairedAccuracy:
-    """Of `num` questions, `lost` were right before and are wrong now, `gained` the other way round."""
+    """Results of `num` questions. `lost` of them were right before and are wrong now; `gained` were wrong and are right
+    now."""
 
     num: int
     lost: int
@@ -31,7 +32,7 @@ class PairedAccuracy:
 
     @property
     def half_width(self) -> float:
-        """Half of the difference's 95 % interval, from the questions that changed."""
+        """Half of the difference's 95 % interval, computed from the questions that changed."""
         if not self.num:
             return 0.0
         spread = self.lost + self.gained - (self.gained - self.lost) ** 2 / self.num
@@ -39,7 +40,8 @@ class PairedAccuracy:
 
     @property
     def p_value(self) -> float:
-        """McNemar's exact test: how likely so uneven a split of the changed questions is by chance alone."""
+        """The p-value of McNemar's exact test: the probability that chance splits the changed questions at least as
+        unevenly."""
         changed = self.lost + self.gained
         tail = sum(math.comb(changed, k) for k in range(min(self.lost, self.gained) + 1))
         return min(1.0, 2.0 * tail / 2.0**changed)
@@ -51,8 +53,11 @@ class PairedAccuracy:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Of `num` answers, `num_identical` have the same tokens; `largest_change` is that of a token's log-probability
-    (nats), up to where two answers part; `is_exact`: tokens and log-probabilities agree to the last bit."""
+    """Comparison of `num` answers, of which `num_identical` have the same tokens.
+
+    `largest_change` is the largest change of a token's log-probability (nats), up to the first different token of two
+    answers. `is_exact`: tokens and log-probabilities are equal to the last bit.
+    """
 
     num: int
     num_identical: int
@@ -72,7 +77,7 @@ def _largest_change(a: Reply, b: Reply) -> float:
 
 
 def _changes(a: Reply, b: Reply) -> Iterator[float]:
-    """Of the log-probabilities (nats) of tokens that both sampled after the same tokens."""
+    """Yield the changes of the log-probabilities (nats) of tokens that both sampled after the same tokens."""
     for index, (token, other) in enumerate(zip(a.token_ids, b.token_ids, strict=False)):
         if token != other:
             return
@@ -80,14 +85,15 @@ def _changes(a: Reply, b: Reply) -> Iterator[float]:
 
 
 def root_mean_square_change(before: Sequence[Reply], now: Sequence[Reply]) -> float:
-    """Of the log-probabilities (nats) of tokens that both sampled after the same tokens; 0 if there are none."""
+    """Return the root mean square change of the log-probabilities (nats) of tokens that both sampled after the same
+    tokens; 0 if there are none."""
     changes = [change for a, b in zip(before, now, strict=True) for change in _changes(a, b)]
     return math.sqrt(math.fsum(change * change for change in changes) / len(changes)) if changes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PairedMean:
-    """The mean of paired differences, and Student's t of it (0 where all differences are 0)."""
+    """The mean of paired differences, and its Student's t (0 if all differences are 0)."""
 
     num: int
     mean: float

@@ -1,4 +1,4 @@
-"""A dialogue, the answers in it that can be scored, and its text exactly as the chat template makes it."""
+"""A dialogue, the answers in it that can be scored, and its text as the chat template renders it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one side said. `role` is system, user or assistant."""
+    """One message. `role` is system, user or assistant."""
 
     role: str
     content: str
@@ -23,9 +23,9 @@ class Message:
 class Scored:
     """An assistant message, `messages[index]`, whose whole content is the one right answer.
 
-    `messages[source]` holds the newest fact that the answer depends on: a fact, its last correction or its last
-    mention, or the last move of what is tracked. `kind` says what is asked for: fact,
-    profile, reply, variable, state or total.
+    `messages[source]` has the newest fact that the answer depends on. That is a fact, its last correction or its last
+    mention, or the last move of a tracked thing. `kind` says what is asked for: fact, profile, reply, variable, state
+    or total.
     """
 
     index: int
@@ -35,7 +35,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A system message or none, then user and assistant in turn, the assistant last."""
+    """An optional system message, then user and assistant in turn. The last message is the assistant's."""
 
     task: str
     messages: tuple[Message, ...]
@@ -47,9 +47,9 @@ class Dialogue:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a dialogue's text. Pieces may be tokenised one by one: a special token stands at every joint.
+    """A piece of a dialogue's text. Pieces can be tokenised separately, because special tokens separate them.
 
-    `learned`: the assistant says it (its content and the end of its message), so a model is to predict it.
+    `learned`: the assistant says the piece (its content and the end of its message), so a model has to predict it.
     """
 
     text: str
@@ -58,13 +58,13 @@ class Segment:
 
 
 def render(messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-    """The text that the demo model's chat template makes of the messages."""
+    """Return the text that the demo model's chat template renders."""
     text = "".join([message.render() for message in messages])
     return f"{text}{IM_START}assistant\n" if add_generation_prompt else text
 
 
 def segments(dialogue: Dialogue) -> list[Segment]:
-    """Pieces of `dialogue.render()`, in order; what the assistant says is apart from what it is given."""
+    """Return the pieces of `dialogue.render()` in order. The assistant's words are pieces of their own."""
     answers = {scored.index for scored in dialogue.scored}
     pieces: list[Segment] = []
     given = ""

@@ -23,8 +23,10 @@ RESERVED = ("kv_cache_memory_bytes", "enable_prefix_caching", "mamba_cache_mode"
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """One mode beside the cold cache. `score` is of the suite's own questions; `accuracy` compares these and the forks.
-    `problems` are sentences."""
+    """The result of one mode, next to the cold cache.
+
+    `score` covers the suite's own questions. `accuracy` compares these and the forks. `problems` are sentences.
+    """
 
     mode: Mode
     sitting: Sitting
@@ -37,7 +39,7 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What `python -m evaluation` found."""
+    """The results of `python -m evaluation`."""
 
     model: str
     num_examples: int
@@ -55,7 +57,7 @@ class Evaluation:
 
 @dataclass(slots=True)
 class SubjectPool:
-    """One engine at a time; the next mode keeps it if its options are the same."""
+    """Holds one engine at a time. The next mode reuses it if its options are the same."""
 
     model: str
     options: Mapping[str, Any]
@@ -63,7 +65,7 @@ class SubjectPool:
     _own: dict[str, Any] = field(default_factory=dict)
 
     def get(self, own: dict[str, Any]) -> Subject:
-        """The engine with the user's options and these."""
+        """Return the engine with the user's options and these."""
         if self._subject is None or own != self._own:
             self.close()
             self._subject, self._own = Subject(self.model, {**self.options, **own}), own
@@ -77,7 +79,7 @@ class SubjectPool:
 
 @contextmanager
 def subject_pool(model: str, options: Mapping[str, Any], reserved: Sequence[str] = RESERVED) -> Iterator[SubjectPool]:
-    """Raises ConfigError for `reserved` options, which the evaluation sets."""
+    """Open a pool of engines. Raises ConfigError for `reserved` options, which the evaluation sets."""
     given = sorted(set(options) & set(reserved))
     if given:
         raise ConfigError(f"evaluation sets {', '.join(given)} itself; leave them out")
@@ -89,7 +91,7 @@ def subject_pool(model: str, options: Mapping[str, Any], reserved: Sequence[str]
 
 
 def prepare(pool: SubjectPool, examples: Sequence[SuiteExample], seed: int) -> Paper:
-    """Render every question, with the engine that answers them cold."""
+    """Render every question with the engine that answers it with a cold cache."""
     subject = pool.get({"enable_prefix_caching": False})
     families = make_families(subject, examples)
     longest = max(len(question.answer_ids) for family in families for question in family)
@@ -105,7 +107,7 @@ def evaluate(
     options: Mapping[str, Any],
     show_progress: bool = False,
 ) -> Evaluation:
-    """Ask the examples cold and in the `modes`. Raises ConfigError and what the engine raises."""
+    """Ask the examples with a cold cache and in the `modes`. Raises ConfigError and what the engine raises."""
     deterministic = bool(options.get("deterministic"))
     chosen, skipped = _choose(modes, deterministic)
     with subject_pool(model, options) as pool:

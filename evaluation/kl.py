@@ -1,4 +1,5 @@
-"""`python -m evaluation.kl [MODEL] --kv-cache-dtype fp8`: how far engine options move the next token's distribution."""
+"""`python -m evaluation.kl [MODEL] --kv-cache-dtype fp8`: measures how engine options change the next token's
+distribution."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from forkpoint.runtime.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """KL divergence (nats) of a changed model from the plain one at each of `num_tokens` positions, and at how many the
-    likeliest token is another."""
+    """The KL divergence (nats) of a changed model from the plain one at each of `num_tokens` positions, and the number
+    of positions where another token is the likeliest."""
 
     num_tokens: int
     mean: float
@@ -33,7 +34,7 @@ class Divergence:
 
 
 def measure_kl(model: str, examples: Sequence[Example], options: Mapping[str, Any]) -> Divergence:
-    """The engine with `options` against the same without, over all tokens of the dialogues, answers included."""
+    """Compare the engine with `options` to the one without, over all tokens of the dialogues, answers included."""
     kl: list[Tensor] = []
     num_others = 0
     with Watched(model, {}) as one, Watched(model, options) as other:
@@ -47,7 +48,7 @@ def measure_kl(model: str, examples: Sequence[Example], options: Mapping[str, An
 
 
 class Watched(Subject):
-    """An engine whose hidden states are looked at."""
+    """An engine whose hidden states are recorded."""
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
         super().__init__(model, {"log_level": "error", "enable_prefix_caching": False, **options})
@@ -63,7 +64,7 @@ class Watched(Subject):
         return hidden
 
     def distributions(self, messages: Sequence[Mapping[str, str]]) -> Tensor:
-        """Of every next token of a dialogue, `[T, vocab_size]`, in nats."""
+        """Return the log-probabilities of every next token of a dialogue, `[T, vocab_size]`, in nats."""
         self._found.clear()
         self.ask([self.llm.render_chat(messages)], max_tokens=1)
         return torch.cat(self._found)

@@ -1,4 +1,4 @@
-"""The ways in which the same questions are asked: what each does to the cache, and how it is known that it did."""
+"""The ways of asking the same questions: what each does to the cache, and how it verifies that it did so."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Advance = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """What is asked: every dialogue's questions, the tokens that an answer may take, and the sizes that follow."""
+    """Every dialogue's questions, the tokens that an answer may take, and the sizes that follow from them."""
 
     families: tuple[Family, ...]
     max_tokens: int
@@ -41,7 +41,7 @@ class Paper:
 
     @property
     def ample_bytes(self) -> int:
-        """An arena that keeps everything of a batch, states at every boundary included."""
+        """Bytes of an arena that keeps everything of a batch, including states at every boundary."""
         return max(self._ample_bytes(flat(batch)) for batch in batches(self.families, BATCH_TOKENS))
 
     def _ample_bytes(self, questions: Sequence[Question]) -> int:
@@ -55,11 +55,11 @@ class Paper:
 
     @property
     def tight_bytes(self) -> int:
-        """An arena for little more than the longest question."""
+        """Bytes of an arena for little more than the longest question."""
         return self._bytes(self.tight_tokens, TIGHT_SLOTS)
 
     def _length(self, question: Question) -> int:
-        """Tokens of the question and its answer, whole blocks."""
+        """Return the tokens of the question and its answer, rounded up to whole blocks."""
         size = BLOCK_SIZE
         return -(-(question.num_prompt_tokens + self.max_tokens) // size) * size
 
@@ -69,8 +69,10 @@ class Paper:
 
 @dataclass(frozen=True, slots=True)
 class Sitting:
-    """What came of one mode: every question's replies, the engine's counters while they were made, and why the mode
-    did not do what its name says, if it did not."""
+    """The results of one mode: every question's replies, and the engine's counters meanwhile.
+
+    It also has the reason if the mode did not do what its name says.
+    """
 
     replies: Mapping[Question, Sequence[Reply]]
     counters: Counters
@@ -80,8 +82,8 @@ class Sitting:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """`options` are the engine's. `promised`: in deterministic mode its answers are those of the cold cache, bit for
-    bit."""
+    """A way of asking. `options` are the engine's. `promised`: in deterministic mode its answers equal those of the
+    cold cache, bit for bit."""
 
     name: str
     about: str
@@ -93,7 +95,7 @@ class Mode:
 
 @dataclass(slots=True)
 class _Notes:
-    """Replies and counters as they come."""
+    """Collects replies and counters."""
 
     subject: Subject
     replies: dict[Question, Sequence[Reply]] = field(default_factory=dict)
@@ -110,7 +112,8 @@ class _Notes:
 
 
 def sit(mode: Mode, subject: Subject, paper: Paper, advance: Advance = lambda count: None) -> Sitting:
-    """Ask every question in that mode, from an empty cache. `advance` hears how many questions were answered."""
+    """Ask every question in a mode, starting from an empty cache. `advance` is called with the number of answered
+    questions."""
     started_s = time.perf_counter()
     subject.llm.reset_prefix_cache()
     done = mode.sit(subject, paper, advance)
@@ -127,7 +130,7 @@ def _cold(subject: Subject, paper: Paper, advance: Advance) -> Sitting:
 
 
 def _warm(subject: Subject, paper: Paper, advance: Advance) -> Sitting:
-    """Every question is asked twice; the second time is what counts."""
+    """Ask every question twice. The second answer counts."""
     notes, short = _Notes(subject), 0
     for batch in batches(paper.families, BATCH_TOKENS):
         questions = flat(batch)
@@ -147,14 +150,14 @@ def _warm(subject: Subject, paper: Paper, advance: Advance) -> Sitting:
 
 
 def _drafted(subject: Subject, paper: Paper, advance: Advance) -> Sitting:
-    """As warm, while drafts of the answers are verified."""
+    """Ask as `_warm` does, while drafts of the answers are verified."""
     sitting = _warm(subject, paper, advance)
     fault = () if sitting.counters.num_draft_tokens else ("no token was drafted",)
     return replace(sitting, faults=(*sitting.faults, *fault))
 
 
 def _forked(subject: Subject, paper: Paper, advance: Advance) -> Sitting:
-    """All questions of some dialogues at once, in any order, `NUM_SIBLINGS` completions each."""
+    """Ask all questions of some dialogues at once, in any order, with `NUM_SIBLINGS` completions each."""
     notes, order = _Notes(subject), random.Random(paper.seed)
     for batch in batches(paper.families, BATCH_TOKENS):
         questions = flat(batch)
@@ -171,7 +174,7 @@ def _forked(subject: Subject, paper: Paper, advance: Advance) -> Sitting:
 
 
 def _preempted(subject: Subject, paper: Paper, advance: Advance) -> Sitting:
-    """Every request loses its memory once or more, in an arena that holds little more than one of them."""
+    """Preempt every request at least once, in an arena that holds little more than one request."""
     notes = _Notes(subject)
     with preempting(subject, paper.seed):
         for batch in batches(paper.families, BATCH_TOKENS):
@@ -186,7 +189,8 @@ def _preempted(subject: Subject, paper: Paper, advance: Advance) -> Sitting:
 
 
 def _pressure(subject: Subject, paper: Paper, advance: Advance) -> Sitting:
-    """Dialogues take turns, several arenas' worth of them: what one left gives way before its next turn."""
+    """Ask dialogues in turn whose states fill several arenas, so that a dialogue's states are evicted before its next
+    turn."""
     notes = _Notes(subject)
     for batch in batches(paper.families, int(PRESSURE_BATCH * paper.tight_tokens)):
         for turn in range(max(map(len, batch))):

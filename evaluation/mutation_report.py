@@ -1,4 +1,4 @@
-"""What the faults changed, as one table and as JSON."""
+"""Shows the effects of the faults as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADER = (
 
 
 def mutation_table(sensitivity: Sensitivity) -> str:
-    """Two lines for the sound cache, asked twice, then one for each fault."""
+    """Return two lines for the sound cache, which is asked twice, then a line for each fault."""
     num, right = sensitivity.num_questions, sensitivity.num_right
     sound = ("none", f"{right}/{num}", "", "", f"{sensitivity.mean_log_probability:.2g}", *[""] * 5)
     results = (sensitivity.control, *sensitivity.results)
@@ -48,7 +48,7 @@ def _line(result: MutationResult) -> tuple[str, ...]:
 
 
 def mutation_summary(sensitivity: Sensitivity) -> list[str]:
-    """Sentences; the last ones tell what falls with which fault, or which one went unseen."""
+    """Return sentences. The last ones say which score falls with which fault, or which fault was not noticed."""
     lines = [
         f"{sensitivity.num_questions} questions, each asked from its cached prefix; a fault changes the state that is "
         "read there, keys and values stay right",

@@ -1,4 +1,4 @@
-"""Faults of a cache, put into an engine's arena from outside: what a hit will read is no longer the right state."""
+"""Faults of a cache, put into an engine's arena from outside: the state that a hit reads is no longer the right one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ ZERO = -1  # as an earlier slot: the zero state
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The slot that a question's next sighting starts from, and that of the state one block earlier."""
+    """The slot from which a question's next run resumes, and the slot of the state one block earlier."""
 
     slot: int
     earlier_slot: int
 
 
 def find_served(subject: Subject, question: Question, salt: str) -> Served:
-    """Look up where the question's state lies. Raises ForkpointError where it, or the one before it, is not cached."""
+    """Find the slot of the question's state. Raises ForkpointError if this state, or the one before it, is not
+    cached."""
     cache, tokens = subject.cache, question.prompt.token_ids
     hit = cache.lookup(cache.new_lease("mutation", salt, tokens), len(tokens))
     states = [node.checkpoint for node in hit.path[-2:]]
@@ -42,7 +43,7 @@ def find_served(subject: Subject, question: Question, salt: str) -> Served:
 
 
 class Measure(Enum):
-    """What a fault lowers: right answers, or texts that go on as those of the sound cache do."""
+    """The measure that a fault lowers: right answers, or texts that continue like those of the sound cache."""
 
     ANSWERS = "answers"
     CONTINUATIONS = "continuations"
@@ -50,7 +51,8 @@ class Measure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """`spoil(arena, served)` changes the bytes of the served slots. `lowers`: what has to fall, if anything."""
+    """A fault. `spoil(arena, served)` changes the bytes of the served slots. `lowers` is the measure that has to fall,
+    if any."""
 
     name: str
     about: str
@@ -60,7 +62,7 @@ class Mutation:
 
 @contextmanager
 def mutated(arena: ArenaBuffer, served: Sequence[Served], mutation: Mutation) -> Iterator[None]:
-    """While open, hits read spoilt states; afterwards the right ones are back."""
+    """Spoil the states that hits read while the context is open, and restore them afterwards."""
     kept = {state.slot: slot_bytes(arena, state.slot).clone() for state in served}
     mutation.spoil(arena, served)
     try:
@@ -71,13 +73,13 @@ def mutated(arena: ArenaBuffer, served: Sequence[Served], mutation: Mutation) ->
 
 
 def slot_bytes(arena: ArenaBuffer, slot: int) -> Tensor:
-    """The bytes of one slot, a view."""
+    """Return the bytes of one slot, as a view."""
     start = slot * arena.layout.slot_stride_bytes
     return arena.data[start : start + arena.layout.slot_bytes]
 
 
 def _one_block_early(arena: ArenaBuffer, served: Sequence[Served]) -> None:
-    """In place of the state after n tokens, the one after n - 64."""
+    """Replace the state after n tokens by the one after n - 64."""
     earlier = {
         state.slot: torch.zeros_like(slot_bytes(arena, state.slot))
         if state.earlier_slot == ZERO
@@ -89,7 +91,7 @@ def _one_block_early(arena: ArenaBuffer, served: Sequence[Served]) -> None:
 
 
 def _swapped(arena: ArenaBuffer, served: Sequence[Served]) -> None:
-    """Each request gets the state of another one."""
+    """Give each request the state of another request."""
     slots = list(dict.fromkeys(state.slot for state in served))
     contents = [slot_bytes(arena, slot).clone() for slot in slots]
     half = len(slots) // 2  # far apart in the list, which has the questions of one dialogue side by side
@@ -114,18 +116,18 @@ def _each(rounding: Rounding) -> Callable[[ArenaBuffer, Sequence[Served]], None]
 
 
 def slot_tensors(arena: ArenaBuffer, slot: int) -> list[Tensor]:
-    """What the slot holds: each layer's states, views."""
+    """Return the contents of the slot: each layer's states, as views."""
     return [pool[slot] for *_, pool in arena.states]
 
 
 def _into_bytes(tensors: list[Tensor]) -> None:
-    """Copied by value, not byte by byte, into memory of unsigned bytes: whole numbers modulo 256."""
+    """Copy values, not bytes, into memory of unsigned bytes: whole numbers modulo 256."""
     for values in tensors:
         values.copy_(values.float().trunc().remainder(256))
 
 
 def _cast(dtype: torch.dtype) -> Rounding:
-    """To the nearest value that the dtype has."""
+    """Cast to the nearest value of the dtype."""
 
     def rounding(tensors: list[Tensor]) -> None:
         largest = torch.finfo(dtype).max
@@ -143,7 +145,7 @@ def round_to_steps(values: Tensor, largest: Tensor, num_bits: int) -> None:
 
 
 def _one_scale(num_bits: int) -> Rounding:
-    """One scale for everything in a checkpoint."""
+    """Round everything in a checkpoint with one scale."""
 
     def rounding(tensors: list[Tensor]) -> None:
         largest = torch.stack([values.float().abs().max() for values in tensors]).max()
@@ -154,7 +156,7 @@ def _one_scale(num_bits: int) -> Rounding:
 
 
 def _scale_per_tensor(num_bits: int) -> Rounding:
-    """One scale for each layer's window and one for its matrix."""
+    """Round with one scale for each layer's window and one for its matrix."""
 
     def rounding(tensors: list[Tensor]) -> None:
         for values in tensors:

@@ -12,7 +12,7 @@ MODES = ("cold", "warm", "forked", "preempted", "pressure", "ngram", "mtp", "bf1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """What is asked and how. Raises ConfigError for values out of range."""
+    """The questions and the modes. Raises ConfigError for values out of range."""
 
     num_examples: int = option(30, "held-out examples; each is asked at two earlier turns too")
     modes: tuple[str, ...] = option((), f"some of {', '.join(MODES)}; default: all. The cold cache is always asked")

@@ -1,4 +1,4 @@
-"""Takes running requests' memory away, early and late in their answers."""
+"""Preempts running requests early and late in their answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ PAUSE = 2  # more outputs after which it is preempted once more
 
 
 class PreemptingPlanner:
-    """A scheduler that preempts every request: once it has computed something, or put out one or two tokens, drawn
-    from `seed`; and once more `PAUSE` tokens later. Everything else is the scheduler's own."""
+    """A scheduler that preempts every request twice.
+
+    The first time is after it has computed something, or after one or two output tokens, drawn from `seed`. The second
+    time is `PAUSE` tokens later. Everything else is the scheduler's own.
+    """
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         self._scheduler = scheduler
@@ -42,7 +45,7 @@ class PreemptingPlanner:
 
 @contextmanager
 def preempting(subject: Subject, seed: int) -> Iterator[None]:
-    """While open, every request of the subject is preempted at least once if its answer is not over before."""
+    """Preempt every request of the subject at least once while the context is open, unless its answer ends before."""
     core, scheduler = subject.core, subject.scheduler
     core.scheduler = cast(Scheduler, PreemptingPlanner(scheduler, seed))
     try:

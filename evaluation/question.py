@@ -1,4 +1,4 @@
-"""Prompts to ask, with the one right answer to each: the examples of a suite, and forks inside of their dialogues."""
+"""Prompts and the one right answer to each: the examples of a suite, and forks within their dialogues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Turn: TypeAlias = Mapping[str, str]
 
 
 class SuiteExample(Protocol):
-    """What is asked of an example of the suite: `messages` end with the question."""
+    """The part of a suite's example that is asked. `messages` end with the question."""
 
     @property
     def task(self) -> str: ...
@@ -33,9 +33,9 @@ class SuiteExample(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """A prompt and its right answer, `answer_ids` with the end of the message.
+    """A prompt and its right answer. `answer_ids` include the end of the message.
 
-    Forks ask at an earlier turn of an example's dialogue, where the answer that stands there is the right one.
+    Forks ask at an earlier turn of an example's dialogue, whose own answer is the right one.
     """
 
     task: str
@@ -54,7 +54,7 @@ Family: TypeAlias = tuple[Question, ...]  # the questions of one dialogue, the s
 
 
 def make_families(subject: Subject, examples: Iterable[SuiteExample]) -> list[Family]:
-    """The questions of each example's dialogue. Raises ConfigError where a prompt does not fit the model."""
+    """Build the questions of each example's dialogue. Raises ConfigError if a prompt does not fit the model."""
     families = []
     for example in examples:
         messages = list(example.messages)
@@ -66,12 +66,12 @@ def make_families(subject: Subject, examples: Iterable[SuiteExample]) -> list[Fa
 
 
 def make_question(subject: Subject, example: SuiteExample) -> Question:
-    """The example's own question. Raises ConfigError where its prompt does not fit the model."""
+    """Build the example's own question. Raises ConfigError if its prompt does not fit the model."""
     return _question(subject, example, list(example.messages), example.answer, is_fork=False)
 
 
 def fork_points(roles: Sequence[str]) -> list[int]:
-    """Indices of assistant messages, about at FORK_DEPTHS, whose prompt is what stands before them."""
+    """Return the indices of assistant messages, near FORK_DEPTHS, whose prompts are the messages before them."""
     points = [i for i, role in enumerate(roles) if role == "assistant" and i and roles[i - 1] == "user"]
     wanted = (depth * len(roles) for depth in FORK_DEPTHS)
     return sorted({min(points, key=lambda point: abs(point - depth)) for depth in wanted}) if points else []
@@ -93,13 +93,13 @@ def _question(
 
 
 def _up_to_end(ids: list[int], eos: frozenset[int]) -> tuple[int, ...]:
-    """The answer's ids and the end of its message, without what the template writes behind that."""
+    """Return the answer's ids and the end of its message, without what the template adds after that."""
     end = next((i for i, token in enumerate(ids) if token in eos), len(ids) - 1)
     return tuple(ids[: end + 1])
 
 
 def batches(families: Sequence[Family], max_tokens: int) -> list[list[Family]]:
-    """Neighbouring families together, as many as stay under `max_tokens` prompt tokens; at least one each."""
+    """Return batches of neighbouring families with at most `max_tokens` prompt tokens, but at least one family each."""
     out: list[list[Family]] = []
     room = 0
     for family in families:

@@ -1,4 +1,4 @@
-"""An evaluation as one table, and as JSON."""
+"""Shows an evaluation as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ ABSENT = "-"
 
 
 def table(evaluation: Evaluation) -> str:
-    """A column for each mode: what was right, then how it compares with the cold cache, then what the cache did."""
+    """Return a column for each mode: the right answers, then the comparison with the cold cache, then the cache's
+    counters."""
     results = evaluation.results
     rows = [("", *(result.mode.name for result in results))]
     for name, counts in (
@@ -33,7 +34,7 @@ def table(evaluation: Evaluation) -> str:
 
 
 def summary(evaluation: Evaluation) -> list[str]:
-    """What the table says, in sentences; the last one tells whether all is well."""
+    """Return sentences that summarise the table. The last one says whether everything passed."""
     mode = "deterministic mode" if evaluation.deterministic else "default mode"
     first = (
         f"{evaluation.num_examples} held-out examples and "
@@ -52,7 +53,7 @@ def summary(evaluation: Evaluation) -> list[str]:
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:
-    """Everything in the table, unrounded."""
+    """Return everything in the table, unrounded."""
     return {
         "model": evaluation.model,
         "num_examples": evaluation.num_examples,
@@ -95,7 +96,7 @@ def _share(count: Count) -> str:
 
 
 def _interval(result: ModeResult) -> str:
-    """The accuracy's 95 % interval, from the count of questions alone."""
+    """Return the accuracy's 95 % interval, computed from the number of questions alone."""
     low, high = result.score.total.interval()
     return f"{100 * low:.0f} to {100 * high:.0f} %"
 

@@ -1,4 +1,4 @@
-"""Exact match, counted per task and per distance, with the interval that the count allows."""
+"""Exact match, counted by task and by distance, with the interval that the count allows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Count:
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers; nan if there are none at all."""
+        """The share of right answers; nan if there are no answers."""
         return self.num_right / self.num if self.num else float("nan")
 
     def interval(self, z: float = Z_95) -> tuple[float, float]:
-        """Wilson's interval of the true share, at 95 % by default. (0, 1) if there are no answers."""
+        """Return Wilson's interval of the true share, by default at 95 %; (0, 1) if there are no answers."""
         if not self.num:
             return 0.0, 1.0
         share, spread = self.accuracy, z * z / self.num
@@ -42,7 +42,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One example's outcome."""
+    """The outcome of one example."""
 
     task: str
     distance: str
@@ -51,7 +51,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Counts over a suite. `cells` has (task, distance)."""
+    """Counts over a suite. The keys of `cells` are (task, distance)."""
 
     total: Count
     tasks: dict[str, Count]
@@ -60,12 +60,12 @@ class Score:
 
 
 def is_right(text: str, answer: str) -> bool:
-    """Exact match, apart from white space around either."""
+    """Return whether both are equal, apart from surrounding white space."""
     return text.strip() == answer.strip()
 
 
 def score(verdicts: Iterable[Verdict]) -> Score:
-    """Counts of all verdicts, keys in the order of their first sight. Raises ConfigError if there are none."""
+    """Count all verdicts, with keys in the order of their first occurrence. Raises ConfigError if there are none."""
     total = Count()
     tasks: dict[str, Count] = {}
     distances: dict[str, Count] = {}

@@ -1,4 +1,4 @@
-"""Shows that the suite would notice a wrong cache: the same questions with faults put in on purpose."""
+"""Shows that the suite would notice a wrong cache, by asking the same questions with deliberate faults."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ NUM_CONTINUED = 40  # tokens of a continuation: the answer and what the model go
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Of each question: whether the greedy answer was right, its tokens, the right answer's log-probability (nats),
-    and the greedy continuation, which does not end with the answer."""
+    """The result of each question: whether the greedy answer was right, its tokens, and the right answer's
+    log-probability (nats).
+
+    The greedy continuation is included, which does not end with the answer.
+    """
 
     right: tuple[bool, ...] = ()
     token_ids: tuple[tuple[int, ...], ...] = ()
@@ -42,11 +45,11 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class MutationResult:
-    """What a fault changed against the sound cache.
+    """The effects of a fault, compared with the sound cache.
 
-    `continuations`: lost are those that part from the sound cache's and do not when that is merely asked again, gained
-    the other way round. `logprob_noise` is the root mean square change (nats) of a continuation's token's
-    log-probability, up to where the two part.
+    A continuation is lost if it differs from the sound cache's, and would not if that were asked again. It is gained in
+    the opposite case. `logprob_noise` is the root mean square change (nats) of the log-probability of a continuation's
+    token, up to the first different token.
     """
 
     mutation: Mutation
@@ -81,7 +84,7 @@ class MutationResult:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """What `python -m evaluation --mutations` found."""
+    """The results of `python -m evaluation --mutations`."""
 
     num_questions: int
     num_right: int
@@ -91,7 +94,8 @@ class Sensitivity:
     results: tuple[MutationResult, ...]
 
     def noticed_by(self, result: MutationResult) -> list[str]:
-        """What tells the fault from the sound cache: a score, or at least the bits of log-probabilities."""
+        """Return the signs that distinguish the fault from the sound cache: scores, or at least the bits of
+        log-probabilities."""
         signs = (
             ("accuracy", result.lowers_accuracy),
             ("log-prob", result.lowers_log_probability),
@@ -102,7 +106,7 @@ class Sensitivity:
 
     @property
     def problems(self) -> list[str]:
-        """Faults that had to be noticed and were not."""
+        """The faults that had to be noticed and were not."""
         missed = {
             Measure.ANSWERS: "neither the accuracy nor the log-probability of the right answers falls",
             Measure.CONTINUATIONS: "continuations do not part from those of the sound cache more than by chance",
@@ -123,7 +127,7 @@ def measure_sensitivity(
     mutations: Sequence[Mutation] = MUTATIONS,
     show_progress: bool = False,
 ) -> Sensitivity:
-    """Ask every question from its cached prefix: as it is, and spoilt by each mutation. Raises ConfigError."""
+    """Ask every question from its cached prefix: unchanged, and spoilt by each mutation. Raises ConfigError."""
     asked = (CONTROL, *mutations)
     sound = Marks()
     spoilt = [sound] * len(asked)
@@ -159,7 +163,8 @@ def _ask_batch(
     mutations: Sequence[Mutation],
     advance: Any,
 ) -> list[Marks]:
-    """The sound marks, then those of each mutation. Dialogues share nothing: a fault stays in its own."""
+    """Return the marks of the sound cache, then those of each mutation. Dialogues share nothing, so a fault affects
+    only its own."""
     asked = [(question, f"dialogue-{number}") for number, family in enumerate(batch) for question in family]
     asked = [(q, salt) for q, salt in asked if paper.layout.usable_prefix(q.num_prompt_tokens)]
     subject.ask([question.prompt for question, _ in asked], max_tokens=1, salts=[salt for _, salt in asked])
@@ -176,7 +181,7 @@ def _ask_batch(
 
 
 def _mark(subject: Subject, paper: Paper, asked: Sequence[tuple[Question, str]]) -> Marks:
-    """Of each question with its salt."""
+    """Return the marks of each question with its salt."""
     questions, salts = [question for question, _ in asked], [salt for _, salt in asked]
     prompts = [question.prompt for question in questions]
     replies = [reply for (reply,) in subject.ask(prompts, paper.max_tokens, salts=salts)]
@@ -216,5 +221,5 @@ def _same_continuations(a: Marks, b: Marks) -> list[bool]:
 
 
 def _num_changed(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens of `a` at whose place `b` has another one, or none."""
+    """Return the number of tokens of `a` for which `b` has another token, or none, at the same place."""
     return sum(index >= len(b) or token != b[index] for index, token in enumerate(a))

@@ -1,4 +1,4 @@
-"""The engine under test: what it answers, and what its own counters say of it."""
+"""The engine under test, its answers and its own counters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from forkpoint.sched.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One greedy completion. `logprobs` are its tokens', one each; the last two fields are the whole request's."""
+    """One greedy completion. `logprobs` has one entry for each of its tokens. The last two fields belong to the whole
+    request."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -35,7 +36,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The engine's own counts. Tokens that asked and that were cached are counted again where a request resumes."""
+    """The engine's own counters. A request that resumes counts its queried and cached tokens again."""
 
     num_asked_tokens: int = 0
     num_cached_tokens: int = 0
@@ -48,7 +49,7 @@ class Counters:
     num_accepted_tokens: int = 0  # of those
 
     def since(self, earlier: Counters) -> Counters:
-        """What was added after `earlier` was read."""
+        """Return the counts added since `earlier` was read."""
         return Counters(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
     def plus(self, other: Counters) -> Counters:
@@ -56,7 +57,7 @@ class Counters:
 
 
 class Subject:
-    """An engine as users get it from `LLM`, with its parts at hand. Close it, or use it in a `with` statement."""
+    """An engine that users get from `LLM`, with access to its parts. Close it, or use it in a `with` statement."""
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
         self.llm = LLM(model, **options)
@@ -92,7 +93,7 @@ class Subject:
         return arena
 
     def counters(self) -> Counters:
-        """As they are now."""
+        """The current counters."""
         metrics = self.llm.get_metrics()
         return Counters(
             num_asked_tokens=metrics["query_tokens"],
@@ -115,10 +116,11 @@ class Subject:
         salts: Sequence[str] = (),
         ignore_eos: bool = False,
     ) -> list[list[Reply]]:
-        """The `n` greedy completions of each prompt, all submitted together; `salts`: one for each prompt, or none.
+        """Return the `n` greedy completions of each prompt, all submitted together. `salts` has one for each prompt, or
+        is None.
 
-        `ignore_eos`: they have `max_tokens` tokens, past the end of the answer. Raises RequestFailedError for a
-        completion that failed.
+        With `ignore_eos` they have `max_tokens` tokens, also after the end of the answer. Raises RequestFailedError for
+        a completion that failed.
         """
         params = [
             SamplingParams(
@@ -132,10 +134,10 @@ class Subject:
     def log_probabilities(
         self, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], salts: Sequence[str]
     ) -> list[float]:
-        """The log-probability (nats) of each answer's tokens after its prompt, all submitted together.
+        """Return the log-probabilities (nats) of each answer's tokens after its prompt. All are submitted together.
 
-        The tokens go the way of sampled ones, prefix cache included; a grammar leaves no other choice.
-        Raises RequestFailedError.
+        The tokens are processed like sampled ones, including the prefix cache, because a grammar leaves no other
+        choice. Raises RequestFailedError.
         """
         totals: dict[str, float] = {}
         for prompt, answer, salt in zip(prompts, answers, salts, strict=True):

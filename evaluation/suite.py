@@ -1,4 +1,4 @@
-"""Held-out examples: questions whose facts, and whose long system prompts, no training dialogue contains."""
+"""Held-out examples: questions whose facts and long system prompts occur in no training dialogue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Distances in tokens, `low < distance <= high`."""
+    """A range of distances in tokens: `low < distance <= high`."""
 
     name: str
     low: int
@@ -62,8 +62,8 @@ CELLS = (
 class Example:
     """A conversation that ends with a question, and the one right answer.
 
-    `num_tokens_back`: from the end of the message with the newest fact that the answer depends on to the answer;
-    `distance` names its bucket. `shared_system`: the system prompt is that of other examples of the suite too.
+    `num_tokens_back` counts from the end of the message with the newest fact that the answer depends on to the answer.
+    `distance` names its bucket. `shared_system`: other examples of the suite have the same system prompt.
     """
 
     name: str
@@ -79,10 +79,11 @@ class Example:
 def held_out_suite(
     seed: int = 0, num_examples: int = 260, *, num_systems: int = 4, count_tokens: CountTokens | None = None
 ) -> list[Example]:
-    """Examples in rounds, one of each cell of task and distance; half of the rounds share `num_systems` system prompts.
+    """Build examples in rounds. Each round has one example for each pair of task and distance.
 
-    Example i depends on the seed, its place and `num_systems` alone. `count_tokens` measures distances, by default
-    with the demo model's tokenizer. Prompts have at most MAX_PROMPT_TOKENS tokens.
+    Half of the rounds share `num_systems` system prompts. Example i depends only on the seed, its place and
+    `num_systems`. `count_tokens` measures distances, by default with the demo model's tokenizer. Prompts have at most
+    MAX_PROMPT_TOKENS tokens.
     """
     if num_examples < 1 or num_systems < 1:
         raise ConfigError(f"num_examples is {num_examples}, num_systems is {num_systems}; give at least 1 of each")
@@ -95,7 +96,7 @@ def held_out_suite(
 
 
 class _Counted:
-    """Remembers the counts of texts: most messages occur often."""
+    """Remembers the counts of texts, because most messages occur often."""
 
     def __init__(self, count_tokens: CountTokens) -> None:
         self._count_tokens = count_tokens
@@ -143,7 +144,7 @@ def _example(seed: int, place: int, systems: Sequence[SystemPrompt], counted: _C
 
 
 def _fitting(dialogue: Dialogue, bucket: Bucket, counted: _Counted) -> Iterator[tuple[Scored, int, int]]:
-    """The task's own answers whose distance is in the bucket, with the distance and the prompt's length."""
+    """Yield the task's own answers whose distance is in the bucket, with the distance and the prompt's length."""
     ends = list(accumulate(counted(message.render()) for message in dialogue.messages))
     for scored in dialogue.scored:
         num_prompt_tokens = ends[scored.index - 1] + GENERATION_PROMPT_TOKENS

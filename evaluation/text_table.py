@@ -1,4 +1,4 @@
-"""Aligned columns of text."""
+"""Formats text in aligned columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], rule_after: Sequence[int]) -> str:
-    """The first column left, the others right; a rule below the rows named."""
+    """Align the first column to the left and the others to the right, with a rule after each row in `rule_after`."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for number, row in enumerate(rows):

@@ -37,7 +37,7 @@ STYLE = (
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: who asked it, and what the engine said of it."""
+    """One request: who asked it, and the engine's counts."""
 
     name: str
     branch: str
@@ -50,7 +50,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Kept:
-    """One block of the tree: its place from the root, its conversation, and whether the state after it is kept."""
+    """One block of the tree: its place from the root, its conversations, and whether the state after it is kept."""
 
     depth: int
     branch: str  # "shared", "a" or "b"
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def converse(llm: LLM) -> list[Asked]:
-    """Conversation A of three turns, and B, which goes on from A's first answer in its own words."""
+    """Run conversation A with three turns, and B, which continues from A's first answer with other messages."""
     asked: list[Asked] = []
 
     def ask(branch: str, messages: list[dict[str, str]], text: str) -> list[dict[str, str]]:
@@ -87,7 +87,7 @@ def converse(llm: LLM) -> list[Asked]:
 
 
 def read_tree(llm: LLM, asked: Sequence[Asked]) -> Iterator[Kept]:
-    """The blocks in the engine's tree. A block belongs to the conversations whose tokens it holds."""
+    """Yield the blocks in the engine's tree. A block belongs to the conversations whose tokens it holds."""
     scheduler: Any = llm._engine.core.scheduler
     ids = {branch: tokens_of([one for one in asked if one.branch == branch][-1]) for branch in "ab"}
     for node in scheduler.cache.store.tree.nodes():
@@ -102,7 +102,7 @@ def tokens_of(asked: Asked) -> np.ndarray:
 
 
 def fork_of(asked: Sequence[Asked]) -> int:
-    """The first token in which the two conversations differ."""
+    """Return the index of the first token in which the two conversations differ."""
     a, b = (tokens_of([one for one in asked if one.branch == branch][-1]) for branch in "ab")
     size = min(len(a), len(b))
     return int(np.argmax(a[:size] != b[:size]))

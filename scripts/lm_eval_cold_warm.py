@@ -45,7 +45,7 @@ metric_list: [{{metric: exact_match}}]
 
 
 def write_tasks(folder: Path) -> None:
-    """Two tasks over the same questions, which share a long beginning."""
+    """Write two tasks over the same questions, which share a long beginning."""
     docs = [
         {
             "question": f"{CONTEXT}Question {i}: which animal says {sound}?\nAnswer:",
@@ -62,7 +62,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def evaluate(kind: str, task: str, folder: Path, url: str, tokenizer: str) -> dict[str, Any]:
-    """Scores, and what was measured or said for each question."""
+    """Return the scores, and the measurements or answers of each question."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

@@ -133,7 +133,7 @@ async def _good_request(session: aiohttp.ClientSession, tally: Tally, random_: r
 
 
 async def leftovers(url: str) -> list[str]:
-    """What should be zero or fine when nobody asks for anything, and is not."""
+    """Return the problems of an idle server: values that should be zero, or checks that should pass."""
     found: list[str] = []
     async with aiohttp.ClientSession(url) as session:
         await _wait_idle(session)
@@ -171,7 +171,7 @@ async def _not_zero(session: aiohttp.ClientSession, name: str) -> list[str]:
 
 
 def memory_bytes(pid: int) -> dict[int, int]:
-    """Resident memory of a process and its children, by pid."""
+    """Return the resident memory of a process and its children, by pid."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return {one: _resident_bytes(one) for one in (pid, *map(int, children))}
 
@@ -182,7 +182,8 @@ def _resident_bytes(pid: int) -> int:
 
 
 def start_server(log_path: Path, *flags: str) -> tuple[subprocess.Popen[bytes], str]:
-    """A server of the demo model, and its address once it is ready. SystemExit with its log where it is not."""
+    """Start a server of the demo model, and return it and its address when it is ready. Exit with its log if it does
+    not start."""
     from benchmarks.random_model import make_random_model
 
     command = [sys.executable, "-m", "forkpoint.cli.main", "serve", str(make_random_model()), "--port", "0"]

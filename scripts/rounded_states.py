@@ -40,7 +40,7 @@ GRID = 64
 
 @dataclass(frozen=True, slots=True)
 class HardExample:
-    """The shape that `evaluation.question` takes."""
+    """An example in the form that `evaluation.question` takes."""
 
     messages: tuple[dict[str, str], ...]
     answer: str
@@ -63,7 +63,7 @@ ROUNDINGS: dict[str, Callable[[list[Tensor]], None]] = {"8 bits, one scale": one
 
 
 def hard_examples(kind: str, number: int, num_tokens: int) -> Iterator[HardExample]:
-    """The questions of one dialogue, in order."""
+    """Yield the questions of one dialogue, in order."""
     rng = random.Random(f"hard {kind} {number}")
     dialogue = DialogueBuilder(kind, num_tokens)
     thread = TrackingThread(rng, Split.HELD_OUT, MACHINES[kind], NUM_NAMES, waits=True, patience=PATIENCE)
@@ -82,7 +82,7 @@ def ask(subject: Subject, questions: Sequence[Question]) -> list[Reply]:
 def rounded_once(
     subject: Subject, questions: Sequence[Question], rounding: Callable[[list[Tensor]], None]
 ) -> list[Reply]:
-    """Round what the questions read, ask them, put it back."""
+    """Round the states that the questions read, ask them, and restore the states."""
     tensors = [slot_tensors(subject.arena, slot) for slot in {find_served(subject, q, "").slot for q in questions}]
     kept = [[values.clone() for values in slot] for slot in tensors]
     for slot in tensors:
@@ -97,7 +97,7 @@ def rounded_once(
 def rounded_always(
     subject: Subject, questions: Sequence[Question], rounding: Callable[[list[Tensor]], None]
 ) -> list[Reply]:
-    """From an empty cache: each block of the dialogue is computed from the rounded state before it."""
+    """Start from an empty cache, and compute each block of the dialogue from the rounded state before it."""
     subject.llm.reset_prefix_cache()
     seen: set[int] = set()
     for question in questions:
@@ -108,7 +108,7 @@ def rounded_always(
 
 
 def _round_at(subject: Subject, prompt: Prompt, rounding: Callable[[list[Tensor]], None], seen: set[int]) -> None:
-    """Make the checkpoint one token before the prompt's end, unless it is there, and round it."""
+    """Store the checkpoint one token before the prompt's end, unless it exists, and round it."""
     cache, size = subject.cache, len(prompt.token_ids)
     if cache.lookup(cache.new_lease("script", "", prompt.token_ids), size).num_tokens < size - 1:
         subject.ask([prompt], 1)

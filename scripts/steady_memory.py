@@ -27,7 +27,7 @@ MAX_AT_ONCE = 48
 
 
 async def run_part(url: str, num_requests: int, seed: int) -> None:
-    """`num_requests` requests, a changing number of them at once. Raises where one is not answered with 200."""
+    """Send `num_requests` requests, a changing number of them at once. Raises if one is not answered with 200."""
     draw = random.Random(seed)
     left = iter(range(num_requests))
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:

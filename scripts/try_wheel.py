@@ -27,7 +27,8 @@ START_S = 300.0
 
 
 def build(folder: Path) -> Path:
-    """The wheel of the working tree. It is built from a copy: setuptools keeps files of earlier builds beside it."""
+    """Build the wheel of the working tree from a copy, because setuptools leaves the files of a build next to its
+    sources."""
     copy = folder / "sources"
     copy.mkdir()
     for name in SOURCES:
@@ -44,7 +45,7 @@ def build(folder: Path) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """An environment with the wheel in it; returns its folder of commands."""
+    """Create an environment with the wheel, and return its folder of commands."""
     subprocess.run((sys.executable, "-m", "venv", "--without-pip", folder), check=True)
     commands = folder / "bin"
     # A folder that a .pth file names is searched, but its own .pth files, those of editable installs, are not read.
@@ -56,7 +57,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def run(*command: str | Path, cwd: Path, code: int = 0) -> str:
-    """What a command says. SystemExit with it where it ends otherwise than with `code`."""
+    """Return what a command prints. Exit with it if the command does not end with `code`."""
     ended = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True)
     said = ended.stdout + ended.stderr
     if ended.returncode != code:
@@ -69,7 +70,7 @@ def environment() -> dict[str, str]:
 
 
 def serve_one(command: Path, folder: Path) -> str:
-    """The answer of `forkpoint serve` to one request."""
+    """Return the answer of `forkpoint serve` to one request."""
     log = folder / "server.log"
     with log.open("wb") as file:
         arguments = (command, "serve", ROOT / "demo_model", "--port", "0")

@@ -37,7 +37,7 @@ from forkpoint.sim.trace import Trace
 
 class AssumedHazards(HazardModel):
     def advance(self, now: float) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""
 
 
 class AgelessHazards(HazardModel):
@@ -46,7 +46,7 @@ class AgelessHazards(HazardModel):
 
 
 class UselessHazards(HazardModel):
-    """The number of uses so far tells nothing."""
+    """Hazards that ignore the number of uses so far."""
 
     def track(self, block_hash: BlockHash, reuse_class: ReuseClass, last_used: float) -> None:
         super().track(block_hash, reuse_class._replace(uses=0), last_used)
@@ -56,7 +56,7 @@ class UselessHazards(HazardModel):
 
 
 class HazardsOfTheHeld(HazardModel):
-    """Entries that were evicted are forgotten."""
+    """Hazards that forget evicted entries."""
 
     def waits_for(self, block_hash: BlockHash) -> bool:
         return False
@@ -75,7 +75,7 @@ class Unprotected(LearntPolicy):
 
 class AssumedShare(LostShare):
     def note(self, lost: bool) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""
 
 
 class WithAssumedShare(LearntPolicy):
@@ -100,7 +100,7 @@ class NothingSuperseded(LearntPolicy):
 
 
 class Without(CapturePolicy):
-    """The default but for one kind of state."""
+    """The default policy without one kind of state."""
 
     def __init__(self, kind: Origin) -> None:
         self._kind, self._default = kind, DefaultCapture()
@@ -113,7 +113,7 @@ class Without(CapturePolicy):
 
 
 class BlindCapture(DefaultCapture):
-    """Does not see some of what the context says."""
+    """Ignores a part of the context."""
 
     def __init__(self, **unseen: Any) -> None:
         self._unseen = unseen
@@ -124,7 +124,7 @@ class BlindCapture(DefaultCapture):
 
 @dataclass(frozen=True)
 class Rule:
-    """`eviction` and `capture` are the policies without it; `code` is what implements it."""
+    """A rule. `eviction` and `capture` are the policies without it. `code` implements it."""
 
     name: str
     code: tuple[Callable[..., Any] | type, ...] = ()
@@ -139,7 +139,7 @@ class Rule:
     def system(
         self, name: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig, trace: Trace | None
     ) -> SimulatedReplica:
-        """The engine without the rule (a `SystemFactory`)."""
+        """Create the engine without the rule (a `SystemFactory`)."""
         options = engine_options("", shape, memory_bytes, scheduler)
         return EngineReplica(replace(options, policy=self.eviction(), capture=self.capture()))
 
@@ -163,7 +163,7 @@ RULES: Final = (
 
 
 def _num_code_lines(item: Callable[..., Any] | type) -> int:
-    """Of a class or function: lines with code on them, its docstrings left out."""
+    """Return the lines of code of a class or function, without its docstrings."""
     source = textwrap.dedent(inspect.getsource(item))
     told = {
         line
@@ -177,7 +177,7 @@ def _num_code_lines(item: Callable[..., Any] | type) -> int:
 
 
 def ablate(cases: Sequence[Case], jobs: int) -> list[tuple[str, ...]]:
-    """A row for each rule: its name, its lines, and for each case the points of hit rate that it is worth."""
+    """Return a row for each rule: its name, its lines, and for each case the points of hit rate that it is worth."""
     with_all = (Rule("all rules"), *RULES)
     results = run([replace(case, system=rule.name, factory=rule.system) for rule in with_all for case in cases], jobs)
     rates = [100 * result.hit_rate for result in results]
@@ -190,7 +190,7 @@ def ablate(cases: Sequence[Case], jobs: int) -> list[tuple[str, ...]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; bad input is told in one line."""
+    """Run the command. Bad input is reported in one line."""
     parser = argparse.ArgumentParser(prog="python -m studies.ablation", description=__doc__)
     add_simulate_options(parser)
     options = parser.parse_args(arguments)

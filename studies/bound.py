@@ -40,7 +40,7 @@ def num_prompt_tokens(trace: Trace) -> int:
 
 
 def by_arrival(trace: Trace) -> list[TraceRequest]:
-    """Requests in the order in which they would arrive if every request took no time."""
+    """Return requests in the order of their arrival if every request took no time."""
     when: dict[str, float] = {}
     for request in trace.requests:
         before = when[request.after] + request.think_s if request.after is not None else 0.0
@@ -49,7 +49,8 @@ def by_arrival(trace: Trace) -> list[TraceRequest]:
 
 
 def hashes_of(request: TraceRequest) -> list[BlockHash]:
-    """The blocks that a request leaves behind: of its prompt, and of its output but the last token."""
+    """Return the hashes of the blocks that a request leaves in a cache: those of its prompt, and of its output without
+    the last token."""
     chain = HashChain("")
     chain.extend(TokenSpans.join([request.prompt, request.output.part(0, request.output.num_tokens - 1)]).array())
     return chain.hashes
@@ -57,10 +58,11 @@ def hashes_of(request: TraceRequest) -> list[BlockHash]:
 
 @dataclass(frozen=True, slots=True)
 class ReuseProblem:
-    """Which prefix of each request was seen before, and when last.
+    """For each request, the prefixes that were seen before, and the request that saw each last.
 
-    Segment i, `[first[i], first[i + 1])`, has one element per reusable block of request i, from the root on: `last`
-    is the latest earlier request that passes the end of that block, `worth` what a hit that ends there is worth.
+    Segment i, `[first[i], first[i + 1])`, has one element for each reusable block of request i, from the root on.
+    `last` is the latest earlier request that passes the end of that block. `worth` is the worth of a hit that ends
+    there.
     """
 
     first: IndexArray  # [num_requests + 1]
@@ -73,13 +75,14 @@ class ReuseProblem:
 
     @property
     def unlimited(self) -> float:
-        """What a cache without limits reuses."""
+        """The worth of all hits in a cache without limits."""
         ends = self.first[1:][np.diff(self.first) > 0] - 1
         return float(self.worth[ends].sum())
 
     @classmethod
     def of(cls, requests: Sequence[TraceRequest], cost: RecomputeCost | None = None) -> ReuseProblem:
-        """From requests in the order of service; worth is tokens, or the recompute cost where that is given."""
+        """Build the problem from requests in the order of service. Worth counts tokens, or the recompute cost if that
+        is given."""
         first, last = [0], []
         passed: dict[BlockHash, int] = {}
         depths: list[IndexArray] = []
@@ -110,7 +113,7 @@ class Bound:
 
 
 class PricedHits:
-    """Evaluates the bound for given prices, with its slope in each of them."""
+    """Evaluates the bound for given prices, and its slope in each price."""
 
     def __init__(self, problem: ReuseProblem, memory_bytes: int, block_bytes: int, slot_bytes: int, num_bins: int):
         self._problem = problem
@@ -127,7 +130,7 @@ class PricedHits:
         self._nonempty = np.flatnonzero(lengths)
 
     def evaluate(self, prices: FloatArray) -> tuple[float, FloatArray]:
-        """(the bound, its slope) at `prices`, which are not negative."""
+        """Return (the bound, its slope) at `prices`, which must not be negative."""
         problem, owner = self._problem, self._owner
         total = self._memory * float(prices @ self.widths)
         slope = self._memory * self.widths
@@ -146,7 +149,7 @@ class PricedHits:
         return total, slope - self._use(gain, best, starts)
 
     def _use(self, gain: FloatArray, best: FloatArray, starts: IndexArray) -> FloatArray:
-        """Byte-intervals held in each bin by the best choices."""
+        """Return the byte-intervals that the best choices hold in each bin."""
         problem, owner = self._problem, self._owner
         chosen = np.zeros(problem.num_requests, np.int64) - 1
         best_of = np.full(problem.num_requests, np.inf)
@@ -173,7 +176,7 @@ def clairvoyant_bound(
     num_bins: int = NUM_BINS,
     num_rounds: int = NUM_ROUNDS,
 ) -> Bound:
-    """The lowest bound found. Prices start out equal everywhere, then follow the slope."""
+    """Return the lowest bound found. All prices are equal at first, then follow the slope."""
     priced = PricedHits(problem, memory_bytes, block_bytes, slot_bytes, num_bins)
     zero = np.zeros(num_bins)
     best = Bound(min(problem.unlimited, priced.evaluate(zero)[0]), zero)

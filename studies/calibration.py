@@ -1,4 +1,4 @@
-"""A device's shares of its ceilings, fitted to steps that `python -m benchmarks.step_times` measured."""
+"""Fits a device's shares of its ceilings to steps that `python -m benchmarks.step_times` measured."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from forkpoint.sim.cost import CostModel, StepLoad, StepParts
 
 
 class MeasuredStep(NamedTuple):
-    """A step that ran, and how long it took."""
+    """A measured step: its load and its duration."""
 
     load: StepLoad
     seconds: float
 
 
 def read_steps(path: Path) -> tuple[str, list[MeasuredStep]]:
-    """(the model's name, its steps) from a file of `python -m benchmarks.step_times`. Raises ConfigError."""
+    """Return (the model's name, its steps) from a file of `python -m benchmarks.step_times`. Raises ConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         steps = [MeasuredStep(StepLoad(**line["load"]), float(line["seconds"])) for line in content["steps"]]
@@ -33,9 +33,9 @@ def read_steps(path: Path) -> tuple[str, list[MeasuredStep]]:
 
 
 def calibrate(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
-    """The same model with the device's shares and step time fitted to measured steps.
+    """Return the cost model with the device's shares and step time fitted to measured steps.
 
-    Least squares on relative errors, kept positive by leaving the shares of parts out that would turn negative.
+    Minimises the squares of relative errors. Shares that would become negative are left out.
     """
     rows = [[*model.parts(step.load), 1.0] for step in steps]
     matrix = np.asarray(rows) / np.asarray([[step.seconds] for step in steps])
@@ -49,7 +49,8 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
 def _fit_positive(matrix: FloatArray, prior: FloatArray) -> FloatArray:
-    """Minimise `|matrix @ x - 1|` near `prior` (a weak pull for what the steps do not show), x >= prior / 10."""
+    """Minimise `|matrix @ x - 1|` near `prior`, with x >= prior / 10. `prior` pulls weakly, for what the steps do not
+    show."""
     scale = prior.copy()
     pull = 0.02 * np.sqrt(len(matrix))
     full = np.vstack([matrix * scale, pull * np.eye(len(prior))])

@@ -30,12 +30,13 @@ SERVICE_STEP: Final = 0.05  # one request moves the mean service time by this sh
 
 
 class Foresight:
-    """Where the requests of a trace are going to resume, and when.
+    """Knows where and when the requests of a trace will resume.
 
-    A request's target is the end of the longest prefix of it that earlier requests pass and where the engine can keep a
-    state: in a prompt, or at the last boundary of an output. Its arrival is exact where the trace tells it; behind
-    requests that have not ended, each is taken to last as long as requests do on average.
-    The caller keeps `now_s` and says what happens to each request.
+    A request's target is the end of its longest prefix that earlier requests pass and where the engine can keep a
+    state. That is in a prompt, or at the last boundary of an output. Its arrival is exact if the trace says it. After
+    requests that have not ended, each of them is assumed to take the mean time.
+
+    The caller keeps `now_s` and reports what happens to each request.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -70,14 +71,14 @@ class Foresight:
             self._breakpoints[request.id] = tuple(BLOCK * (i + 1) for i in targets)
 
     def breakpoints(self, request_id: str) -> tuple[int, ...]:
-        """The positions in a request's tokens from which later ones are going to resume."""
+        """Return the positions in a request's tokens from which later requests will resume."""
         found = self._breakpoints.get(request_id)
         if found is None:
             raise ConfigError(f"request {request_id!r} is not of the trace that is foreseen; give that trace")
         return found
 
     def wait_s(self, block_hash: BlockHash) -> float:
-        """Seconds until a request is going to resume from the end of that block; infinity if none is."""
+        """Return the seconds until a request will resume from the end of that block; infinity if none will."""
         users = self._users.get(block_hash)
         while users and users[0].id in self._started_s:
             users.popleft()
@@ -94,7 +95,7 @@ class Foresight:
         return when
 
     def _awaited(self, request: TraceRequest) -> TraceRequest | None:
-        """The request whose end, yet to come, this one waits for."""
+        """Return the unfinished request whose end this one waits for."""
         if request.id in self._arrived or request.after is None or request.after in self._finished_s:
             return None
         return self._requests[request.after]
@@ -109,27 +110,28 @@ class Foresight:
     # --- what happens
 
     def arrive(self, request_id: str) -> None:
-        """A request is queued."""
+        """Note that a request is queued."""
         self._arrived.add(request_id)
 
     def start(self, request_id: str) -> None:
-        """A request leaves the queue: it has looked up what it can resume from."""
+        """Note that a request leaves the queue, after it has looked up where it can resume."""
         self._started_s.setdefault(request_id, self.now_s)
 
     def finish(self, request_id: str) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
         took = self.now_s - self._started_s[request_id]
         self._service_s += SERVICE_STEP * (took - self._service_s)
         self._finished_s[request_id] = self.now_s
 
     def refuse(self, request_id: str) -> None:
-        """A request is not served."""
+        """Note that a request is refused."""
         self._arrived.add(request_id)
         self._started_s[request_id] = self._finished_s[request_id] = self.now_s
 
 
 class ClairvoyantPolicy(EvictionPolicy):
-    """The entry gives way that saves the least for its bytes and the time until it is used; first what never is."""
+    """Evicts the entry that saves the least for its bytes and the time until it is used; entries that are never used
+    first."""
 
     def __init__(self, foresight: Foresight) -> None:
         self._foresight = foresight
@@ -140,14 +142,15 @@ class ClairvoyantPolicy(EvictionPolicy):
 
 
 class DeclaredCapture(CapturePolicy):
-    """Declared boundaries alone."""
+    """Captures only breakpoints."""
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
         yield Origin.BREAKPOINT, context.breakpoints
 
 
 class ForeseeingSystem(EngineReplica):
-    """The engine whose requests declare what foresight says, and that tells it what happens to them."""
+    """The engine with requests that declare the boundaries known by foresight. It reports to foresight what happens to
+    them."""
 
     def __init__(self, options: EngineOptions, foresight: Foresight) -> None:
         super().__init__(options)

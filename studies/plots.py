@@ -1,4 +1,4 @@
-"""Plots, where matplotlib is installed (`pip install forkpoint[plots]`)."""
+"""Draws plots if matplotlib is installed (`pip install forkpoint[plots]`)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ class Curve:
 
 
 def axis_bottom(heights: Sequence[float]) -> float:
-    """Where the axis starts: at 0, unless all heights lie in its upper half, where their differences would not show."""
+    """Return where the axis starts: at 0, unless all heights lie in its upper half, where their differences would not
+    show."""
     lowest, highest = min(heights, default=0.0), max(heights, default=0.0)
     return lowest - 0.05 * (highest - lowest) if 0 < highest < 2 * lowest else 0.0
 
 
 def write_plot(path: Path, title: str, x_name: str, panels: Mapping[str, Sequence[Curve]]) -> bool:
-    """Panels side by side, by the name of their y axis, over one x axis; False where matplotlib is missing."""
+    """Draw panels side by side, keyed by the name of their y axis, with a common x axis. Return False if matplotlib is
+    missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,4 +1,5 @@
-"""A folder of tables and plots: hit rate and time to first token against memory, for several models and traces."""
+"""Writes a folder of tables and plots: hit rate and time to first token against memory, for several models and
+traces."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ HEADINGS: Final = MappingProxyType({CLAIRVOYANT: "clairvoyant"})
 
 @dataclass(frozen=True, slots=True)
 class ReportPlan:
-    """What the report covers."""
+    """The contents of the report."""
 
     traces: tuple[Trace, ...]
     device: Device
@@ -38,7 +39,8 @@ class ReportPlan:
     systems: tuple[str, ...] = (ENGINE, *PEERS, CLAIRVOYANT)
 
     def sizes(self, shape: ModelShape) -> list[int]:
-        """Memory for keys, values and states: shares of what the weights leave, in whole quarters of a GiB."""
+        """Return amounts of memory for keys, values and states: shares of what the weights leave, in whole quarters of
+        a GiB."""
         weights = WEIGHT_BYTES * (shape.num_weights + shape.num_expert_weights + 2 * shape.head_weights)
         room = USABLE_SHARE * self.device.memory_bytes - weights
         return [max(1, round(4 * room * share / GIB)) * GIB // 4 for share in MEMORY_SHARES]
@@ -47,7 +49,7 @@ class ReportPlan:
         return Case(trace, shape, self.device, system, memory_bytes, self.scheduler, factory=make_system)
 
     def cases(self) -> list[Case]:
-        """Every model, trace, size and system."""
+        """Return the cases of every model, trace, size and system."""
         return [
             self.case(trace, shape, system, memory)
             for shape in self.shapes
@@ -58,14 +60,14 @@ class ReportPlan:
 
     @property
     def num_requests(self) -> int:
-        """Of all cases."""
+        """Return the number of requests of all cases."""
         runs = len(self.shapes) * len(MEMORY_SHARES) * len(self.systems)
         return runs * sum(len(trace.requests) for trace in self.traces)
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One model on one trace: a result for every size and system, and by size the bound on the hit rate."""
+    """One model on one trace: a result for every size and system, and for each size the bound on the hit rate."""
 
     shape: ModelShape
     trace: Trace
@@ -74,7 +76,7 @@ class Panel:
     bounds: dict[int, float]
 
     def best_peer(self, size: int) -> CaseResult:
-        """The emulated peer of the highest hit rate."""
+        """The emulated peer with the highest hit rate."""
         peers = [self.results[size, system] for system in PEERS if (size, system) in self.results]
         return max(peers, key=lambda result: result.hit_rate)
 
@@ -84,7 +86,7 @@ class Panel:
 
 
 def write_report(plan: ReportPlan, folder: Path, progress: Callable[[int], None] | None = None) -> None:
-    """Simulate everything; write README.md, results.json and a plot for each model and trace to `folder`."""
+    """Simulate everything. Write README.md, results.json and a plot for each model and trace to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     results = run_cases(plan.cases(), plan.jobs, progress)
     found = {(r.model, r.trace, r.memory_bytes, r.system): r for r in results}

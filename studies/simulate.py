@@ -1,4 +1,4 @@
-"""`python -m studies.simulate`: `forkpoint simulate` with the emulated peers, the bound, and the report."""
+"""`python -m studies.simulate`: `forkpoint simulate` with the emulated peers, the bound and the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from studies.systems import CLAIRVOYANT, PEERS, make_system
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options of `forkpoint simulate`, and three more."""
+    """Build the parser with the options of `forkpoint simulate` and three more."""
     parser = argparse.ArgumentParser(
         prog="python -m studies.simulate",
         description="Replay request traces through forkpoint and through emulations of other engines. Systems are also "
@@ -62,7 +62,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def read_device(options: argparse.Namespace) -> Device:
-    """The H200, or what measured steps make of it if some are given."""
+    """Return the H200, fitted to measured steps if some are given."""
     if options.steps is None:
         return H200
     model, steps = read_steps(options.steps)
@@ -72,7 +72,7 @@ def read_device(options: argparse.Namespace) -> Device:
 def with_bounds(
     rows: Sequence[list[str]], results: Sequence[CaseResult], bounds: Mapping[tuple[str, int], float]
 ) -> list[list[str]]:
-    """With a row of what no policy exceeds behind the last case of each trace and size."""
+    """Add a row with the bound after the last case of each trace and size."""
     keys, found = [(result.trace, result.memory_bytes) for result in results], [rows[0]]
     for index, (row, key) in enumerate(zip(rows[1:], keys, strict=True)):
         found.append(row)
@@ -82,7 +82,7 @@ def with_bounds(
 
 
 def bounds_of(cases: Sequence[Case]) -> dict[tuple[str, int], float]:
-    """The hit rate that no policy exceeds, by (trace, bytes)."""
+    """Return the hit rate that no policy exceeds, by (trace, bytes)."""
     problems = {case.trace.name: ReuseProblem.of(by_arrival(case.trace)) for case in cases}
     found: dict[tuple[str, int], float] = {}
     for case in cases:
@@ -95,7 +95,7 @@ def bounds_of(cases: Sequence[Case]) -> dict[tuple[str, int], float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; bad input is told in one line."""
+    """Run the command. Bad input is reported in one line."""
     try:
         return simulate(build_parser().parse_args(arguments))
     except ForkpointError as error:

@@ -1,4 +1,4 @@
-"""Systems to compare: the engine, the engine told everything beforehand, and the emulated peers, in the same memory."""
+"""The systems to compare: the engine, the engine with foresight, and the emulated peers, with the same memory."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ PEERS: Final = (*VLLM, *SGLANG)
 def make_system(
     name: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig, trace: Trace | None = None
 ) -> SimulatedReplica:
-    """A system of `memory_bytes` for keys, values and states: a peer, `forkpoint:eviction=clairvoyant`, which needs all
-    requests that it is going to get, or what `forkpoint simulate` takes. Raises ConfigError."""
+    """Create a system with `memory_bytes` for keys, values and states.
+
+    Its name is a peer's, `forkpoint:eviction=clairvoyant`, which needs all its requests beforehand, or one that
+    `forkpoint simulate` takes. Raises ConfigError.
+    """
     rows, budget = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     if name in VLLM:
         geometry = VllmGeometry.of(shape)
@@ -59,8 +62,10 @@ def make_system(
 def _clairvoyant(
     name: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig, trace: Trace | None
 ) -> SimulatedReplica:
-    """The engine with foresight in place of its policies: states at the boundaries that foresight declares, no others,
-    and tokens saved count, whatever they cost to compute."""
+    """Create the engine with foresight instead of its policies.
+
+    States are stored only at the boundaries that foresight declares. Saved tokens count, whatever they cost to compute.
+    """
     if trace is None:
         raise ConfigError(f"{CLAIRVOYANT} has to know all requests of its only replica; give --replicas 1")
     if not shape.layout.has_states:

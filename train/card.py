@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def plot(path: Path, log: list[dict[str, Any]]) -> None:
-    """Cross entropies, averaged over some steps each, against the tokens seen."""
+    """Draw cross entropies, averaged over some steps each, against the tokens seen."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -61,7 +61,7 @@ def plot(path: Path, log: list[dict[str, Any]]) -> None:
 
 
 def card(report: dict[str, Any]) -> str:
-    """The model card, in Markdown."""
+    """Return the model card in Markdown."""
     options, last = report["options"], report["log"][-1]
     start = f" --from {options['start_from']}" if options["start_from"] else ""
     rates = f"Muon ({options['matrix_rate']}) for matrices, AdamW ({options['other_rate']}) for all else"

@@ -1,4 +1,4 @@
-"""The part of the gated delta rule's backward pass that looks at each chunk by itself, as batched matrix products."""
+"""The part of the gated delta rule's backward pass that treats each chunk by itself, as batched matrix products."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ def chunk_gradients(
 
 
 def _chunked(x: Tensor, num_heads: int) -> Tensor:
-    """`[B, T, H, D] -> [B * T / 64, HV, 64, D]`, each head repeated for the value heads that it serves."""
+    """Return `[B, T, H, D]` as `[B * T / 64, HV, 64, D]`, with each head repeated for the value heads that it
+    serves."""
     x = x.repeat_interleave(num_heads // x.shape[2], dim=2)
     return torch.unflatten(x, 1, (-1, CHUNK)).flatten(0, 1).transpose(1, 2).contiguous()
 
 
 def _unchunked(x: Tensor, rows: int, num_heads: int) -> Tensor:
-    """`[B * T / 64, HV, 64, D] -> [B, T, H, D]`, summed over the value heads of each head."""
+    """Return `[B * T / 64, HV, 64, D]` as `[B, T, H, D]`, summed over the value heads of each head."""
     x = torch.unflatten(x.transpose(1, 2), 2, (num_heads, -1)).sum(3, dtype=torch.float32)
     return x.reshape(rows, -1, num_heads, x.shape[-1])
 
 
 def _decayed(dq: Tensor, dk: Tensor, ds: Tensor, g: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Each part times the decay that it crosses."""
+    """Multiply each part by the decay that it crosses."""
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril()
     within = torch.exp2((g[..., :, None] - g[..., None, :]).masked_fill(~lower, -torch.inf))
     dq = dq.float() * torch.exp2(g)[..., None] * scale
@@ -54,7 +55,10 @@ def _decayed(dq: Tensor, dk: Tensor, ds: Tensor, g: Tensor, scale: float) -> tup
 def _decay_gradient(
     dq: Tensor, dk_across: Tensor, dk: Tensor, q: Tensor, k: Tensor, h: Tensor, dh: Tensor, g: Tensor
 ) -> Tensor:
-    """What decays what: queries gain by their own decay, keys lose by it; the last token's also decays the state."""
+    """Return the gradients of the decays.
+
+    Queries gain by their own decay, and keys lose by it. The last token's decay also acts on the state.
+    """
     dg = (dq * q.float()).sum(-1) - (dk * k.float()).sum(-1)
     kept = (h.float() * dh.float()).sum((-1, -2)) * torch.exp2(g[..., -1])
     last = kept + (dk_across * k.float()).sum((-1, -2))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Until progress `until`, rows have one of `lengths` tokens, with these relative frequencies of batches."""
+    """A phase of the training. Until progress `until`, rows have one of `lengths` tokens, with these relative
+    frequencies of batches."""
 
     until: float
     lengths: tuple[int, ...]
@@ -25,7 +26,7 @@ PHASES = (
 
 
 def row_length(progress: float, seed: int, index: int) -> int:
-    """The row length of batch `index`."""
+    """Return the row length of batch `index`."""
     phase = next((p for p in PHASES if progress < p.until), PHASES[-1])
     (length,) = random.Random(f"{seed} length {index}").choices(phase.lengths, phase.shares)
     return length
@@ -33,7 +34,8 @@ def row_length(progress: float, seed: int, index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RateSchedule:
-    """Linear warm-up over the first steps, then constant, then linear to zero from progress `decay_from` on."""
+    """A linear warm-up over the first steps, then a constant rate, then a linear decay to zero from progress
+    `decay_from` on."""
 
     warmup_steps: int = 50
     decay_from: float = 0.45

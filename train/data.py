@@ -25,7 +25,7 @@ FILL = 0.97
 
 
 class Kind(IntEnum):
-    """What a token is; the loss weights them differently."""
+    """The kind of a token. The loss weights kinds differently."""
 
     PADDING = 0
     GIVEN = 1
@@ -35,7 +35,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`tokens` int16 and `kinds` uint8, both `[rows * length]`, row after row."""
+    """Rows of one batch: `tokens` int16 and `kinds` uint8, both `[rows * length]`, row after row."""
 
     index: int
     length: int
@@ -49,7 +49,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where dialogues come from: batch `index` depends on the seed and the index alone."""
+    """Generates dialogues. Batch `index` depends only on the seed and the index."""
 
     tokenizer_file: Path
     seed: int
@@ -57,7 +57,7 @@ class Source:
 
 
 def encode(dialogue: Dialogue, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Token ids and their kinds."""
+    """Return token ids and their kinds."""
     tokens: list[int] = []
     kinds: list[int] = []
     for piece in segments(dialogue):
@@ -69,7 +69,7 @@ def encode(dialogue: Dialogue, tokenizer: Tokenizer) -> tuple[list[int], list[in
 
 
 def make_batch(source: Source, tokenizer: Tokenizer, index: int, length: int) -> Batch:
-    """Rows of one dialogue each, cut or padded to `length`."""
+    """Return rows of one dialogue each, cut or padded to `length`."""
     rng = random.Random(f"{source.seed} batch {index}")
     num_rows = source.tokens_per_batch // length
     tokens = np.zeros((num_rows, length), np.int16)
@@ -91,9 +91,9 @@ def _work(source: Source, requests: Any, results: Any) -> None:
 
 
 class Feeder:
-    """Hands out batches in the order in which their lengths were asked for.
+    """Returns batches in the order in which their lengths were requested.
 
-    Use as a context manager: it starts `num_workers` processes and ends them.
+    Use it as a context manager, which starts `num_workers` processes and ends them.
     """
 
     def __init__(self, source: Source, num_workers: int) -> None:
@@ -118,12 +118,12 @@ class Feeder:
 
     @property
     def num_asked(self) -> int:
-        """Index of the next batch to ask for."""
+        """Index of the next batch to request."""
         return self._num_asked
 
     @property
     def num_ahead(self) -> int:
-        """Batches asked for and not taken yet."""
+        """Batches that were requested and not yet taken."""
         return self._num_asked - self._num_taken
 
     def ask(self, length: int) -> None:
@@ -131,7 +131,7 @@ class Feeder:
         self._num_asked += 1
 
     def take(self) -> Batch:
-        """The next batch; waits for it."""
+        """Return the next batch. Waits for it."""
         while self._num_taken not in self._done:
             batch = self._results.get(timeout=120)
             self._done[batch.index] = batch
@@ -141,7 +141,7 @@ class Feeder:
 
 
 def batches(feeder: Feeder, lengths: Iterator[int], num_ahead: int) -> Iterator[Batch]:
-    """Keep `num_ahead` batches in the making; the length of each is drawn when it is asked for."""
+    """Yield batches, and keep `num_ahead` more in preparation. The length of each is drawn when it is requested."""
     while True:
         while feeder.num_ahead < num_ahead:
             feeder.ask(next(lengths))

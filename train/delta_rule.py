@@ -15,9 +15,9 @@ DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def torch_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """`S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T`, read by `q_t / sqrt(K)`.
+    """Compute `S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T`, read by `q_t / sqrt(K)`.
 
-    In fp32, a chunk at a time: inside a chunk the corrections solve one unit triangular system.
+    It works in fp32, one chunk at a time. Inside a chunk the corrections solve one unit triangular system.
     """
     rows, length, _, key_dim = q.shape
     group = v.shape[2] // q.shape[2]
@@ -43,11 +43,11 @@ def torch_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
 
 
 def _in_chunks(x: Tensor) -> Tensor:
-    """`[B, T, H, ...] -> [B, H, T / CHUNK, CHUNK, ...]` fp32."""
+    """Return `[B, T, H, ...]` as `[B, H, T / CHUNK, CHUNK, ...]` in fp32."""
     return torch.unflatten(x.float().transpose(1, 2), 2, (-1, CHUNK))
 
 
 def l2_normalised(x: Tensor) -> Tensor:
-    """Unit vectors along the last dim, in fp32."""
+    """Return unit vectors along the last dim, in fp32."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,4 +1,4 @@
-"""Dialogues as tokens, with the places of what the assistant says."""
+"""Dialogues as tokens, with the places of the assistant's messages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from evaluation.dialogue import IM_END, IM_START, Dialogue
 class Span:
     """Tokens [start, end) of an assistant message with its end mark.
 
-    `distance`: tokens from the end of the message with the newest fact that it depends on; None if it is not scored.
-    It is counted with its `group`.
+    `distance` counts tokens from the end of the message with the newest fact that it depends on; None if it is not
+    scored. The message is counted with its `group`.
     """
 
     start: int
@@ -25,14 +25,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A dialogue's tokens, and what the assistant says in them."""
+    """A dialogue's tokens, and the spans of the assistant's messages."""
 
     tokens: tuple[int, ...]
     said: tuple[Span, ...]
 
 
 def locate(dialogue: Dialogue, tokenizer: Tokenizer, max_tokens: int) -> Example:
-    """The first `max_tokens` tokens of a dialogue; answers are grouped by what they are asked for."""
+    """Return the first `max_tokens` tokens of a dialogue. Answers are grouped by what they are asked for."""
 
     def ids(text: str) -> list[int]:
         out: list[int] = tokenizer.encode(text, add_special_tokens=False).ids

@@ -24,7 +24,7 @@ _compiled_gradients: Callable[..., tuple[Tensor, ...]] = torch.compile(chunk_gra
 
 
 def fla_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """See `train.delta_rule.DeltaRule`; bf16 q, k, v, fp32 gates."""
+    """Implement `train.delta_rule.DeltaRule` for bf16 q, k, v and fp32 gates."""
     if q.shape[1] % CHUNK:
         raise ValueError(f"rows of {q.shape[1]} tokens; pad them to a multiple of {CHUNK}")
     out: Tensor = chunk_gated_delta_rule(q, k, v, g, beta)[0]
@@ -42,7 +42,7 @@ class _MatrixProducts(BaseBackend):
         ) is not None, "serves equal rows of this rule alone"
 
     def chunk_bwd_dqkwg(self, **given: Any) -> tuple[Tensor, ...]:
-        """Compiled for one shape: chunks do not care which row they are of."""
+        """Compute the gradients. Compiled for one shape, because chunks do not depend on their row."""
         q, scale = given["q"], given["scale"]
         names = ("q", "k", "v", "do", "dv", "h", "dh", "g")
         gradients = _compiled_gradients(*(given[name].flatten(0, 1)[None] for name in names), scale)
@@ -50,7 +50,8 @@ class _MatrixProducts(BaseBackend):
 
 
 def _fix_launches() -> None:
-    """What tuning chose on an H200 for heads of 64: trying all candidates again takes longer than it saves."""
+    """Fix the launch options that tuning chose on an H200 for heads of 64. Trying all candidates again takes longer
+    than it saves."""
     tiles = {"BK": 32, "BV": 32}
     chosen = {
         cumsum.chunk_local_cumsum_scalar_kernel: Config({}, num_warps=2),

@@ -1,4 +1,5 @@
-"""What models are scored on: whole held-out dialogues, each with many answers, and the suite of single questions."""
+"""The examples that score models: whole held-out dialogues with many answers each, and the suite of single
+questions."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MAX_TOKENS = 8192
 
 
 def held_out(tokenizer_file: Path, count: int, num_workers: int) -> Iterator[tuple[str, list[Example]]]:
-    """`count` dialogues of all tasks and several lengths, the same ones each time; then half as many questions."""
+    """Yield the examples by name: `count` dialogues of all tasks and several lengths, then half as many questions. They
+    are always the same."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with ProcessPoolExecutor(num_workers, get_context("spawn")) as pool:
         rounds = range(0, count, len(TASKS) * len(LENGTHS))
@@ -34,7 +36,7 @@ def held_out(tokenizer_file: Path, count: int, num_workers: int) -> Iterator[tup
 
 
 def question_example(question: Question, tokenizer: Tokenizer) -> Example:
-    """A question of the suite with its answer, grouped by its task."""
+    """Return a question of the suite with its answer, grouped by its task."""
     messages = [Message(message["role"], message["content"]) for message in question.messages]
     dialogue = Dialogue(question.task, (*messages, Message("assistant", question.answer)), ())
     example = locate(dialogue, tokenizer, MAX_TOKENS)
@@ -44,7 +46,7 @@ def question_example(question: Question, tokenizer: Tokenizer) -> Example:
 
 
 def _dialogues(tokenizer_file: Path, count: int, start: int) -> list[Example]:
-    """Dialogues `start` to the next round's, one of each task and length."""
+    """Return dialogues from `start` on, one for each task and length."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     cells = [(task, length) for task in TASKS for length in LENGTHS]
     out = []

@@ -1,4 +1,4 @@
-"""The training loop, bounded by steps or by wall clock."""
+"""The training loop, limited by steps or by wall-clock time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Training ends after `num_steps` or at `deadline` (of time.monotonic), whichever comes first.
+    """Ends the training after `num_steps` or at `deadline` (of time.monotonic), whichever comes first.
 
-    Rates and row lengths follow the larger share of the two, so they reach their end in either case. Runs that are to
-    be repeated are bounded by steps.
+    Rates and row lengths follow the larger of the two shares, so they reach their end in either case. Runs that have to
+    be repeatable are limited by steps.
     """
 
     num_steps: int | None = None
@@ -32,7 +32,7 @@ class Bounds:
 
 
 class Progress:
-    """From 0 to 1. The clock starts with the second step: the first one compiles."""
+    """The progress from 0 to 1. The clock starts with the second step, because the first one compiles."""
 
     def __init__(self, bounds: Bounds) -> None:
         if bounds.num_steps is None and bounds.deadline is None:
@@ -41,7 +41,7 @@ class Progress:
         self._start: float | None = None
 
     def at(self, step: int) -> float:
-        """Before step `step`."""
+        """Return the progress before step `step`."""
         bounds, now = self._bounds, time.monotonic()
         share = 0.0 if bounds.num_steps is None else step / bounds.num_steps
         if bounds.deadline is not None and step > 0:
@@ -52,8 +52,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run does. `on_log(record)` is called every `log_every` steps, which also bounds how far the host runs
-    ahead; `on_save` at most every `save_every_s`."""
+    """The plan of a run.
+
+    `on_log(record)` is called every `log_every` steps, which also limits how far the host runs ahead. `on_save` is
+    called at most every `save_every_s`.
+    """
 
     bounds: Bounds
     seed: int
@@ -69,7 +72,7 @@ class Plan:
 
 
 def train(model: HybridModel, feeder: Feeder, plan: Plan) -> list[Record]:
-    """Trains in place; returns what was logged."""
+    """Train in place. Return the log records."""
     device = model.model.embed_tokens.weight.device
     loss_function = LossFunction(model, plan.compiled)
     optimizer = Optimizer(model.named_parameters(), plan.rates)

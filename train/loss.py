@@ -1,4 +1,4 @@
-"""The loss: next tokens from the model, the ones after from the MTP head, weighted by who says them."""
+"""The loss: the model's next tokens, and the MTP head's tokens after them, weighted by who says them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ MTP_WEIGHT = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """`total` is minimised. `by_kind [kinds, 4]` fp32: sum of cross entropies and number of tokens, for the model and
-    then for the MTP head."""
+    """A loss. `total` is minimised.
+
+    `by_kind [kinds, 4]` fp32 has the sum of cross entropies and the number of tokens, for the model and then for the
+    MTP head.
+    """
 
     total: Tensor
     by_kind: Tensor
 
 
 def cross_entropy(hidden: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
-    """`hidden[N, H]`, output layer `embedding[V, H]`, `targets[N]` -> `[N]` fp32."""
+    """Return cross entropies `[N]` fp32 for `hidden[N, H]`, the output layer `embedding[V, H]` and `targets[N]`."""
     logits = F.linear(hidden, embedding.to(hidden.dtype)).float()
     return F.cross_entropy(logits, targets, reduction="none")
 
 
 def ahead(x: Tensor, rows: Rows, count: int) -> Tensor:
-    """What stands `count` places further in the same row; 0 beyond its end."""
+    """Return the elements `count` places further in the same row; 0 beyond its end."""
     moved = F.pad(x, (0, count))[count:]
     return torch.where(rows.positions < rows.length - count, moved, 0)
 
@@ -44,7 +47,7 @@ class LossFunction:
         self._entropy = torch.compile(cross_entropy, dynamic=False) if compiled else cross_entropy
 
     def __call__(self, tokens: Tensor, kinds: Tensor, rows: Rows) -> Loss:
-        """`tokens, kinds [N]` int64."""
+        """Return the loss of `tokens` and `kinds`, both `[N]` int64."""
         model, embedding = self._model, self._model.model.embed_tokens.weight
         next_tokens = ahead(tokens, rows, 1)
         hidden = model(tokens, rows)
@@ -55,7 +58,7 @@ class LossFunction:
         return Loss(total + MTP_WEIGHT * draft_total, torch.cat([sums, draft_sums], dim=1))
 
     def _weighted(self, entropies: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted mean, and `[kinds, 2]`: sums and counts."""
+        """Return the weighted mean, and `[kinds, 2]`: sums and counts."""
         weights = self._weights[kinds]
         columns = torch.stack([entropies.detach(), torch.ones_like(entropies)], dim=1)
         sums = F.one_hot(kinds, len(Kind)).float().T @ columns

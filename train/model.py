@@ -20,7 +20,7 @@ from train.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How `[N, ...]` falls into rows, and each token's place in its own."""
+    """The division of `[N, ...]` into rows, and each token's place in its row."""
 
     num_rows: int
     length: int
@@ -29,12 +29,12 @@ class Rows:
     sin: Tensor  # [N, R]
 
     def split(self, x: Tensor, head_dim: int) -> Tensor:
-        """`[N, H * D] -> [B, T, H, D]`."""
+        """Return `[N, H * D]` as `[B, T, H, D]`."""
         return x.view(self.num_rows, self.length, -1, head_dim)
 
 
 def make_rows(shape: ModelShape, num_rows: int, length: int, device: torch.device, first: int = 0) -> Rows:
-    """All rows start at position `first`."""
+    """Return rows that all start at position `first`."""
     exponents = torch.arange(0, shape.rotary_dim, 2, device=device, dtype=torch.float32) / shape.rotary_dim
     places = torch.arange(first, first + length, device=device)
     angles = places.float()[:, None] * shape.rope_theta**-exponents
@@ -53,7 +53,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Weights are stored less one."""
+    """An RMS norm whose weights are stored minus 1."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.randn(channels, 1, width) * width**-0.5)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Depthwise and causal within each row, then silu: `[N, C] -> [N, C]`."""
+        """Convolve depthwise and causally within each row, then apply SiLU: `[N, C] -> [N, C]`."""
         width = self.weight.shape[-1]
         wide = x.float()
         out = wide * self.weight[:, 0, -1]
@@ -132,9 +132,10 @@ class DeltaNetLayer(nn.Module):
         self.mlp = MLP(shape)
 
     def before(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """`[N, hidden]` -> q, k, v, z `[N, heads * dim]`, log decay and write strength `[N, HV]` fp32.
+        """Map `[N, hidden]` to q, k, v, z `[N, heads * dim]`, and log decay and write strength `[N, HV]` fp32.
 
-        The projections are stored key head by key head: q, k, then v and z of its value heads; b and a alike.
+        The projections are stored key head by key head: q, k, then v and z of its value heads. b and a are stored
+        likewise.
         """
         shape, net = self.shape, self.linear_attn
         x = self.input_layernorm(x)
@@ -149,7 +150,7 @@ class DeltaNetLayer(nn.Module):
         return q, k, v.contiguous(), z, decay, b.float().sigmoid()
 
     def after(self, x: Tensor, mixed: Tensor, z: Tensor) -> Tensor:
-        """Adds what the state said, `[N, HV * V]`, and the MLP to the residual stream `x`."""
+        """Add the state's output, `[N, HV * V]`, and the MLP to the residual stream `x`."""
         heads = self.shape.num_v_heads
         mixed = self.linear_attn.norm(_heads(mixed, heads), _heads(z, heads)).flatten(1)
         x = x + self.linear_attn.out_proj(mixed.to(x.dtype))
@@ -157,7 +158,7 @@ class DeltaNetLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """The parameters of gated attention; `q_proj` holds each head's query, then its gate."""
+    """The parameters of gated attention. `q_proj` has each head's query, then its gate."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class AttentionLayer(nn.Module):
         self.mlp = MLP(shape)
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """`[N, hidden]` -> q, k, v, gate `[N, heads * dim]`, keys and values repeated for each query head."""
+        """Map `[N, hidden]` to q, k, v, gate `[N, heads * dim]`, with keys and values repeated for each query head."""
         shape, attention = self.shape, self.self_attn
         x = self.input_layernorm(x)
         group = shape.num_heads // shape.num_kv_heads
@@ -197,12 +198,12 @@ class AttentionLayer(nn.Module):
 
 
 def _heads(x: Tensor, num_heads: int) -> Tensor:
-    """`[N, H * D] -> [N, H, D]`."""
+    """Return `[N, H * D]` as `[N, H, D]`."""
     return torch.unflatten(x, -1, (num_heads, -1))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first dims of each head, halves paired: `[N, H, D]`."""
+    """Rotate the first dims of each head, with the two halves paired: `[N, H, D]`."""
     turned, rest = torch.split(x, [cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = turned.float().chunk(2, dim=-1)
     turned = turned.float() * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
@@ -210,7 +211,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend_to_steps(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """`[B, H, T, D]` each: query t sees the first keys up to t, and of all others the one at t."""
+    """Attend with `[B, H, T, D]` each: query t sees the first keys up to t, and of all other keys the one at t."""
     length, scale = q.shape[2], q.shape[3] ** -0.5
     ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ keys[0].mT).float().masked_fill(ahead, -torch.inf)
@@ -234,7 +235,7 @@ class Backbone(nn.Module):
 
 
 class MTPHead(nn.Module):
-    """One attention layer that drafts the token after next."""
+    """One attention layer that drafts the token after the next."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -252,7 +253,7 @@ class MTPHead(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """What layers do before and after the kernel that looks along rows."""
+    """The computations of layers before and after the kernel that works along rows."""
 
     delta_before: Callable[[DeltaNetLayer, Tensor, Tensor], tuple[Tensor, ...]]
     delta_after: Callable[[DeltaNetLayer, Tensor, Tensor, Tensor], Tensor]
@@ -261,7 +262,7 @@ class _Pieces:
 
 
 class HybridModel(nn.Module):
-    """The model and its MTP head; the output layer is the embedding, for both."""
+    """The model and its MTP head. The embedding is the output layer of both."""
 
     def __init__(self, shape: ModelShape, delta_rule: DeltaRule, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -273,7 +274,7 @@ class HybridModel(nn.Module):
         self._pieces = _Pieces(DeltaNetLayer.before, DeltaNetLayer.after, AttentionLayer.before, AttentionLayer.after)
 
     def fuse(self) -> None:
-        """Compile what stands between the kernels; the layers of a kind share the compiled code."""
+        """Compile the computations between the kernels. Layers of a kind share the compiled code."""
         pieces = self._pieces
         self._pieces = _Pieces(
             torch.compile(pieces.delta_before, dynamic=False),
@@ -283,7 +284,7 @@ class HybridModel(nn.Module):
         )
 
     def forward(self, tokens: Tensor, rows: Rows) -> Tensor:
-        """`[N] -> [N, hidden]`, normalised, in the compute dtype: what the output layer reads."""
+        """Map tokens `[N]` to the normalised input of the output layer, `[N, hidden]` in the compute dtype."""
         x = self.embedding(tokens)
         for layer in self.model.layers:
             x = self._layer(layer, x, rows)
@@ -291,15 +292,19 @@ class HybridModel(nn.Module):
         return out
 
     def draft(self, hidden: Tensor, next_tokens: Tensor, rows: Rows) -> Tensor:
-        """From `forward`'s output at t and the token at t + 1, what the output layer reads for t + 2: `[N, hidden]`."""
+        """Compute the input of the output layer for token t + 2, `[N, hidden]`, from `forward`'s output at t and token
+        t + 1."""
         x = self.mtp.join(self.embedding(next_tokens), hidden)
         out: Tensor = self.mtp.norm(self._layer(self.mtp.layers[0], x, rows))
         return out
 
     def drafts(self, hidden: Tensor, following: Sequence[Tensor], rows: Rows) -> list[Tensor]:
-        """As `draft`, step after step: `following[j]` are the tokens at t + 1 + j, from which and from the step before
-        comes what the output layer reads for t + 2 + j. As in decoding a step sees what the first step kept of the
-        tokens up to t + 1, and what the steps after it kept."""
+        """Compute what `draft` does for several steps.
+
+        Step j reads the tokens at t + 1 + j, `following[j]`, and the output of the step before. Its output is the input
+        of the output layer for t + 2 + j. Like a decode step, a step sees the first step's keys of the tokens up to t +
+        1, and the keys of the steps after that.
+        """
         layer, shape = self.mtp.layers[0], self.shape
         assert isinstance(layer, AttentionLayer)
         keys, values, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -319,7 +324,7 @@ class HybridModel(nn.Module):
         return F.embedding(tokens, self.model.embed_tokens.weight.to(self._compute_dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[N, hidden] -> [N, vocabulary]`."""
+        """Compute logits: `[N, hidden] -> [N, vocabulary]`."""
         return F.linear(hidden, self.model.embed_tokens.weight.to(hidden.dtype))
 
     def _layer(self, layer: nn.Module, x: Tensor, rows: Rows) -> Tensor:

@@ -35,7 +35,7 @@ SAY_EVERY = 100  # steps
 
 
 def write_texts(folder: Path, count: int, length: int, seed: int, device: str) -> Tensor:
-    """`[count, length]` int64: the even ones are greedy behind their first words."""
+    """Return texts `[count, length]` int64. Every other one is greedy after its first words."""
     tokenizer, rng = Tokenizer.from_file(str(folder / "tokenizer.json")), random.Random(seed)
     prompts = []
     for _ in range(count):
@@ -63,16 +63,16 @@ def _rows(model: HybridModel, texts: Tensor) -> Rows:
 
 
 class HeadTraining:
-    """Trains `model.mtp`; the parameters of `model.model` stay as they are."""
+    """Trains `model.mtp`. The parameters of `model.model` do not change."""
 
     def __init__(self, model: HybridModel, texts: Tensor, depth: int, rates: Rates) -> None:
-        """`texts [count, length]` on the model's device."""
+        """Take `texts [count, length]` on the model's device."""
         self._model, self._texts, self._depth = model, texts, depth
         model.model.requires_grad_(False)
         self._optimizer = Optimizer(model.mtp.named_parameters(), rates)
 
     def loss(self, texts: Tensor) -> Tensor:
-        """The mean cross entropy of all steps' drafts `[depth]`, against the model's own distributions."""
+        """Return the mean cross entropy of each step's drafts `[depth]`, against the model's own distributions."""
         hidden, following, targets, known = self._prepare(texts)
         rows = _rows(self._model, texts)
         outputs = self._model.drafts(hidden, following, rows)
@@ -100,8 +100,11 @@ class HeadTraining:
 
     @torch.no_grad()
     def _prepare(self, texts: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
-        """`N = rows * length`: hidden states `[N, hidden]`; of each step the tokens `[N]`, the distributions to learn
-        `[N, vocabulary]`, and where there are any `[N]`."""
+        """Return hidden states `[N, hidden]` with `N = rows * length`, and the targets of each step.
+
+        The targets are the tokens `[N]`, the distributions to learn `[N, vocabulary]`, and 1 `[N]` where there is a
+        target.
+        """
         rows, tokens = _rows(self._model, texts), texts.flatten()
         hidden = self._model(tokens, rows)
         own = self._model.logits(hidden).float().softmax(-1)
@@ -117,8 +120,11 @@ class HeadTraining:
 
 @torch.no_grad()
 def accepted(model: HybridModel, texts: Tensor, depth: int, rows_per_batch: int = 8) -> list[float]:
-    """For 1 to `depth` drafts, the share of places in the second halves of texts where all of them are the model's own
-    greedy choice, and so is the text."""
+    """Return the acceptance for 1 to `depth` drafts.
+
+    It is the share of places in the second halves of texts where all drafts, and the text itself, are the model's own
+    greedy choice.
+    """
     right, num = torch.zeros(depth, dtype=torch.float64), 0
     for part in torch.split(texts, rows_per_batch):
         rows, tokens, length = _rows(model, part), part.flatten(), part.shape[1]

@@ -1,4 +1,4 @@
-"""Muon for the matrices inside the layers, AdamW for all else."""
+"""Muon for the matrices inside the layers, and AdamW for everything else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rates:
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """`[G, m, n]`: about `U V^T` of each one's singular value decomposition, in bf16."""
+    """Approximate `U V^T` of the singular value decomposition of each of `[G, m, n]`, in bf16."""
     x = matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -53,7 +53,7 @@ class _Matrices:
 
 
 class Optimizer:
-    """Steps all parameters of a model; `factor` scales both rates."""
+    """Updates all parameters of a model. `factor` scales both rates."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], rates: Rates) -> None:
         self.rates = rates
@@ -69,7 +69,7 @@ class Optimizer:
         self._others = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
 
     def step(self, factor: float) -> None:
-        """Clips the gradients' norm to 1, updates, and clears the gradients."""
+        """Clip the norm of the gradients to 1, update, and clear the gradients."""
         torch.nn.utils.clip_grad_norm_(self._all, 1.0)
         for group in self._matrices:
             group.step(self.rates.matrices * factor)

@@ -30,7 +30,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """Exits with a message for options that are wrong."""
+    """Parse the options. Exits with a message for wrong ones."""
     parser = argparse.ArgumentParser(prog="python -m train", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for the weights, config.json and run.json")
     parser.add_argument("--from", dest="start_from", type=Path, help="folder of an earlier run to go on from")

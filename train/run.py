@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`size` of the embedding: whole tiles of 64; its last ids are no tokens."""
+    """The vocabulary. `size` is that of the embedding, in whole tiles of 64; its last ids are not tokens."""
 
     size: int
     end_of_message: int
@@ -49,7 +49,7 @@ class Vocabulary:
 
 
 def vocabulary(folder: Path) -> Vocabulary:
-    """Of the tokenizer in `folder`."""
+    """Return the vocabulary of the tokenizer in `folder`."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -72,7 +72,7 @@ class _Run:
         }
 
     def run(self, feeder: Feeder) -> None:
-        """Train, save, score what was saved."""
+        """Train, save, and score the saved model."""
         import torch
 
         from train.model import HybridModel
@@ -156,7 +156,8 @@ class _Run:
 
 
 def _delta_rule(device: torch.device) -> DeltaRule:
-    """The fastest one that `device` runs. On a GPU flash-linear-attention (`fla-core`) must be importable."""
+    """Return the fastest delta rule that `device` runs. On a GPU flash-linear-attention (`fla-core`) must be
+    importable."""
     if device.type == "cpu":
         from train.delta_rule import torch_delta_rule
 

@@ -24,7 +24,7 @@ MAX_ANSWER = 24
 
 @dataclass(slots=True)
 class Count:
-    """So many right of so many."""
+    """The number of right answers, and of all answers."""
 
     right: int = 0
     num: int = 0
@@ -40,11 +40,11 @@ class Count:
 
 @dataclass(slots=True)
 class Scores:
-    """`by_group[group][bucket]`: answers right, `bucket` the first of DISTANCES that is not exceeded.
+    """Right answers in `by_group[group][bucket]`. `bucket` is the first of DISTANCES that is not exceeded.
 
-    A draft counts as accepted if it is the model's own next token. `turn_drafts` are those along the whole assistant
-    messages of the dialogues; `answer_drafts` those along the answers that the model gives itself, greedily, of which
-    `num_left_out` wrong ones were not decoded. The first token of a message is never drafted.
+    A draft counts as accepted if it is the model's own next token. `turn_drafts` are those along the assistant messages
+    of the dialogues. `answer_drafts` are those along the model's own greedy answers, of which `num_left_out` wrong ones
+    were not decoded. The first token of a message is never drafted.
     """
 
     by_group: dict[str, dict[int, Count]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Scores:
     num_left_out: int = 0
 
     def within(self, distance: int, beyond: int = 0, group: str | None = None) -> Count:
-        """All answers from facts more than `beyond` and at most `distance` tokens back."""
+        """Count all answers whose facts are more than `beyond` and at most `distance` tokens back."""
         total = Count()
         for name, buckets in self.by_group.items():
             for bucket, count in buckets.items():
@@ -82,7 +82,7 @@ def score(
     tokens_per_batch: int = 131072,
     max_decoded: int = 256,
 ) -> Scores:
-    """Runs the model over all examples; decodes at most `max_decoded` of the wrong answers."""
+    """Run the model over all examples. Decode at most `max_decoded` of the wrong answers."""
     scores = Scores()
     wrong: list[tuple[int, ...]] = []
     for group in _groups(examples, lambda example: len(example.tokens), tokens_per_batch):
@@ -112,8 +112,8 @@ def _count(scores: Scores, wrong: list[tuple[int, ...]], example: Example, own: 
 
 
 def _choices(model: HybridModel, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """`[rows, T]` on the CPU: the largest logit's token after each one, and the one after that as drafted for the
-    given next token."""
+    """Return two `[rows, T]` on the CPU: the token with the largest logit after each token, and the draft of the one
+    after that, given the next token."""
     device = model.model.embed_tokens.weight.device
     length = -(-max(map(len, sequences)) // CHUNK) * CHUNK
     tokens = torch.zeros(len(sequences), length, dtype=torch.int64)
@@ -128,7 +128,7 @@ def _choices(model: HybridModel, sequences: Sequence[Sequence[int]]) -> tuple[Te
 
 
 def _decode(model: HybridModel, prompts: Sequence[tuple[int, ...]], end_of_message: int, accepted: Count) -> None:
-    """Greedy answers by repeated passes over the whole rows; counts the drafts made on the way."""
+    """Decode greedy answers by repeated passes over the whole rows, and count their drafts."""
     sequences = [list(prompt) for prompt in prompts]
     is_open = [True] * len(prompts)
     for _ in range(MAX_ANSWER):
@@ -147,7 +147,7 @@ def _decode(model: HybridModel, prompts: Sequence[tuple[int, ...]], end_of_messa
 
 
 def _groups(items: Iterable[Any], length: Callable[[Any], int], tokens_per_batch: int) -> list[list[Any]]:
-    """Items of about the same length together, none with more tokens than wanted once padded."""
+    """Group items of about the same length. No group has more tokens than wanted after padding."""
     groups: list[list[Any]] = []
     for item in sorted(items, key=length, reverse=True):
         longest = -(-length(groups[-1][0]) // CHUNK) * CHUNK if groups else 0
@@ -158,7 +158,7 @@ def _groups(items: Iterable[Any], length: Callable[[Any], int], tokens_per_batch
 
 
 def table(scores: Scores) -> str:
-    """Percent right by task (rows) and distance (columns), with counts."""
+    """Return the percentages of right answers by task (rows) and distance (columns), with counts."""
     lines = ["              " + "".join(f"{f'to {d}':>16}" for d in DISTANCES)]
     for group in [*sorted(scores.by_group), None]:
         cells = []

@@ -1,4 +1,4 @@
-"""The sizes of the model, and the config.json that says them."""
+"""The sizes of the model, and the config.json that contains them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ModelShape:
         return self.num_v_heads * self.value_dim
 
     def hf_config(self, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
-        """config.json, as transformers and forkpoint read it."""
+        """Return config.json, as transformers and forkpoint read it."""
         return {
             "architectures": ["Qwen3NextForCausalLM"],
             "model_type": "qwen3_next",
@@ -89,7 +89,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelShape:
-        """The shape that a config.json written by `hf_config` says."""
+        """Return the shape in a config.json that `hf_config` wrote."""
         types = config["layer_types"]
         rope = config["rope_parameters"]
         return cls(

@@ -1,4 +1,5 @@
-"""Hugging Face model folders: bf16 safetensors in shards, config.json. The tokenizer's files are not of these."""
+"""Writes and reads Hugging Face model folders: bf16 safetensors in shards and config.json, but not the tokenizer's
+files."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def save_model(model: HybridModel, folder: Path, eos_token_id: int, pad_token_id: int) -> None:
-    """Writes each file beside its place first, so that a folder that was whole stays so."""
+    """Write each file next to its final place first, so that a complete folder stays complete."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in model.state_dict().items()}
     shards = _shards(weights)
@@ -35,7 +36,7 @@ def save_model(model: HybridModel, folder: Path, eos_token_id: int, pad_token_id
 
 
 def load_model(folder: Path, delta_rule: DeltaRule, compute_dtype: torch.dtype, device: torch.device) -> HybridModel:
-    """The model of a folder that `save_model` wrote, parameters in fp32."""
+    """Load the model of a folder that `save_model` wrote, with parameters in fp32."""
     shape = ModelShape.from_hf(json.loads((folder / "config.json").read_text()))
     weights: dict[str, Tensor] = {}
     for shard in sorted(folder.glob("model-*.safetensors")):

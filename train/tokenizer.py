@@ -28,9 +28,9 @@ CODE = re.compile(r"[A-Z]{2}(?=[0-9]{2})")
 
 
 def corpus(seed: int, num_dialogues: int) -> Iterator[str]:
-    """Contents of messages; the joints between them are special tokens, over which nothing merges.
+    """Yield the contents of messages. Special tokens separate messages, and nothing merges across them.
 
-    Made-up words and the letters of values such as KX71 are left out: they are to be spelled, not to take up tokens.
+    Made-up words and the letters of values such as KX71 are left out, so that they are spelled and take up no tokens.
     """
     rng = random.Random(seed)
     for _ in range(num_dialogues):
@@ -40,9 +40,9 @@ def corpus(seed: int, num_dialogues: int) -> Iterator[str]:
 
 
 def train(seed: int, num_dialogues: int, vocab_size: int) -> Tokenizer:
-    """Byte-level BPE in which each word of the tasks is one token.
+    """Train a byte-level BPE in which each word of the tasks is one token.
 
-    Each byte has a token too, so any text can be written and read back. Digits stand alone.
+    Each byte has a token too, so any text can be written and read back. Digits are single tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

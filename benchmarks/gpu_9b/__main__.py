@@ -71,7 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def startup_lines(model: Path, options: list[str], warm_cache: Path) -> Iterator[Line]:
-    """Process start to first token with an empty folder of compiled kernels, then with the same folder filled."""
+    """Measure from process start to first token, with an empty folder of compiled kernels and then with the filled
+    one."""
     for state, goal in (("empty", Goal("171 s", 60.0)), ("warm", Goal("", 20.0))):
         seconds, parts = measure_first_token(model, warm_cache, options)
         yield Line(
@@ -80,7 +81,7 @@ def startup_lines(model: Path, options: list[str], warm_cache: Path) -> Iterator
 
 
 def run(args: argparse.Namespace, shape: HybridShape, sizes: Sizes, folder: Path) -> Iterator[Line]:
-    """All chosen parts in order: processes of their own, the floor, then the engine."""
+    """Run the chosen parts in order: start-up in separate processes, the floor, then the engine."""
     parts = args.only.split(",")
     model = write_config(folder / "model", shape)
     device = resolve_platform(args.device).device
@@ -123,7 +124,7 @@ def profile(args: argparse.Namespace, shape: HybridShape, sizes: Sizes, folder: 
 
 
 def compare_copies(args: argparse.Namespace, shape: HybridShape, sizes: CopySizes, folder: Path) -> None:
-    """Print the table of loads with states read where they lie, and copied first."""
+    """Print the table of loads with states read in place, and with states copied first."""
     model = write_config(folder / "model", shape)
 
     def started(copied: bool) -> tuple[Client, Callable[[], None]]:
@@ -140,7 +141,7 @@ def compare_copies(args: argparse.Namespace, shape: HybridShape, sizes: CopySize
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
-    """What was run, where, when; the command without the paths of this machine."""
+    """Return what was run, where and when, with the command without this machine's paths."""
     flags = ["--only", args.only, "--repeats", str(args.repeats)]
     flags += ["--enforce-eager"] if args.enforce_eager else []
     budget = args.max_num_batched_tokens

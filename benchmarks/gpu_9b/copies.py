@@ -1,4 +1,4 @@
-"""What reading states where they lie gains over copying them first, where requests start from states all the time."""
+"""The gain of reading states in place over copying them first, for loads that resume from states all the time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class CopySizes:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load under both ways: its name, median seconds of each, and state bytes that the second copied."""
+    """One load, measured both ways: its name, the median seconds of each way, and the state bytes that the second way
+    copied."""
 
     name: str
     free_s: float
@@ -49,7 +50,7 @@ class Load:
 
 
 def forks(client: Client, sizes: CopySizes) -> float:
-    """All branches of a prompt at once, each with a few tokens of its own."""
+    """Run all branches of a prompt at once, each with a few tokens of its own."""
     trunk = client.ids(sizes.trunk)
     client.ask([trunk], 1)
     return client.ask(
@@ -58,7 +59,7 @@ def forks(client: Client, sizes: CopySizes) -> float:
 
 
 def short_turns(client: Client, sizes: CopySizes) -> float:
-    """Conversations of many small turns, after the first."""
+    """Run conversations of many short turns, measured after the first turn."""
     histories = [client.ids(sizes.first) for _ in range(sizes.conversations)]
     seconds = 0.0
     for turn in range(sizes.turns + 1):
@@ -71,14 +72,14 @@ def short_turns(client: Client, sizes: CopySizes) -> float:
 
 
 def long_decode(client: Client, sizes: CopySizes) -> float:
-    """Answers that cross a block boundary, and so leave a state behind, every 64 steps."""
+    """Run answers that cross a block boundary, and so store a state, every 64 steps."""
     prompts = [[client.ids(sizes.decode_prompt) for _ in range(sizes.rows)] for _ in range(2)]
     short, long = (client.ask(own, n).seconds for own, n in zip(prompts, (1, sizes.decode_tokens + 1), strict=True))
     return long - short
 
 
 def loads(sizes: CopySizes) -> dict[str, Callable[[Client], float]]:
-    """By name."""
+    """Return the loads by name."""
     fork = f"{sizes.branches} branches of {sizes.branch_new} tokens off a {sizes.trunk:,}-token prompt"
     turns = f"{sizes.conversations} conversations, {sizes.turns} turns of {sizes.turn_new} in, {sizes.turn_answer} out"
     return {
@@ -89,7 +90,7 @@ def loads(sizes: CopySizes) -> dict[str, Callable[[Client], float]]:
 
 
 def compare(start: Callable[[bool], tuple[Client, Callable[[], None]]], sizes: CopySizes) -> Iterator[Load]:
-    """Every load both ways. `start(copies)` gives a client of a fresh engine and what ends it."""
+    """Measure every load both ways. `start(copies)` returns a client of a fresh engine and a function that ends it."""
     medians: dict[bool, list[float]] = {}
     copied: list[int] = []
     for copies in (False, True):

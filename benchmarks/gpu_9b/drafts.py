@@ -50,8 +50,10 @@ MIB = 1 << 20
 
 
 class SyntheticDrafter(Drafter):
-    """Drafts of which the first, the first two .. are right with the given chances, for prompts whose answers are
-    known; for others ids that mean nothing, or `TO_DRAFT`."""
+    """Drafts of which the first, the first two, and so on are right with the given probabilities.
+
+    This holds for prompts whose answers are known. For others it drafts meaningless ids, or `TO_DRAFT`.
+    """
 
     def __init__(
         self, rates: Sequence[float], vocab_size: int, known: Mapping[Any, Sequence[int]], by_model: bool = False
@@ -74,7 +76,7 @@ class SyntheticDrafter(Drafter):
 
 
 class SyntheticWindows(Windows):
-    """Drafts count by chance, whatever was sampled."""
+    """Accepts drafts at random, whatever was sampled."""
 
     rates: ClassVar[tuple[float, ...]] = RATES
 
@@ -89,7 +91,7 @@ class SyntheticWindows(Windows):
 
 
 def set_drafter(llm: LLM, drafter: Drafter) -> None:
-    """In place of the one that the options name."""
+    """Install this drafter instead of the one that the options name."""
     drafting = llm._engine.core.scheduler._drafting
     assert drafting is not None, "the options name no drafter"
     drafting._drafter = drafter
@@ -97,8 +99,11 @@ def set_drafter(llm: LLM, drafter: Drafter) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens a second of a batch over whole answers, and as long as all rows run behind their 128th tokens in the mean,
-    and tokens of a row in a step."""
+    """Decode rates of a batch in tokens per second, and the mean tokens of a row in a step.
+
+    One rate covers whole answers. The other covers only the steps in which all rows run and are beyond their 128th
+    tokens.
+    """
 
     tokens_per_s: float
     full_per_s: float
@@ -111,7 +116,7 @@ def ids(rng: np.random.Generator, count: int, length: int = PROMPT) -> list[Ids]
 
 
 def ask(llm: LLM, prompts: list[Ids], max_tokens: int) -> tuple[float, list[tuple[int, ...]]]:
-    """(seconds, ids of the answers)."""
+    """Return (seconds, ids of the answers)."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -120,7 +125,7 @@ def ask(llm: LLM, prompts: list[Ids], max_tokens: int) -> tuple[float, list[tupl
 
 @contextmanager
 def step_times(llm: LLM) -> Iterator[list[tuple[float, int, int]]]:
-    """(when it was known, rows, tokens) of each step's result."""
+    """Record (time of arrival, rows, tokens) of each step's result while the context is open."""
     scheduler, found = llm._engine.core.scheduler, list[tuple[float, int, int]]()
     apply = scheduler.apply
 
@@ -155,7 +160,7 @@ def decode_rate(llm: LLM, batch: int, repeats: int) -> Rate:
 
 
 def first_token_s(llm: LLM, repeats: int) -> float:
-    """Of a long prompt that nobody has seen."""
+    """Measure the time to the first token of a long new prompt."""
     rng = np.random.default_rng(0)
     return float(np.median([ask(llm, ids(rng, 1, LONG), 1)[0] for _ in range(repeats + 1)][1:]))
 
@@ -208,7 +213,7 @@ def measure(model: Path, args: argparse.Namespace) -> None:
 
 
 def compare(model: Path, args: argparse.Namespace) -> None:
-    """Ids with drafts beside those of plain decoding. Raises SystemExit if any differs."""
+    """Compare ids with drafts to those of plain decoding. Raises SystemExit if any differs."""
     prompts = ids(np.random.default_rng(1), COMPARED)
     small = {"deterministic": True, "max_num_seqs": COMPARED, "kv_cache_memory_bytes": 6 << 30}
     with start(model, args, **small) as llm:

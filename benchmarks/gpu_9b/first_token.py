@@ -20,9 +20,10 @@ class ChildFailedError(ForkpointError):
 
 
 def measure_first_token(model: Path, kernel_cache: Path, options: list[str]) -> tuple[float, str]:
-    """(seconds from starting a Python process to the first token of a short prompt, what it says took how long).
+    """Return the seconds from starting a Python process to the first token of a short prompt, and the process's own
+    account of them.
 
-    `kernel_cache` is the folder of compiled kernels, `options` further arguments of this module.
+    `kernel_cache` is the folder of compiled kernels. `options` are further arguments of this module.
     """
     path = [str(repository_root()), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "TRITON_CACHE_DIR": str(kernel_cache), "PYTHONPATH": os.pathsep.join(path)}

@@ -1,4 +1,5 @@
-"""The least time that a step can take: its matrix products as the vendor's library runs them, and its traffic."""
+"""The least time that a step can take: its matrix products as the vendor's library runs them, and its memory
+traffic."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ from benchmarks.model131m import HybridShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """What one step has to do, whoever does it: `num_tokens` enter the model, `num_rows` get logits, `num_states`
-    states are read and written, `num_keys` cached tokens are read, `num_pairs` query-key pairs are scored."""
+    """The work of one step, in any engine.
+
+    `num_tokens` enter the model, `num_rows` get logits, `num_states` states are read and written, `num_keys` cached
+    tokens are read, and `num_pairs` query-key pairs are scored.
+    """
 
     num_tokens: int
     num_rows: int
@@ -28,21 +32,21 @@ class StepWork:
 
 
 def decode_work(batch: int, context: float) -> StepWork:
-    """A step in which `batch` rows of `context` tokens each decode one."""
+    """Return the work of a step in which `batch` rows of `context` tokens decode one token each."""
     return StepWork(num_tokens=batch, num_rows=batch, num_states=batch, num_keys=batch * context)
 
 
 def prefill_work(start: int, end: int, samples: bool = True) -> StepWork:
-    """A step that computes tokens `[start, end)` of one row."""
+    """Return the work of a step that computes tokens `[start, end)` of one row."""
     pairs = (end * (end + 1) - start * (start + 1)) / 2
     return StepWork(num_tokens=end - start, num_rows=int(samples), num_states=1, num_keys=end, num_pairs=pairs)
 
 
 @dataclass(slots=True)
 class Floor:
-    """Times of this device, measured once: products by number of tokens, copy rate, matrix rate.
+    """Times of this device, measured once: products by number of tokens, copy rate and matrix rate.
 
-    `copy_rate` counts bytes read and written per second, `matrix_rate` operations per second.
+    `copy_rate` counts bytes read and written per second. `matrix_rate` counts operations per second.
     """
 
     shape: HybridShape
@@ -52,7 +56,8 @@ class Floor:
     head_s: dict[int, float] = field(default_factory=dict)  # rows -> seconds
 
     def step_s(self, work: StepWork) -> float:
-        """Products, and the larger of attention's operations and its traffic, and the states' traffic."""
+        """Return the time of the products, of the larger of attention's operations and traffic, and of the states'
+        traffic."""
         keys_s = work.num_keys * kv_bytes_per_token(self.shape) / self.copy_rate
         pairs_s = work.num_pairs * attention_flops_per_pair(self.shape) / self.matrix_rate
         states_s = 2 * work.num_states * state_bytes(self.shape) / self.copy_rate
@@ -60,14 +65,14 @@ class Floor:
         return products + max(keys_s, pairs_s) + states_s
 
     def per_token_s(self, num_tokens: int) -> float:
-        """Seconds of products per token in steps of `num_tokens`."""
+        """Return the seconds of products per token in steps of `num_tokens`."""
         return self.products_s[num_tokens] / num_tokens
 
 
 def measure_floor(shape: HybridShape, device: torch.device, num_tokens: set[int], num_rows: set[int]) -> Floor:
-    """Time the products of steps of each size in `num_tokens` and `num_rows`, and the two rates.
+    """Time the products of steps with each size in `num_tokens` and `num_rows`, and measure the two rates.
 
-    Needs the model's memory once more: run it where no model is loaded.
+    This needs the model's memory once more, so run it while no model is loaded.
     """
     floor = Floor(shape, *measure_rates(device))
     layers, head = matrices(shape), (shape.vocab_size, shape.hidden_size)
@@ -79,9 +84,9 @@ def measure_floor(shape: HybridShape, device: torch.device, num_tokens: set[int]
 
 
 def time_products(sizes: list[tuple[int, int]], counts: list[int], device: torch.device) -> dict[int, float]:
-    """Seconds of one product with each of the matrices (rows, columns), by number of input rows.
+    """Return the seconds of one product with each of the matrices (rows, columns), by number of input rows.
 
-    Each matrix has memory of its own, so that none stays in the cache.
+    Each matrix has its own memory, so that none stays in the cache.
     """
     weights = [torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0, 0.02) for size in sizes]
     found = {}
@@ -97,7 +102,7 @@ def time_products(sizes: list[tuple[int, int]], counts: list[int], device: torch
 
 
 def measure_rates(device: torch.device) -> tuple[float, float]:
-    """(bytes read and written per second by a copy, bf16 operations per second of a square product)."""
+    """Return (bytes that a copy reads and writes per second, bf16 operations per second of a square product)."""
     on_gpu = device.type != "cpu"
     source = torch.randn(1 << (30 if on_gpu else 22), device=device)
     target = torch.empty_like(source)
@@ -110,7 +115,7 @@ def measure_rates(device: torch.device) -> tuple[float, float]:
 
 
 def median_s(call: Callable[[], object], device: torch.device, *, in_graph: bool = True, repeats: int = 7) -> float:
-    """Median seconds of a call; on a GPU by device events, with the launches in a CUDA graph."""
+    """Return the median seconds of a call; on a GPU by device events, with the launches in a CUDA graph."""
     for _ in range(2):
         call()
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""From measures and floors to lines of the table."""
+"""Turns measurements and floors into the lines of the table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRID = 64
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured, and the token budget of a step, in which floors count prefills."""
+    """The parts to measure, and the token budget of a step, with which floors count prefills."""
 
     sizes: Sizes
     budget: int
@@ -36,7 +36,8 @@ class Plan:
 
     @property
     def chat_tokens(self) -> int:
-        """Tokens of a turn that no cache can hold: new ones, the last output, what lies behind the last boundary."""
+        """Tokens of a turn that no cache can hold: new tokens, the last output, and the tokens after the last
+        boundary."""
         return self.sizes.chat_new + 1 + GRID // 2
 
     @property
@@ -46,7 +47,7 @@ class Plan:
 
     @property
     def floor_tokens(self) -> set[int]:
-        """Step sizes whose products are to be timed."""
+        """Step sizes whose products have to be timed."""
         sizes, found = self.sizes, set[int]()
         if "ttft" in self.parts:
             found |= {self.prefill_tokens, sizes.extension}
@@ -60,12 +61,12 @@ class Plan:
 
     @property
     def floor_rows(self) -> set[int]:
-        """Numbers of rows whose output head is to be timed."""
+        """Numbers of rows whose output head has to be timed."""
         return {1, *self.sizes.decode_batches, self.sizes.conversations}
 
 
 def measure(client: Client, plan: Plan, floor: Floor) -> Iterator[Line]:
-    """The lines of the plan's parts, as they are measured."""
+    """Yield the lines of the plan's parts as they are measured."""
     makers: dict[str, Callable[[Client, Plan, Floor], Iterator[Line]]] = {
         "ttft": _first_tokens,
         "chat": _chat,
@@ -77,13 +78,13 @@ def measure(client: Client, plan: Plan, floor: Floor) -> Iterator[Line]:
 
 
 def cold_floor_s(floor: Floor, num_tokens: int, step: int) -> float:
-    """Of a prompt computed in steps of `step` tokens."""
+    """Return the floor of a prompt that is computed in steps of `step` tokens."""
     products = num_tokens * floor.per_token_s(step)
     return products - floor.products_s[step] + floor.step_s(_renamed(prefill_work(0, num_tokens), step))
 
 
 def _renamed(work: StepWork, step: int) -> StepWork:
-    """The same traffic and attention, counted with the products of one step of `step` tokens."""
+    """Return the same traffic and attention, with the products of one step of `step` tokens."""
     return StepWork(
         num_tokens=step,
         num_rows=work.num_rows,
@@ -94,7 +95,8 @@ def _renamed(work: StepWork, step: int) -> StepWork:
 
 
 def agent_floor_s(floor: Floor, sizes: Sizes, step: int) -> tuple[float, float]:
-    """(seconds, share cached) of the agent loop with a cache that keeps everything up to the 64-token grid."""
+    """Return (seconds, share of cached tokens) of the agent loop with a cache that keeps everything up to the 64-token
+    grid."""
     rows, seconds, computed, asked = sizes.conversations, 0.0, 0, 0
     for turn in range(sizes.turns):
         length = sizes.shared + sizes.own + turn * (sizes.turn_answer + sizes.turn_new)

@@ -1,4 +1,4 @@
-"""The protocol: what is asked of `LLM.generate`, and what is read off the clock."""
+"""The protocol: the calls of `LLM.generate`, and how they are timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ids = list[int]
 
 
 class ProtocolError(ForkpointError):
-    """The engine's own counters contradict what it reported."""
+    """Raised if the engine's counters contradict its reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +43,13 @@ class Sizes:
 
     @property
     def num_chat_turns(self) -> int:
-        """Turns behind the first whose prompt has at most `chat_end` tokens."""
+        """Turns after the first whose prompt has at most `chat_end` tokens."""
         return (self.chat_end - self.chat_start) // (self.chat_answer + self.chat_new)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One call of `generate`: its outputs, when it began (time.perf_counter) and how long it took."""
+    """One call of `generate`: its outputs, its start (by time.perf_counter) and its duration."""
 
     outputs: list[RequestOutput]
     started_s: float
@@ -66,14 +66,14 @@ class Answer:
 
     @property
     def last_first_token_s(self) -> float:
-        """Seconds from the call to the first token of the request that got its own last."""
+        """Seconds from the call until every request had its first token."""
         return max(output.metrics.first_token_s or 0.0 for output in self.outputs) - self.started_s
 
 
 class Client:
-    """Asks an LLM for greedy tokens and holds its counters against its reports after every call.
+    """Asks an LLM for greedy tokens, and compares its counters with its reports after every call.
 
-    With `copies` the engine was told to copy states, which otherwise is an error.
+    With `copies` the engine was started so that it copies states, which is an error otherwise.
     """
 
     def __init__(self, llm: LLM, vocab_size: int, seed: int = 0, *, copies: bool = False) -> None:
@@ -84,13 +84,16 @@ class Client:
         self.num_checked = 0
 
     def ids(self, count: int) -> Ids:
-        """Token ids that nobody has seen."""
+        """Return new token ids."""
         found: Ids = self._random.integers(1, self._vocab_size, count).tolist()
         return found
 
     def ask(self, prompts: Sequence[Ids], max_tokens: int) -> Answer:
-        """Raises ProtocolError if the tokens computed are not the prompts' less the cached ones, plus the
-        outputs that went back in, or if state bytes were copied."""
+        """Ask for greedy tokens.
+
+        Raises ProtocolError if the engine copied state bytes, or if it computed other tokens than the prompts' without
+        the cached ones, plus the outputs that were fed back.
+        """
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         before = self._llm.get_metrics()
         started = time.perf_counter()
@@ -129,7 +132,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Samples of one measure, and the prompt tokens that a median call computed."""
+    """Samples of one measurement, and the prompt tokens that a median call computed."""
 
     values: tuple[float, ...]
     num_computed: float
@@ -140,7 +143,8 @@ class Series:
 
 
 def time_to_first_token(client: Client, sizes: Sizes) -> tuple[Series, Series]:
-    """(cold, warm): seconds of a call for one token after a new prompt, then after the same one and some more."""
+    """Return (cold, warm): the seconds of a call for one token after a new prompt, then after the same prompt with a
+    few more tokens."""
     cold, warm, cold_computed, warm_computed = [], [], [], []
     for _ in range(sizes.repeats):
         prompt = client.ids(sizes.prompt)
@@ -157,7 +161,7 @@ def time_to_first_token(client: Client, sizes: Sizes) -> tuple[Series, Series]:
 
 
 def chat_turns(client: Client, sizes: Sizes) -> list[Series]:
-    """Seconds to the first token of every turn behind the first, a series for each turn."""
+    """Return the seconds to the first token of every turn after the first, a series for each turn."""
     seconds = np.empty((sizes.num_chat_turns, sizes.repeats))
     computed = np.empty_like(seconds)
     for repeat in range(sizes.repeats):
@@ -173,7 +177,7 @@ def chat_turns(client: Client, sizes: Sizes) -> list[Series]:
 
 
 def decode_rate(client: Client, sizes: Sizes, batch: int) -> Series:
-    """Tokens per second of `batch` rows: what `decode_tokens` tokens more take, after prompts of their own."""
+    """Return the tokens per second of `batch` rows, from the additional time of `decode_tokens` more tokens."""
     rates = []
     for _ in range(sizes.repeats):
         short, long = (
@@ -186,7 +190,7 @@ def decode_rate(client: Client, sizes: Sizes, batch: int) -> Series:
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """One agent loop: seconds of its calls together, prompt tokens and how many of them were cached."""
+    """One agent loop: total seconds of its calls, its prompt tokens, and the cached ones among them."""
 
     seconds: float
     num_prompt: int
@@ -194,7 +198,8 @@ class AgentRun:
 
 
 def agent_loop(client: Client, sizes: Sizes) -> list[AgentRun]:
-    """Conversations with a shared start, all asked at once each turn; every repeat starts from an empty cache."""
+    """Run conversations with a shared beginning, all at once in each turn. Every repetition starts with an empty
+    cache."""
     runs = []
     for _ in range(sizes.repeats):
         client.forget()
@@ -214,7 +219,7 @@ def agent_loop(client: Client, sizes: Sizes) -> list[AgentRun]:
 
 
 def warm_up(client: Client, sizes: Sizes) -> None:
-    """Every kind of step once, so that no kernel is compiled while the clock runs."""
+    """Run every kind of step once, so that no kernel is compiled during a measurement."""
     prompt = client.ids(sizes.prompt)
     client.ask([prompt], 1)
     client.ask([prompt + client.ids(sizes.extension)], 1)

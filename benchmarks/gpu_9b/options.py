@@ -1,4 +1,4 @@
-"""The one set of flags that everything is measured with."""
+"""The flags of all measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 def engine_options(
     device: str, enforce_eager: bool, max_num_batched_tokens: int | None = None, quantization: str | None = None
 ) -> dict[str, Any]:
-    """Defaults, but for random weights, token ids instead of text, and a quiet log."""
+    """Return the default options, except for random weights, token ids instead of text, and a quiet log."""
     given = {"max_num_batched_tokens": max_num_batched_tokens, "quantization": quantization}
     return {
         **{name: value for name, value in given.items() if value is not None},

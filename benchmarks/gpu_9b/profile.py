@@ -19,7 +19,8 @@ class Profiler:
         self._llm, self._engine, self._ids, self._sizes = llm, llm._engine, ids, sizes
 
     def run(self) -> Iterator[Profile]:
-        """Decode steps of all batch sizes and amid the agent loop, a cold and a warm prompt, a chat turn."""
+        """Profile decode steps of all batch sizes and within the agent loop, a cold and a warm prompt, and a chat
+        turn."""
         sizes = self._sizes
         for batch in sizes.decode_batches:
             yield self.one(str(batch))
@@ -30,7 +31,7 @@ class Profiler:
         yield self._warm("chat turn", (sizes.chat_start + sizes.chat_end) // 2, sizes.chat_new)
 
     def one(self, name: str) -> Profile:
-        """Of `cold` or `warm` prompts, or of as many decoding rows as `name` says."""
+        """Profile `cold` or `warm` prompts, or as many decoding rows as `name` says."""
         if name == "cold":
             return self._prefill("cold prompt", lambda: self._ids(self._sizes.prompt), NUM_STEPS // 4)
         if name == "warm":

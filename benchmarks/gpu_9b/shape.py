@@ -1,4 +1,4 @@
-"""The model that is measured, and what its layers store."""
+"""The sizes of the measured model, and of what its layers store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ BF16_BYTES, FP32_BYTES = 2, 4
 
 
 def write_config(folder: Path, shape: HybridShape) -> Path:
-    """A folder with nothing but a dense Qwen3-Next config.json of this shape, which `load_format="dummy"` needs."""
+    """Write a folder with only a config.json, that of a dense Qwen3-Next of this shape. `load_format="dummy"` needs no
+    more."""
     layers = list(range(shape.num_layers))
     config = {
         "architectures": ["Qwen3NextForCausalLM"],
@@ -61,7 +62,8 @@ def write_config(folder: Path, shape: HybridShape) -> Path:
 
 
 def matrices(shape: HybridShape) -> list[tuple[int, int]]:
-    """(rows, columns) of every weight matrix that each token passes, layer by layer, the output head apart."""
+    """Return (rows, columns) of every weight matrix that each token is multiplied with, layer by layer, without the
+    output head."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     mixed = 2 * shape.key_size + shape.value_size

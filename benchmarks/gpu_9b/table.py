@@ -1,4 +1,4 @@
-"""Measured values beside what is asked, as a table, as JSON, and as a page."""
+"""Shows measured values next to goals as a table, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD = "| measure | vLLM 0.33.0 | floor | forkpoint | reach | met |\n|---|---|--
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What another engine reached on the same device and protocol, and what is to be reached."""
+    """The value that another engine reached on the same device and protocol, and the value to reach."""
 
     other: str
     reach: float
@@ -27,7 +27,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One measure. `value` and `floor` are in `unit`; `samples` are those of which `value` is the median."""
+    """One measurement. `value` and `floor` are in `unit`, and `value` is the median of `samples`."""
 
     name: str
     unit: str
@@ -53,14 +53,14 @@ class Line:
 
 
 def write_json(path: Path, lines: Sequence[Line], about: dict[str, Any]) -> None:
-    """All lines with their samples, and `about` what was run where."""
+    """Write all lines with their samples, and `about`, which says what was run and where."""
     path.parent.mkdir(parents=True, exist_ok=True)
     values = [{**asdict(line), "met": line.met} for line in lines]
     path.write_text(json.dumps({**about, "lines": values}, indent=2) + "\n")
 
 
 def write_page(path: Path, lines: Sequence[Line], about: dict[str, Any], notes: Sequence[str]) -> None:
-    """A page with the table, and what is needed to repeat it."""
+    """Write a page with the table and what is needed to repeat it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = "\n".join(line.cells for line in lines)
     facts = "\n".join(f"- {name}: {value}" for name, value in about.items() if name != "command")

@@ -1,4 +1,4 @@
-"""A peer's process, frozen while another peer is measured."""
+"""Runs a peer in a process that is stopped while another peer is measured."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from forkpoint.errors import ForkpointError
 
 
 class PeerFailedError(ForkpointError):
-    """A peer's process ended, or could not start."""
+    """Raised if a peer's process ended or could not start."""
 
 
 class PeerProcess:
-    """Starts `python -m module` and asks it for jobs. Idle peers are stopped, so that their threads cost nothing."""
+    """Starts `python -m module` and sends it jobs. Idle peers are stopped, so that their threads use no CPU."""
 
     def __init__(
         self, name: str, python: str, module: str, options: PeerOptions, log: Path, env: Mapping[str, str]
@@ -46,7 +46,7 @@ class PeerProcess:
         return self._process.pid
 
     def run(self, job: Job) -> Answer:
-        """Raises PeerFailedError, naming the log, when the process is gone."""
+        """Run a job. Raises PeerFailedError, naming the log, if the process has ended."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         try:
@@ -58,7 +58,7 @@ class PeerProcess:
         return answer
 
     def close(self) -> None:
-        """End the process and those that it started."""
+        """End the process and its children."""
         if self._process.poll() is None:
             self._signal(signal.SIGCONT)
             assert self._process.stdin is not None

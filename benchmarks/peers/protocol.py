@@ -17,7 +17,7 @@ from typing import IO, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Generate `num_tokens` greedy tokens, never stopping early, after each of `prompts`."""
+    """A job: generate `num_tokens` greedy tokens, without an early stop, after each of `prompts`."""
 
     prompts: list[list[int]]
     num_tokens: int
@@ -27,7 +27,7 @@ class Job:
 class Answer:
     """Seconds from submission to the first token of all prompts, and from there to the last token.
 
-    `cached_tokens` of the prompts were not computed. `token_ids` are the first prompt's.
+    `cached_tokens` of the prompts were not computed. `token_ids` are those of the first prompt.
     """
 
     first_token_s: float
@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """What every peer is started with."""
+    """The start options of every peer."""
 
     model: str
     threads: int
@@ -51,13 +51,13 @@ class Peer(Protocol):
     """One engine under test."""
 
     def describe(self) -> str:
-        """Name, version and settings, in a line."""
+        """Return name, version and settings in one line."""
 
     def run(self, job: Job) -> Answer: ...
 
 
 def parse_options(argv: Sequence[str] | None = None) -> PeerOptions:
-    """The command line that all peers share."""
+    """Parse the command line that all peers share."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, default=2)
@@ -68,14 +68,14 @@ def parse_options(argv: Sequence[str] | None = None) -> PeerOptions:
 
 
 def option_args(options: PeerOptions) -> list[str]:
-    """The inverse of `parse_options`."""
+    """Return the arguments that `parse_options` turns into these options."""
     args = ["--model", options.model, "--threads", str(options.threads)]
     args += ["--max-model-len", str(options.max_model_len), "--kv-cache-gib", str(options.kv_cache_gib)]
     return [*args, "--eager"] if options.eager else args
 
 
 def answers_stream() -> IO[str]:
-    """The real standard output; whatever an engine prints from now on goes to standard error."""
+    """Return the real standard output. Later prints of an engine go to standard error."""
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.stdout = sys.stderr

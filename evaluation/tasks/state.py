@@ -1,4 +1,4 @@
-"""States that no single message holds: where somebody faces, sits or stands after many small moves."""
+"""States that no single message contains: where somebody faces, sits or stands after many small moves."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ MACHINES = (COMPASS, CUPS, LAMP, RING, WEEK)
 
 
 def state(setting: Setting) -> Scene:
-    """One or two kinds of machines, each for one to three names."""
+    """Build a scene of one or two kinds of machines, each for one to three names."""
     rng = setting.rng
     threads = []
     for machine in shuffled(rng, MACHINES, 1 + int(rng.random() * 2)):

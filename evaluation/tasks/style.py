@@ -1,4 +1,4 @@
-"""How answers are to be written, if a system prompt says so."""
+"""The style of answers that a system prompt may demand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evaluation.tasks.words import AFFIXES
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """`rule` is the sentence of the system prompt; `form` is an answer, with `{}` where the value goes."""
+    """A style. `rule` is the sentence of the system prompt. `form` is an answer, with `{}` in place of the value."""
 
     rule: str = ""
     form: str = "{}"

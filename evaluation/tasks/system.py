@@ -57,7 +57,7 @@ def short_system_prompt(rng: random.Random) -> SystemPrompt:
 
 
 def long_system_prompt(rng: random.Random, split: Split, num_tokens: int) -> SystemPrompt:
-    """A role, manners, a directory of facts and replies to triggers; about `num_tokens` long."""
+    """Build a role, manners, a directory of facts and replies to triggers, about `num_tokens` long."""
     noun = pick(rng, NOUNS)
     num_facts = max(2, min(LARGEST_DIRECTORY, int(num_tokens / 11)))
     facts = {key: draw_value(rng, key, split) for key in shuffled(rng, KEYS, num_facts)}

@@ -1,4 +1,4 @@
-"""Small talk: what stands between the facts. Every reply follows from the message alone."""
+"""Small talk between the facts. Every reply follows from its message alone."""
 
 from __future__ import annotations
 

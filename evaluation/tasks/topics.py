@@ -1,4 +1,4 @@
-"""What facts may be about: codes of places, codes of made-up words, the user."""
+"""The subjects of facts: codes of places, codes of made-up words, and the user."""
 
 from __future__ import annotations
 
@@ -41,16 +41,17 @@ CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 
 
 class Topic(Protocol):
-    """Keys, what may be said of them, and how it is told, corrected and asked for. `kind`: that of `Scored`."""
+    """The keys of a topic, their possible values, and the sentences that tell, correct and ask for them. `kind` is that
+    of `Scored`."""
 
     @property
     def kind(self) -> str: ...
 
     def keys(self, rng: random.Random, count: int, without: Mapping[str, str]) -> list[str]:
-        """At most `count` keys in random order, none of `without`."""
+        """Return at most `count` keys in random order, none of `without`."""
 
     def value(self, rng: random.Random, key: str, split: Split) -> str:
-        """A value that may stand with the key in this split."""
+        """Return a value that may belong to the key in this split."""
 
     def fact(self, rng: random.Random, key: str, value: str) -> str: ...
 
@@ -61,7 +62,7 @@ class Topic(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Short codes for places; `noun` is what they are called."""
+    """Short codes for places. `noun` is the word for such a code."""
 
     noun: str
     kind: str = "fact"
@@ -85,7 +86,7 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class MadeUp(Codes):
-    """The same for words that nobody has seen; they may be values too."""
+    """Short codes for made-up words, which may also be values."""
 
     def keys(self, rng: random.Random, count: int, without: Mapping[str, str]) -> list[str]:
         made = {_made_up(rng) for _ in range(count)}
@@ -98,7 +99,8 @@ class MadeUp(Codes):
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """Something about the user: how it is told, corrected and asked for, and what it may be (None: a number)."""
+    """An attribute of the user: the sentences that tell, correct and ask for it, and its possible values (None: a
+    number)."""
 
     fact: str
     correction: str
@@ -130,7 +132,7 @@ PROFILE: Mapping[str, Attribute] = {
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What the user says of himself or herself."""
+    """Facts that users tell about themselves."""
 
     kind: str = "profile"
 
@@ -156,7 +158,7 @@ class Profile:
 
 
 def draw_value(rng: random.Random, key: str, split: Split) -> str:
-    """A code that may stand with the key in this split."""
+    """Draw a code that may belong to the key in this split."""
     while True:
         value = _code(rng)
         if split.has(key, value):

@@ -1,4 +1,4 @@
-"""Something that has a state, and small moves that change it."""
+"""Things that have a state, and small moves that change it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ WAITING = "OK."
 
 
 class Machine(Protocol):
-    """One kind of thing that is tracked. A state is what an answer says, word for word. `kind`: that of `Scored`."""
+    """A kind of tracked thing. A state is the text of its answer, word for word. `kind` is that of `Scored`."""
 
     @property
     def kind(self) -> str: ...
 
     def start(self, rng: random.Random) -> str:
-        """A state to begin with."""
+        """Return a first state."""
 
     def opening(self, name: str, state: str) -> str:
-        """The sentence that tells the first state."""
+        """Return the sentence that tells the first state."""
 
     def move(self, rng: random.Random, name: str, state: str) -> tuple[str, str]:
-        """A sentence that tells of one move, and the state after it."""
+        """Return a sentence that tells one move, and the state after it."""
 
     def question(self, name: str) -> str:
-        """Asks for the state."""
+        """Return the question for the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableMachine:
-    """A machine of few states. `moves` pairs a sentence with what it does to the index of the state."""
+    """A machine with few states. `moves` pairs a sentence with the change of the state's index."""
 
     states: tuple[str, ...]
     first: str
@@ -57,9 +57,9 @@ class TableMachine:
 
 
 class TrackingThread:
-    """Follows one machine for each name. After each move it says the state, or waits until it is asked.
+    """Follows one machine for each name. After each move it says the state, or waits for a question.
 
-    `patience` is how many moves there may be before a question when it waits.
+    If it waits, at most `patience` moves come before a question.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TrackingThread:
             self._move(dialogue, name)
 
     def moved(self, least_moves: int) -> list[tuple[str, str]]:
-        """Question and answer about every name that moved so often or more since its state was said."""
+        """Return question and answer for every name with at least this many moves since its state was said."""
         names = [name for name in self._names if self._pending[name] >= least_moves]
         return [(self._machine.question(name), self._state[name]) for name in names]
 
@@ -105,7 +105,7 @@ class TrackingThread:
         return dialogue.ask(text, self._state[name], source, self._machine.kind)
 
     def _draw(self) -> tuple[str, str, str]:
-        """A new name, its first state and the sentence that says so, of this split."""
+        """Draw a new name, its first state and the sentence that tells the state, all of this split."""
         while True:
             name, state = pick(self._rng, NAMES), self._machine.start(self._rng)
             text = self._machine.opening(name, state)

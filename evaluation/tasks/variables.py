@@ -1,4 +1,4 @@
-"""Variables that take numbers and each other's values; an assignment copies the value of that moment."""
+"""Variables that get numbers or each other's values. An assignment copies the value at that moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ COPY = 0.35
 
 
 class VariablesThread:
-    """Values are numbers of two digits. A copy of a copy is as deep as it gets, for a copied variable may be copied."""
+    """Assigns and asks for variables. Values are numbers of two digits. A copied variable may be a copy, but not of a
+    copy."""
 
     def __init__(self, setting: Setting) -> None:
         rng = setting.rng

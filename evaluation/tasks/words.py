@@ -1,4 +1,4 @@
-"""The words that tasks are made of. No word is in two lists, and none occurs in small talk."""
+"""The words of the tasks. No word is in two lists, and none occurs in small talk."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MAX_TOKENS = 8  # of what a wild request may make the engine do, so that it cost
 
 @dataclass(frozen=True, slots=True)
 class Wild:
-    """One request. `fields` are those with wild values; `leaves` after so many seconds without an answer."""
+    """One request. `fields` are those with wild values. The client leaves after `leaves` seconds without an answer."""
 
     path: str
     fields: tuple[str, ...]
@@ -35,7 +35,7 @@ class Wild:
 
 
 class Bodies:
-    """Draws requests; `num_drawn` counts how often each field of each endpoint was wild."""
+    """Draws requests. `num_drawn` counts how often each field of each endpoint had a wild value."""
 
     def __init__(self, openapi: Mapping[str, Any], model: str, seed: int) -> None:
         self._random = Random(seed)
@@ -62,7 +62,7 @@ class Bodies:
         return Wild(path, names, self._bytes(body), self._headers(), leaves_s)
 
     def _least_drawn(self, path: str) -> tuple[str, ...]:
-        """One to four fields: those that had their turn least, and any."""
+        """Return one to four fields: those that were drawn least, and random ones."""
         names = list(self._fields[path])
         self._random.shuffle(names)
         names.sort(key=lambda name: self.num_drawn[path, name])
@@ -70,7 +70,7 @@ class Bodies:
         return tuple(dict.fromkeys([names[0], *others]))
 
     def _value(self, path: str, name: str, good: Any) -> Any:
-        """Anything at all, something of the field's type, or something of about the right form."""
+        """Return any value, a value of the field's type, or a value of about the right form."""
         random = self._random
         kind = random.random()
         if kind < 0.25:
@@ -128,7 +128,7 @@ class Bodies:
 
 
 def typed(openapi: Mapping[str, Any], schema: Mapping[str, Any], random: Random, depth: int = 0) -> Any:
-    """A value of the type that `schema` names, at its bounds where it has any."""
+    """Return a value of the type that `schema` names, at its bounds if it has any."""
     if "$ref" in schema:
         schema = _at(openapi, schema["$ref"])
     choices = schema.get("anyOf") or schema.get("oneOf")
@@ -159,7 +159,7 @@ def typed(openapi: Mapping[str, Any], schema: Mapping[str, Any], random: Random,
 
 
 def _fields(openapi: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The schema of each field of the endpoint's body."""
+    """Return the schema of each field of the endpoint's body."""
     found: dict[str, Any] = {}
     todo = [openapi["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]]
     while todo:

@@ -1,4 +1,4 @@
-"""The victim alone, beside good requests, and beside wild ones."""
+"""Runs the victim alone, next to good requests, and next to wild ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Fuzz:
 
 @dataclass
 class Report:
-    """Times between the victim's tokens are in seconds."""
+    """The results of a run. Times between the victim's tokens are in seconds."""
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -103,7 +103,8 @@ async def _run(fuzz: Fuzz) -> Report:
 
 
 async def _beside(victim: Victim, request: Callable[[], Awaitable[None]] | None, num_requests: int, fuzz: Fuzz) -> None:
-    """The victim asks while `num_requests` requests are made, `num_workers` at once; twice by itself without any."""
+    """Let the victim ask while `num_requests` requests are sent, `num_workers` at once. Without requests it asks
+    twice."""
     if request is None:
         await victim.ask()
         await victim.ask()
@@ -157,7 +158,7 @@ async def _wild(session: aiohttp.ClientSession, wild: Wild, report: Report) -> N
 
 
 def _wrong(status: int, content_type: str, data: bytes) -> str | None:
-    """What should not be in an answer; None where it is a whole one, or a clear error."""
+    """Return what is wrong with an answer; None if it is a whole answer or a clear error."""
     if content_type == "text/event-stream":
         events = [line for line in data.split(b"\n") if line.startswith(b"data: ")]
         if not events:

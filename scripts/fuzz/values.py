@@ -70,11 +70,11 @@ MAX_DEPTH: Final = 3
 
 
 class Raw(str):
-    """Text that stands in the body as it is, JSON or not."""
+    """Text that is put into the body unchanged, JSON or not."""
 
 
 def wild(random: Random) -> Any:
-    """Any JSON value, or text that is none."""
+    """Return any JSON value, or a text that is not JSON."""
     match random.randrange(12):
         case 0 | 1 | 2:
             return random.choice(NUMBERS)
@@ -106,7 +106,7 @@ def nested(depth: int, opening: str) -> Raw:
 
 
 def wild_schema(random: Random, depth: int = 0) -> Any:
-    """Something that looks like a JSON schema and need not be one."""
+    """Return something that looks like a JSON schema and need not be one."""
     if depth > MAX_DEPTH or random.random() < 0.1:
         return random.choice((True, False, {}, {"type": random.choice(KINDS)}, wild_leaf(random)))
     schema: dict[str, Any] = {"type": random.choice(KINDS)} if random.random() < 0.7 else {}
@@ -142,7 +142,7 @@ def _argument(random: Random, keyword: str, depth: int) -> Any:
 
 
 def structured(random: Random) -> dict[str, Any]:
-    """A value of `structured_outputs`."""
+    """Return a value of `structured_outputs`."""
     one = {
         "json": lambda: wild_schema(random),
         "regex": lambda: random.choice(REGEXES),
@@ -156,7 +156,7 @@ def structured(random: Random) -> dict[str, Any]:
 
 
 def dumps(value: Any) -> bytes:
-    """JSON text with the `Raw` parts as they are; lone surrogates are written as escapes."""
+    """Return JSON text with the `Raw` parts unchanged. Lone surrogates are written as escapes."""
     raws: list[str] = []
 
     def keep(part: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A stream that must not notice anything: its text, and the time between its tokens."""
+"""A stream that must not notice the other requests: its text, and the time between its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_TOKENS = 64
 
 @dataclass
 class Victim:
-    """Asks the same again and again; greedy, so that the text is known."""
+    """Asks the same question again and again, greedily, so that the text is known."""
 
     session: aiohttp.ClientSession
     expected: str = ""
@@ -57,6 +57,6 @@ class Victim:
 
 
 def quantile_s(gaps_s: list[float], share: float) -> float:
-    """Of the times between tokens; 0 where there are none."""
+    """Return a quantile of the times between tokens; 0 if there are none."""
     ordered = sorted(gaps_s)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0

@@ -13,9 +13,9 @@ from forkpoint.cache.hashing import TokenIds
 
 @dataclass(slots=True, eq=False)
 class RadixNode:
-    """An edge of tokens below its parent; `has_state`: a state after `end` tokens is kept.
+    """A run of tokens below its parent. `has_state`: the state after `end` tokens is kept.
 
-    `locks` counts the running requests at or below it; `state_locks` those that hold its own state.
+    `locks` counts the running requests at or below the node. `state_locks` counts those that hold its own state.
     """
 
     parent: RadixNode | None
@@ -35,7 +35,7 @@ class RadixNode:
 
 
 class RadixTree:
-    """Matches and splits on multiples of `page` tokens."""
+    """A tree that matches and splits at multiples of `page` tokens."""
 
     def __init__(self, page: int) -> None:
         self.page = page
@@ -43,11 +43,12 @@ class RadixTree:
         self._clock = itertools.count(1)
 
     def tick(self) -> int:
-        """The next reading of the clock that orders uses."""
+        """Return the next reading of the clock that orders uses."""
         return next(self._clock)
 
     def match(self, tokens: TokenIds, limit: int) -> tuple[RadixNode, int]:
-        """The deepest node whose tokens all match `tokens[:limit]`, and how far the match goes beyond it."""
+        """Return the deepest node whose tokens all match `tokens[:limit]`, and how far the match continues beyond
+        it."""
         limit = limit // self.page * self.page
         node, at = self.root, 0
         while at < limit:
@@ -62,7 +63,7 @@ class RadixTree:
         return node, at
 
     def split(self, tokens: TokenIds, node: RadixNode, end: int) -> RadixNode:
-        """The node that ends at `end`, where a match went beyond `node`; the edge is cut there.
+        """Split the run of tokens below `node` at `end`, where a match ended, and return the node that ends there.
 
         The lower half keeps the state.
         """
@@ -77,7 +78,7 @@ class RadixTree:
         return upper
 
     def insert(self, tokens: TokenIds, end: int) -> tuple[RadixNode, int]:
-        """The node of `tokens[:end]`, made where it is not there yet; and how many tokens are new."""
+        """Return the node of `tokens[:end]`, created if necessary, and the number of new tokens."""
         end = end // self.page * self.page
         node, at = self.match(tokens, end)
         node = self.split(tokens, node, at)
@@ -90,7 +91,7 @@ class RadixTree:
         return node, new
 
     def touch(self, node: RadixNode) -> None:
-        """The path to `node` was used now."""
+        """Record that the path to `node` is used now."""
         now = self.tick()
         item: RadixNode | None = node
         while item is not None:
@@ -98,7 +99,7 @@ class RadixTree:
             item = item.parent
 
     def lock(self, node: RadixNode, change: int) -> None:
-        """`change` running requests more hold the path to `node`."""
+        """Add `change` to the running requests that hold the path to `node`."""
         item: RadixNode | None = node
         while item is not None:
             item.locks += change
@@ -111,7 +112,7 @@ class RadixTree:
         leaf.dropped = True
 
     def path(self, node: RadixNode) -> Iterator[RadixNode]:
-        """From `node` up, the root left out."""
+        """Yield `node` and its ancestors, without the root."""
         item: RadixNode | None = node
         while item is not None and item.parent is not None:
             yield item
@@ -124,7 +125,7 @@ class RadixTree:
         return tokens[: self.page].tobytes()
 
     def _common(self, edge: TokenIds, tokens: TokenIds) -> int:
-        """Equal leading tokens, in whole pages."""
+        """Return the number of equal leading tokens, in whole pages."""
         length = min(len(edge), len(tokens))
         differs = edge[:length] != tokens[:length]
         first = int(differs.argmax()) if length else 0

@@ -1,4 +1,4 @@
-"""Continuous batching as the peers do it, over an emulated cache."""
+"""Continuous batching like the peers' over an emulated cache."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from studies.peers.sequence import PeerCache, PeerHit, Sequence, StepPlanned
 
 
 class PeerScheduler:
-    """First come, first served; running requests before waiting ones, one token budget for all.
+    """Schedules first come, first served: running requests before waiting ones, with one token budget for all.
 
-    Rows that decode cost nothing per step here: a row is looked at only at positions that the cache names.
+    Rows that decode cost no time per step here, because a row is examined only at positions that the cache names.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PeerScheduler:
         self._counters = ReplicaCounters()
 
     def add(self, request: TraceRequest) -> bool:
-        """Queue a request; False if even an empty cache could not hold it."""
+        """Queue a request. Return False if even an empty cache could not hold it."""
         sequence = Sequence.of(request, next(self._arrivals))
         if not self.cache.can_ever_fit(sequence):
             return False
@@ -51,13 +51,13 @@ class PeerScheduler:
         return len(self._waiting) + len(self._running)
 
     def restorable(self, request: TraceRequest) -> int:
-        """Tokens that a hit would cover now."""
+        """Return the number of tokens that a hit would cover now."""
         return self.cache.lookup(Sequence.of(request, 0), request.prompt.num_tokens).num_tokens
 
     # --- a step
 
     def plan(self, now_s: float) -> StepLoad | None:
-        """Plan the next step; None if there is nothing to do."""
+        """Plan the next step. Return None if there is nothing to do."""
         if not (self._waiting or self._running):
             return None
         planned = StepPlanned(self._budget)
@@ -90,7 +90,7 @@ class PeerScheduler:
         counters.state_written_bytes += planned.num_saves * layout.slot_bytes
 
     def finish(self, now_s: float) -> StepNews:
-        """The planned step has ended."""
+        """Finish the planned step."""
         first, finished = self._first, []
         self._first = []
         self._decode_kv_tokens += len(self._decoding)
@@ -106,7 +106,7 @@ class PeerScheduler:
         return StepNews(tuple(s.request.id for s in first), reports)
 
     def counters(self) -> ReplicaCounters:
-        """What was counted so far."""
+        """Return the counters so far."""
         counts = self.cache.counts
         self._counters.states_evicted = counts.states_evicted
         self._counters.blocks_evicted = counts.blocks_evicted
@@ -115,7 +115,7 @@ class PeerScheduler:
     # --- decodes
 
     def _position(self, sequence: Sequence) -> int:
-        """The position that the current step decodes."""
+        """Return the position that the current step decodes."""
         assert sequence.decode_base is not None
         return sequence.decode_base + self._step
 
@@ -126,12 +126,12 @@ class PeerScheduler:
         self._wait_for_event(sequence, sequence.prefill_end)
 
     def _wait_for_event(self, sequence: Sequence, position: int) -> None:
-        """Have the sequence looked at where the cache or its own end asks for it, `position` or later."""
+        """Examine the sequence again at the first position from `position` on that the cache names, or at its end."""
         when = min(self.cache.next_event(position), sequence.last_computed) - position
         self._due.setdefault(self._step + when, []).append((sequence, sequence.epoch))
 
     def _plan_decodes(self, planned: StepPlanned) -> bool:
-        """Give rows that decode what they need; True if somebody had to be preempted."""
+        """Give decoding rows the room that they need. Return True if a request was preempted."""
         preempted = False
         for sequence, epoch in sorted(self._due.pop(self._step, ()), key=lambda due: due[0].order):
             while sequence.epoch == epoch:

@@ -1,4 +1,4 @@
-"""A request inside an emulated engine, and what an emulated cache has to answer about it."""
+"""A request inside an emulated engine, and the interface of an emulated cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ GRID = 64  # all that emulations cut prompts into is a multiple of it
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Written by PeerScheduler; `chain` names the tokens, those still to be generated included.
+    """A request's state, written by PeerScheduler. `chain` names all its tokens, including those still to be generated.
 
-    While it decodes, the step numbered `t` computes position `decode_base + t`.
+    While it decodes, step number `t` computes position `decode_base + t`.
     """
 
     request: TraceRequest
@@ -44,13 +44,13 @@ class Sequence:
 
     @property
     def last_computed(self) -> int:
-        """Tokens computed by the time the last output is sampled."""
+        """The tokens computed when the last output is sampled."""
         return self.num_tokens - 1
 
 
 @dataclass(frozen=True, slots=True)
 class PeerHit:
-    """`num_tokens` are reused; keys and values alone reach `kv_num_tokens`."""
+    """A hit. `num_tokens` are reused. Keys and values alone reach `kv_num_tokens`."""
 
     num_tokens: int
     kv_num_tokens: int
@@ -58,7 +58,7 @@ class PeerHit:
 
 @dataclass(frozen=True, slots=True)
 class PeerChunk:
-    """What a planned chunk does besides computing: states stored, bytes copied before or after the step."""
+    """The effects of a planned chunk besides computation: states stored, and bytes copied before or after the step."""
 
     num_saves: int = 0
     copied_bytes: int = 0
@@ -66,7 +66,7 @@ class PeerChunk:
 
 @dataclass(slots=True)
 class PeerCounts:
-    """Written by an emulated cache."""
+    """Counts, written by an emulated cache."""
 
     states_saved: int = 0
     states_evicted: int = 0
@@ -74,7 +74,7 @@ class PeerCounts:
 
 
 class PeerCache(Protocol):
-    """The rules of one engine: what is found, where chunks end, what is kept and what gives way."""
+    """The rules of one engine: what is found, where chunks end, what is kept and what is evicted."""
 
     counts: PeerCounts
     max_num_seqs: int
@@ -82,31 +82,33 @@ class PeerCache(Protocol):
     def can_ever_fit(self, sequence: Sequence) -> bool: ...
 
     def lookup(self, sequence: Sequence, num_known_tokens: int) -> PeerHit:
-        """What a request would reuse now. Changes nothing that a lookup in that engine would not change."""
+        """Return what a request would reuse now. Changes only what a lookup in that engine changes."""
 
     def start(self, sequence: Sequence, hit: PeerHit, end: int) -> bool:
-        """Take the hit, and room for a first chunk that ends at `end`; False: no room, nothing is held."""
+        """Take the hit, and room for a first chunk that ends at `end`. Return False, and hold nothing, if there is no
+        room."""
 
     def chunk_end(self, sequence: Sequence, start: int, end: int, budget: int) -> int:
-        """Where a chunk that could end at `end` does end; `start` if it has to wait."""
+        """Return where a chunk that could end at `end` ends; `start` if it has to wait."""
 
     def grow(self, sequence: Sequence, end: int) -> bool:
-        """Room up to `end` tokens for a sequence that runs; False: none, what was held is still held."""
+        """Take room up to `end` tokens for a running sequence. Return False, and keep what it held, if there is
+        none."""
 
     def chunk_done(self, sequence: Sequence, start: int, end: int) -> PeerChunk:
-        """A prefill chunk is computed."""
+        """Note that a prefill chunk is computed."""
 
     def next_event(self, position: int) -> int:
-        """The first position from `position` on before whose decoding `decode_event` has to be asked."""
+        """Return the first position from `position` on at which `decode_event` must be called before decoding."""
 
     def decode_event(self, sequence: Sequence, position: int) -> PeerChunk | None:
-        """The token at `position` is about to be decoded. None: no room."""
+        """Prepare to decode the token at `position`. Return None if there is no room."""
 
     def end_step(self, num_decodes: int) -> bool:
-        """A step was planned with so many decodes; False: no room for their tokens."""
+        """Note that a step with this many decodes was planned. Return False if there is no room for their tokens."""
 
     def free(self, sequence: Sequence, num_computed: int, finished: bool) -> None:
-        """The sequence leaves the batch after so many computed tokens."""
+        """Release the sequence, which leaves the batch after this many computed tokens."""
 
 
 @dataclass(slots=True)

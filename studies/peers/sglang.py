@@ -1,4 +1,4 @@
-"""SGLang's prefix cache for hybrid models, as its rules read in version 0.5.23: one radix tree, two pools."""
+"""Emulates SGLang's prefix cache for hybrid models, by the rules of version 0.5.23: one radix tree, two pools."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CACHE_CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class SglangOptions:
-    """`--mamba-radix-cache-strategy`, `--mamba-full-memory-ratio` (bytes of states : bytes of keys and values) and
-    `--mamba-track-interval`."""
+    """The flags `--mamba-radix-cache-strategy`, `--mamba-full-memory-ratio` (bytes of states : bytes of keys and
+    values) and `--mamba-track-interval`."""
 
     extra_buffer: bool = True
     memory_ratio: float = 0.9
@@ -34,13 +34,13 @@ class SglangOptions:
 
     @property
     def slots_held(self) -> int:
-        """Slots that a running request takes: its state, and two to track into."""
+        """Slots that a running request takes: its state, and two for tracked states."""
         return 3 if self.extra_buffer else 1
 
 
 @dataclass(slots=True)
 class _Held:
-    """What a running sequence holds: the locked path, and tokens of its own beyond the tree."""
+    """What a running sequence holds: the locked path, and its own tokens beyond the tree."""
 
     node: RadixNode
     state: RadixNode | None  # the state that it started from, locked while it runs
@@ -77,7 +77,7 @@ class SglangCache:
         return self._pages(sequence.num_tokens) <= self.num_kv_tokens and self.options.slots_held <= self.num_slots
 
     def lookup(self, sequence: Sequence, num_known_tokens: int) -> PeerHit:
-        """The longest match in keys and values; of it, up to the deepest node with a state."""
+        """Return the longest match in keys and values, and of it the part up to the deepest node with a state."""
         node, end = self._tree.match(sequence.tokens, num_known_tokens - 1)
         state = next((item for item in self._tree.path(node) if item.has_state), None)
         return PeerHit(state.end if state else 0, end)
@@ -91,7 +91,7 @@ class SglangCache:
         return end if end == sequence.prefill_end else max(start, end // self.options.page * self.options.page)
 
     def start(self, sequence: Sequence, hit: PeerHit, end: int) -> bool:
-        """Split the tree where the match ends, lock the hit, copy its state to a slot of the request's own."""
+        """Split the tree where the match ends, lock the hit, and copy its state to the request's own slot."""
         tree, tokens = self._tree, sequence.tokens
         deepest, matched = tree.match(tokens, hit.kv_num_tokens)
         tree.touch(tree.split(tokens, deepest, matched))
@@ -118,7 +118,7 @@ class SglangCache:
         return True  # admission took the whole prompt
 
     def chunk_done(self, sequence: Sequence, start: int, end: int) -> PeerChunk:
-        """One state per chunk: at the branch, at the last grid position, or (no_buffer) at the chunk's end."""
+        """Store one state per chunk: at the branch, at the last grid position, or (no_buffer) at the chunk's end."""
         if not self.options.extra_buffer:
             saved = self._store(sequence, end)
             return PeerChunk(saved, saved * self._slot_bytes)
@@ -131,7 +131,7 @@ class SglangCache:
         return PeerChunk(self._store(sequence, at))
 
     def _store(self, sequence: Sequence, end: int) -> int:
-        """File tokens up to `end` and a state there; 1 if a slot was found for it."""
+        """Store tokens up to `end` and a state there in the tree. Return 1 if a slot was found for the state."""
         held, tree = self._held[sequence], self._tree
         node, new = tree.insert(sequence.tokens, end)
         duplicates = max(0, node.end - held.node.end - new)
@@ -160,7 +160,7 @@ class SglangCache:
         return -(-position // step) * step
 
     def decode_event(self, sequence: Sequence, position: int) -> PeerChunk | None:
-        """A page more, and at the track interval the state goes to the other track slot."""
+        """Take one more page. At the track interval the state moves to the other track slot."""
         held = self._held[sequence]
         if not self.options.extra_buffer:
             return PeerChunk()
@@ -174,11 +174,11 @@ class SglangCache:
         return PeerChunk()
 
     def end_step(self, num_decodes: int) -> bool:
-        """Pages of one token are taken for all rows that decode at once."""
+        """Take pages of one token for all rows that decode at once."""
         return self.options.extra_buffer or self._take_tokens(num_decodes)
 
     def free(self, sequence: Sequence, num_computed: int, finished: bool) -> None:
-        """At the end the last tracked state (no_buffer: the last state itself) goes to the tree with its tokens."""
+        """Store the last tracked state (no_buffer: the last state itself) in the tree with its tokens."""
         held = self._held[sequence]
         decoded = max(0, num_computed - sequence.prefill_end) if not self.options.extra_buffer else 0
         held.own_tokens += decoded
@@ -226,7 +226,7 @@ class SglangCache:
             heapq.heappush(self._leaves, (node.used, next(self._tickets), node))
 
     def _evict_state(self) -> bool:
-        """The state used longest ago; at a leaf its keys and values go too."""
+        """Evict the least recently used state. At a leaf its keys and values are evicted too."""
         while self._states:
             used, _, node = heapq.heappop(self._states)
             if node.dropped or not node.has_state or node.state_locks or node.state_used != used:

@@ -43,7 +43,8 @@ class VllmGeometry:
 
     @classmethod
     def of(cls, shape: ModelShape) -> VllmGeometry:
-        """Blocks grow until their page is as large as a state's; groups are as large as the smaller kind."""
+        """Compute the geometry: blocks grow until their page is as large as a state's, and groups are as large as the
+        smaller kind."""
         kv, states = shape.layout.kv, shape.layout.states
         if not kv or not states:
             raise ConfigError(f"{shape.name} is not a hybrid model; its vLLM emulation has nothing to align")
@@ -70,7 +71,7 @@ class Id:
 
 @dataclass(slots=True)
 class _Held:
-    """Ids of a running sequence."""
+    """The ids of a running sequence."""
 
     blocks: list[Id] = field(default_factory=list)
     states: list[Id] = field(default_factory=list)  # the running state, one id a group
@@ -94,13 +95,14 @@ class VllmCache:
     # --- lookup
 
     def can_ever_fit(self, sequence: Sequence) -> bool:
-        """Whether it can run alone: its blocks, a running state and an exported one, with partial tails one more."""
+        """Return whether a sequence can run alone: its blocks, a running state and an exported one, and one more with
+        partial tails."""
         blocks = math.ceil(sequence.num_tokens / self.geometry.block_tokens)
         num_states = 3 if self.options.unit else 2
         return blocks + num_states * self.geometry.num_state_groups + 1 <= self.num_ids
 
     def lookup(self, sequence: Sequence, num_known_tokens: int) -> PeerHit:
-        """The longest prefix with keys and values, then the last state in it."""
+        """Find the longest prefix with keys and values, then the last state in it."""
         size, hashes = self.geometry.block_tokens, sequence.chain.hashes
         num_full = 0
         while (num_full + 1) * size < num_known_tokens and self._has(0, hashes, (num_full + 1) * size):
@@ -121,7 +123,7 @@ class VllmCache:
         return max((end for end in ends if self._has(PARTIAL, hashes, end)), default=kv_end)
 
     def _state_ends(self, num_full: int, kv_end: int) -> range:
-        """Where a state may be, the last first."""
+        """Return the positions where a state may be, the last first."""
         step = self.options.unit or self.geometry.block_tokens
         return range(kv_end if self.options.unit else num_full * step, 0, -step)
 
@@ -138,7 +140,7 @@ class VllmCache:
     # --- where chunks end
 
     def _last_boundary(self, sequence: Sequence) -> int:
-        """The last boundary of the prompt whose state is kept."""
+        """Return the last boundary of the prompt whose state is kept."""
         size = self.geometry.block_tokens
         return max(0, (sequence.prefill_end - 1) // size - self.options.drop_block) * size
 
@@ -151,7 +153,7 @@ class VllmCache:
         return sequence.junction // size * size
 
     def chunk_end(self, sequence: Sequence, start: int, end: int, budget: int) -> int:
-        """Intermediate ends are floored to a block; mandatory stops come first."""
+        """Round intermediate ends down to a block. Mandatory stops come first."""
         size = self.geometry.block_tokens
         if end < sequence.prefill_end and end // size * size > start:
             end = end // size * size
@@ -168,11 +170,11 @@ class VllmCache:
         return min((stop for stop in stops if start < stop < end), default=end)
 
     def _passes(self, start: int, partial: int, end: int) -> bool:
-        """Whether the kernel stores the state of a partial tail while the last chunk passes."""
+        """Return whether the kernel stores the state of a partial tail while the last chunk passes."""
         return self.options.internal_checkpoint and start % GRID == 0 and start < partial < end
 
     def _exports(self, start: int, boundary: int, end: int) -> bool:
-        """Whether the kernel stores the state at `boundary` while a chunk passes."""
+        """Return whether the kernel stores the state at `boundary` while a chunk passes."""
         size = self.geometry.block_tokens
         aligned = start % GRID == 0 and start < boundary < end and -(-end // size) - 1 == boundary // size
         return self.options.internal_checkpoint and aligned
@@ -212,7 +214,7 @@ class VllmCache:
         block.num_users += 1
 
     def _release(self, blocks: list[Id]) -> None:
-        """Ids that nobody uses any more queue for eviction: nameless ones in front, the last of the list first."""
+        """Queue unused ids for eviction: nameless ones in front, the last of the list first."""
         for block in blocks:
             block.num_users -= 1
             if not block.num_users:
@@ -221,7 +223,7 @@ class VllmCache:
                     self._free.move_to_end(block, last=False)
 
     def _name(self, block: Id, group: int, block_hash: bytes) -> None:
-        """Register contents; what has the same ones already stays registered too."""
+        """Register contents. An id that already has the same contents stays registered too."""
         if block.key is None:
             block.key = group, block_hash
             self._cached.setdefault(block.key, {})[block] = None
@@ -229,7 +231,7 @@ class VllmCache:
     # --- running
 
     def _source(self, sequence: Sequence, hit: PeerHit) -> list[Id]:
-        """What a hit copies from: the states, and the block that it ends in (a whole one, or a partial tail)."""
+        """Return what a hit copies from: the states, and the block that it ends in (a whole one, or a partial tail)."""
         size, hashes, at = self.geometry.block_tokens, sequence.chain.hashes, hit.num_tokens
         if not at:
             return []
@@ -241,7 +243,7 @@ class VllmCache:
         return source
 
     def start(self, sequence: Sequence, hit: PeerHit, end: int) -> bool:
-        """Attach the hit; what it starts from is held until the next step."""
+        """Attach the hit. Its last states are held until the next step."""
         size, hashes = self.geometry.block_tokens, sequence.chain.hashes
         shared = [self._find(0, hashes[(i + 1) * size // GRID - 1]) for i in range(hit.num_tokens // size)]
         source = self._source(sequence, hit)
@@ -280,7 +282,7 @@ class VllmCache:
         return True
 
     def chunk_done(self, sequence: Sequence, start: int, end: int) -> PeerChunk:
-        """Register full blocks; keep the states that the retention rule names."""
+        """Register full blocks, and keep the states that the retention rule names."""
         held, size = self._held[sequence], self.geometry.block_tokens
         self._let_go(held)
         self._name_blocks(sequence, start, end)
@@ -312,7 +314,7 @@ class VllmCache:
         self.counts.states_saved += 1
 
     def _turn_over(self, sequence: Sequence, end: int, keep: bool) -> int:
-        """At a boundary the next step gets a fresh running state; the old one is named if it is to be kept."""
+        """Give the next step a fresh running state at a boundary. The old state is named if it is to be kept."""
         held = self._held[sequence]
         fresh = self._take(self.geometry.num_state_groups)
         if fresh is None:
@@ -324,7 +326,7 @@ class VllmCache:
         return int(keep)
 
     def _save_partial(self, sequence: Sequence, end: int) -> int:
-        """The final partial block and its state stay as copies, because their owner goes on."""
+        """Keep the final partial block and its state as copies, because their owner goes on."""
         hashes, size = sequence.chain.hashes, self.geometry.block_tokens
         copies = self._take(1 + self.geometry.num_state_groups)
         if copies is None:
@@ -351,7 +353,7 @@ class VllmCache:
         return -(-position // size) * size
 
     def decode_event(self, sequence: Sequence, position: int) -> PeerChunk | None:
-        """At a block boundary: a new block, and a new running state."""
+        """Take a new block and a new running state at a block boundary."""
         size = self.geometry.block_tokens
         if not self.grow(sequence, position + 1):
             return None
@@ -365,7 +367,7 @@ class VllmCache:
         return True
 
     def free(self, sequence: Sequence, num_computed: int, finished: bool) -> None:
-        """Everything goes back; blocks queue the last one first."""
+        """Give everything back. Blocks are queued for eviction, the last one first."""
         held, size = self._held.pop(sequence), self.geometry.block_tokens
         self._let_go(held)
         self._release(held.states)

@@ -18,7 +18,7 @@ SCHEMAS = (
 
 
 class DeclareTorchvisionSchemas(MetaPathFinder):
-    """Finds nothing itself: it declares the schemas just before torchvision registers their meta kernels."""
+    """A finder that finds nothing. It declares the schemas just before torchvision registers its meta kernels."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
