@@ -71,6 +71,21 @@ class HashMemory:
         self._block_position[src] = GARBAGE
         self._block_users[dst], self._block_users[src] = self._block_users[src], 0
 
+    def copy_from(
+        self, other: HashMemory, step: int, kind: MoveKind, src: int, dst: int, garbage_is_allowed: bool
+    ) -> None:
+        """Contents of a unit of another memory, which keeps them. Garbage is copied after a failed step only."""
+        self.claim(step, kind, dst)
+        if kind is MoveKind.SLOT:
+            whole = other.state(src)[0] != GARBAGE
+            require(whole or garbage_is_allowed, step, f"copies slot {src}, which holds garbage")
+            self._slot_position[dst], self._slot_roll[dst] = other.state(src)
+            return
+        require(not self._block_users[dst], step, f"copies block {src} onto {dst}, which a row uses")
+        whole = bool((other._block_position[src] != GARBAGE).all())
+        require(whole or garbage_is_allowed, step, f"copies block {src}, which holds garbage")
+        self._block_position[dst], self._block_roll[dst] = other._block_position[src], other._block_roll[src]
+
     # -- blocks
 
     def num_users(self, block: int) -> int:

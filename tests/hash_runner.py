@@ -18,7 +18,18 @@ import numpy as np
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.images import ImageSpan
-from forkpoint.sched.plan import LAST_SAMPLED, NO_SLOT, TO_DRAFT, AddedRow, IntArray, MoveKind, StepPlan, StepResult
+from forkpoint.sched.plan import (
+    LAST_SAMPLED,
+    NO_SLOT,
+    TO_DRAFT,
+    AddedRow,
+    IntArray,
+    Move,
+    MoveKind,
+    MoveRoute,
+    StepPlan,
+    StepResult,
+)
 from tests.hash_grammar import HashGrammar, allowed_ids
 from tests.hash_memory import GARBAGE, HashMemory
 from tests.hash_rows import HashRow, HashWork, seen_ids
@@ -39,6 +50,7 @@ class HashRunner:
     layout: CacheLayout
     num_pages: int
     vocab_size: int
+    num_host_pages: int = 0
     fail_steps: set[int] = field(default_factory=set)
     poison: dict[str, int] = field(default_factory=dict)
     non_finite_requests: set[str] = field(default_factory=set)
@@ -55,10 +67,12 @@ class HashRunner:
     _failed: bool = False
     _hasher: RollingHash = field(init=False)
     _memory: HashMemory = field(init=False)
+    _host: HashMemory = field(init=False)  # of the host tier
 
     def __post_init__(self) -> None:
         self._hasher = RollingHash(self.vocab_size)
         self._memory = HashMemory(self.layout, self.num_pages)
+        self._host = HashMemory(self.layout, self.num_host_pages)
 
     # -- sched.plan.Runner
 
@@ -146,7 +160,7 @@ class HashRunner:
             self._memory.release(state.blocks[: state.num_blocks])
             state.num_blocks = 0
         for move in plan.moves:
-            self._move(plan.step, move.kind, move.src, move.dst)
+            self._move(plan.step, move)
         for added in plan.added:
             self._add(plan.step, added)
         for replaced in plan.replaced:
@@ -172,11 +186,18 @@ class HashRunner:
         require(row in self._rows, step, f"names row {row}, which is empty")
         return self._rows[row]
 
-    def _move(self, step: int, kind: MoveKind, src: int, dst: int) -> None:
-        self._memory.move(step, kind, src, dst)
-        for state in self._rows.values() if kind is MoveKind.BLOCK else ():
-            used = state.blocks[: state.num_blocks]
-            used[used == src] = dst
+    def _move(self, step: int, move: Move) -> None:
+        if move.route is MoveRoute.STORE:
+            self._host.copy_from(self._memory, step, move.kind, move.src, move.dst, self._failed)
+        elif move.route is MoveRoute.LOAD:
+            self._memory.copy_from(self._host, step, move.kind, move.src, move.dst, self._failed)
+        elif move.route is MoveRoute.HOST:
+            self._host.move(step, move.kind, move.src, move.dst)
+        else:
+            self._memory.move(step, move.kind, move.src, move.dst)
+            for state in self._rows.values() if move.kind is MoveKind.BLOCK else ():
+                used = state.blocks[: state.num_blocks]
+                used[used == move.src] = move.dst
 
     # -- rows' work
 

@@ -21,13 +21,28 @@ class MoveKind(enum.Enum):
     SLOT = "slot"
 
 
+@enum.unique
+class MoveRoute(enum.Enum):
+    """The rooms between which a unit is copied: the arena, and the host tier's memory."""
+
+    ARENA = "arena"  # within the arena
+    HOST = "host"  # within the host tier
+    STORE = "store"  # from the arena to the host tier
+    LOAD = "load"  # from the host tier to the arena
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One copy of a compaction, from unit `src` to `dst`. Every table that names `src` has to name `dst` afterwards."""
+    """The copy of one unit from `src` to `dst`.
+
+    A move within a room is a part of its compaction: every table that names `src` has to name `dst` afterwards. A move
+    between rooms leaves the contents of `src` in place.
+    """
 
     kind: MoveKind
     src: int
     dst: int
+    route: MoveRoute = MoveRoute.ARENA
 
 
 class UnitOwner(Protocol):
@@ -39,8 +54,10 @@ class UnitOwner(Protocol):
 class UnitPool:
     """Units of one kind, blocks or slots, cut from pages; indexed by how many free units a page has."""
 
-    def __init__(self, kind: MoveKind, per_page: int, stride_bytes: int) -> None:
+    def __init__(self, kind: MoveKind, per_page: int, stride_bytes: int, route: MoveRoute) -> None:
+        """`route` is that of the moves of a compaction."""
         self.kind = kind
+        self.route = route
         self.per_page = per_page
         self.stride_bytes = stride_bytes
         self.owners: dict[int, UnitOwner] = {}
@@ -109,7 +126,7 @@ class UnitPool:
             (new,) = self._pop(1)
             owner = self.owners.pop(old)
             self.owners[new] = owner
-            moves.append(Move(self.kind, old, new))
+            moves.append(Move(self.kind, old, new, self.route))
             owner.rebind(moves[-1])
         return page, moves
 
@@ -144,22 +161,29 @@ class UnitPool:
 
 
 class Arena:
-    """`num_pages` pages, of which page 0 is reserved. Each of the others holds blocks or slots, as needed.
+    """`num_pages` pages of one room, of which page 0 is reserved. Each of the others holds blocks or slots, as needed.
 
     A new unit comes from the fullest partly used page of its kind, or else from a free page. If there is none, and the
     other kind's free units add up to a page, compaction frees one, which moves at most one page's bytes. If there is
-    still no room, the caller has to evict.
+    still no room, the caller has to evict. `moves` lists the copies that the next plan has to carry, in order. Rooms
+    whose copies depend on each other share one list.
     """
 
-    def __init__(self, layout: CacheLayout, num_pages: int) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_pages: int,
+        route: MoveRoute = MoveRoute.ARENA,
+        moves: list[Move] | None = None,
+    ) -> None:
         if num_pages < 2:
             raise ConfigError(f"an arena needs 2 pages or more (page 0 is reserved), not {num_pages}")
         self.num_pages = num_pages
         # A layout without blocks, or without slots, never takes a unit of that kind.
-        self.blocks = UnitPool(MoveKind.BLOCK, layout.blocks_per_page or 1, layout.block_stride_bytes)
-        self.slots = UnitPool(MoveKind.SLOT, layout.slots_per_page or 1, layout.slot_stride_bytes)
+        self.blocks = UnitPool(MoveKind.BLOCK, layout.blocks_per_page or 1, layout.block_stride_bytes, route)
+        self.slots = UnitPool(MoveKind.SLOT, layout.slots_per_page or 1, layout.slot_stride_bytes, route)
         self._free_pages = list(range(num_pages - 1, 0, -1))
-        self.moves: list[Move] = []
+        self.moves = [] if moves is None else moves
         self._given_bytes = 0  # since the start
         self._num_bytes = layout.page_bytes * num_pages
 
@@ -197,7 +221,8 @@ class Arena:
 
     def drain_moves(self) -> tuple[Move, ...]:
         """Return the moves since the last call, in order; the next plan must carry them."""
-        moves, self.moves = tuple(self.moves), []
+        moves = tuple(self.moves)
+        self.moves.clear()
         return moves
 
     def _take(self, pool: UnitPool, other: UnitPool | None, owner: UnitOwner, count: int) -> list[int]:

@@ -12,7 +12,7 @@ from forkpoint.errors import BlockTableError
 from forkpoint.ops.attention.dealt import ALL, Deal
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.platform import Platform
-from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind
+from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind, MoveRoute
 
 LongArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -97,7 +97,7 @@ class BlockTable:
         """
         contents: dict[int, int | None] = {}  # block -> the block whose contents it has now; None: new contents
         for move in moves:
-            if move.kind is MoveKind.BLOCK:
+            if move.kind is MoveKind.BLOCK and move.route is MoveRoute.ARENA:
                 contents[move.dst] = contents.get(move.src, move.src)
                 contents[move.src] = None
         origins = {place: origin for place, origin in contents.items() if origin is not None}

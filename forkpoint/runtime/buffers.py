@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forkpoint.cache.layout import FP8, CacheLayout, KVSpec, TensorSpec
 from forkpoint.models.context import LayerCache
-from forkpoint.sched.plan import Move, MoveKind
+from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8: torch.float8_e4m3fn}
 
@@ -20,13 +20,17 @@ class ArenaBuffer:
 
     `layers[i]` are the tensors of layer i by name. Tensors of tokens are `[blocks, heads, block_size, dim]` in kernel
     blocks: block b has those from `b * kernel_blocks` on. Tensors of sequences are `[slots, *shape]`. All are strided
-    views: in a block or slot the layers' parts follow each other.
+    views: in a block or slot the layers' parts follow each other. `host` is the memory of the host tier, with
+    `num_host_pages` pages of the same layout. The system provides its pages when they are first written.
     """
 
-    def __init__(self, layout: CacheLayout, num_pages: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, layout: CacheLayout, num_pages: int, device: torch.device | None = None, num_host_pages: int = 0
+    ) -> None:
         self.layout = layout
         self.num_pages = num_pages
         self.data = torch.empty(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
+        self.host = torch.empty(num_host_pages * layout.page_bytes, dtype=torch.uint8)
         self.block_views: list[Tensor] = []  # all tensors of tokens, layer by layer
         self.states: list[tuple[int, TensorSpec, Tensor]] = []  # all tensors of sequences, with their layer's number
         self.layers = tuple(self._views())
@@ -43,12 +47,14 @@ class ArenaBuffer:
         """Copy whole blocks and slots, in order."""
         layout = self.layout
         for move in moves:
+            source = self.host if move.route in (MoveRoute.HOST, MoveRoute.LOAD) else self.data
+            target = self.host if move.route in (MoveRoute.HOST, MoveRoute.STORE) else self.data
             stride, size = layout.slot_stride_bytes, layout.slot_bytes
             if move.kind is MoveKind.BLOCK:  # including the gaps between kernel blocks
                 stride = layout.block_stride_bytes
                 size = stride - layout.kernel_block_stride_bytes + layout.block_bytes // layout.kernel_blocks
             src, dst = move.src * stride, move.dst * stride
-            self.data[dst : dst + size].copy_(self.data[src : src + size])
+            target[dst : dst + size].copy_(source[src : src + size])
 
     def _views(self) -> Iterator[LayerCache]:
         layout, block_offset, slot_offset = self.layout, 0, 0

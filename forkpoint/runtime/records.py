@@ -22,7 +22,7 @@ from forkpoint.ops.table import OpTable
 from forkpoint.platforms.packing import Arrays
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.buffers import DTYPES, ArenaBuffer
-from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, Move, MoveKind, StepPlan, StepRows
+from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, Move, MoveKind, MoveRoute, StepPlan, StepRows
 
 Pad = Callable[[IntArray, int], IntArray]  # pads a column of decode rows with a value
 NOWHERE = -1  # instead of the start of a row's last step: the row was not decoded yet
@@ -192,7 +192,7 @@ class TokenRecords:
         self._flush(gone_whole)
         self._pending[gone], self._start[gone] = 0, NOWHERE
         for move in moves:
-            if move.kind is MoveKind.SLOT:
+            if move.kind is MoveKind.SLOT and move.route is MoveRoute.ARENA:
                 self._slot[self._slot == move.src] = move.dst
 
     def prepare(self) -> None:

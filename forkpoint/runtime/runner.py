@@ -76,13 +76,15 @@ class ModelRunner:
     submitted before `result()` has raised that error are not run and raise StepFailedError.
     """
 
-    def __init__(self, loaded: Loaded, num_pages: int, max_model_len: int | None = None) -> None:
+    def __init__(
+        self, loaded: Loaded, num_pages: int, max_model_len: int | None = None, num_host_pages: int = 0
+    ) -> None:
         """Sequences have at most `max_model_len` tokens; by default as many as the model takes."""
         model, ops, layout, platform = loaded.model, loaded.ops, loaded.layout, loaded.platform
         num_rows, most = loaded.sched.max_num_seqs, loaded.max_num_drafts
         shapes = loaded.shapes if platform.has_graphs else ()
         self.platform, self._model, self._ops = platform, model, ops
-        self.arena = ArenaBuffer(layout, num_pages, platform.device)
+        self.arena = ArenaBuffer(layout, num_pages, platform.device, num_host_pages)
         longest = max_model_len or model.config.max_model_len
         self.batch = Batch(layout, num_rows, longest, model.config.vocab_size, platform, model.vision is not None)
         self._encoded = EncodedImages(model.vision, platform) if model.vision is not None else None

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from forkpoint.cache.arena import Move as Move
 from forkpoint.cache.arena import MoveKind as MoveKind
+from forkpoint.cache.arena import MoveRoute as MoveRoute
 from forkpoint.cache.layout import NO_SLOT as NO_SLOT
 from forkpoint.images import ImageSpan
 from forkpoint.params import SamplingParams
@@ -118,8 +119,9 @@ class StepPlan:
     """One forward pass. The runner handles `removed` rows, `dropped_images`, `moves`, `added` and `replaced` rows, then
     `rows`.
 
-    All block and slot ids are those after the moves. The first `num_decodes` rows go through the decode kernels, the
-    others through the prefill kernels, whose results differ in their last bits.
+    `moves` run one after the other: compaction and copies from and to the host tier depend on their order. All block
+    and slot ids are those after the moves. A plan without rows has copies alone. The first `num_decodes` rows go
+    through the decode kernels, the others through the prefill kernels, whose results differ in their last bits.
     """
 
     step: int
