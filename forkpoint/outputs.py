@@ -25,12 +25,14 @@ class CacheReport:
 
     `num_cached_tokens` of `num_prompt_tokens` prompt tokens were reused. Keys and values alone reached
     `kv_num_tokens`. `miss` says why less than the reusable prompt was reused; None means that all of it was.
+    `num_restored_tokens` of the reused tokens were copied from the host tier.
     """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     kv_num_tokens: int = 0
     miss: MissReason | None = None
+    num_restored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,11 @@ class CacheCounters:
     checkpoint_hits: dict[str, int] = field(default_factory=Counter)
     checkpoints_skipped: dict[str, int] = field(default_factory=Counter)  # worth a slot, but there was no room
     blocks_evicted: int = 0
-    moves: int = 0
+    moves: int = 0  # of compaction
+    host_hit_tokens: int = 0  # the reused tokens that were copied from the host tier
+    host_stored_bytes: int = 0
+    host_loaded_bytes: int = 0
+    host_skipped: int = 0  # evicted entries that were worth less than what the host tier would have evicted for them
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,3 +41,7 @@ class CacheStats(CacheCounters):
     num_cached_blocks: int
     num_checkpoints: int
     num_ghosts: int
+    num_host_pages: int = 0
+    num_free_host_pages: int = 0
+    num_host_blocks: int = 0
+    num_host_checkpoints: int = 0

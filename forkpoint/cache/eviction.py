@@ -104,6 +104,9 @@ class EvictionPolicy:
         """
         return False
 
+    def copied(self, source: Checkpoint, copy: Checkpoint) -> None:
+        """A checkpoint of another store was copied to this policy's store, or its copy follows a change of it."""
+
     def dropped(self, checkpoint: Checkpoint) -> None:
         """A checkpoint is removed because nobody would use it, or because its contents are wrong."""
 

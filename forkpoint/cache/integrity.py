@@ -9,6 +9,9 @@ from forkpoint.cache.arena import UnitOwner, UnitPool
 from forkpoint.cache.layout import NO_BLOCK, NO_SLOT
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.manager import CacheManager
+from forkpoint.cache.restoring import Restore
+from forkpoint.cache.tier import HostTier
+from forkpoint.cache.tree import Checkpoint
 from forkpoint.config import BLOCK_SIZE
 
 Owned: TypeAlias = tuple[int, UnitOwner]
@@ -35,6 +38,7 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
         assert manager.num_blocks_held == len(own) + tree.num_pinned
     else:
         assert not own and all(node.block == NO_BLOCK for node in nodes)
+    current = manager.restoring.current if manager.restoring is not None else None
     running: list[Owned] = [(lease.slot, lease) for lease in leases if lease.slot != NO_SLOT]
     saving: list[Owned] = [(save.slot, save) for lease in leases for save in lease.saves]
     _check_owners(arena.slots, [*running, *saving, *((each.slot, each) for each in checkpoints)])
@@ -43,8 +47,32 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
     assert manager.store.num_checkpoints == len(checkpoints)
     assert all(each.num_tokens == each.node.depth * BLOCK_SIZE for each in checkpoints)
     pins = sum(node.pins for node in nodes) - sum(node.pins > 0 for node in nodes if node.depth > 1)
-    held = sum(lease.node is not None and lease.node.depth > 0 for lease in leases)
-    assert pins == held, f"{pins} pins for {held} leases"
+    holders = [lease.node for lease in leases if lease.node is not None]
+    if current is not None:
+        holders.append(current.node)
+    held = sum(node.depth > 0 for node in holders)
+    assert pins == held, f"{pins} pins for {held} holders"
+    if manager.tier is not None:
+        _check_tier(manager.tier, current)
+
+
+def _check_tier(tier: HostTier, current: Restore | None) -> None:
+    """Raise AssertionError unless the tier's units have one owner, and a restore alone holds something of it."""
+    arena, tree = tier.arena, tier.store.tree
+    arena.check_integrity()
+    tree.check_integrity()
+    nodes = list(tree.nodes())
+    checkpoints = [node.checkpoint for node in nodes if node.checkpoint is not None]
+    if tier.layout.has_kv:
+        _check_owners(arena.blocks, [(node.block, node) for node in nodes])
+    _check_owners(arena.slots, [(each.slot, each) for each in checkpoints])
+    assert tier.store.num_checkpoints == len(checkpoints)
+    busy = [each for each in checkpoints if each.num_readers]
+    held: list[Checkpoint] = []
+    if current is not None and current.source_checkpoint is not None:
+        held.append(current.source_checkpoint)
+    assert busy == held, "a state of the host tier is busy, and no restore reads it"
+    assert (tree.num_pinned > 0) == (current is not None), "a path of the host tier is busy, and no restore reads it"
 
 
 def _check_owners(pool: UnitPool, expected: Iterable[Owned]) -> None:

@@ -168,6 +168,10 @@ class LearntPolicy(EvictionPolicy):
         above.note = _turn(above.note)._replace(stands_in_for=awaited)
         return True
 
+    def copied(self, source: Checkpoint, copy: Checkpoint) -> None:
+        copy.note = source.note
+        self._track(copy)
+
     def dropped(self, checkpoint: Checkpoint) -> None:
         self.hazards.forget(checkpoint.node.hash)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from forkpoint.cache.arena import Arena, Move
+from forkpoint.cache.arena import Arena, Move, MoveRoute
 from forkpoint.cache.capture import Candidate
 from forkpoint.cache.counters import CacheStats
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
@@ -16,7 +16,9 @@ from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
 from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.restorable import Restorable
+from forkpoint.cache.restoring import Restoring
 from forkpoint.cache.store import PrefixStore
+from forkpoint.cache.tier import HostTier
 from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin
 from forkpoint.config import BLOCK_SIZE, CacheConfig
 from forkpoint.images import ImageSpan
@@ -37,16 +39,29 @@ class CacheManager:
         deterministic: bool = False,
         cost: RecomputeCost | None = None,
         policy: EvictionPolicy | None = None,
+        num_host_pages: int = 0,
     ) -> None:
-        """`cost` weighs entries for eviction; `policy` replaces the one that `config` names."""
+        """`cost` weighs entries for eviction; `policy` replaces the one that `config` names.
+
+        `num_host_pages` is the size of the host tier, its reserved page included. Without pages there is no such tier.
+        """
         self.layout = layout
         self.deterministic = deterministic
         self.enabled = config.enable_prefix_caching and (config.checkpoints or not layout.has_states)
         self.arena = Arena(layout, num_pages)
         policy = policy or EVICTION.find(config.eviction_policy)()
-        self.store = PrefixStore(layout, self.arena, policy, cost or RecomputeCost(), config.num_ghosts)
+        cost = cost or RecomputeCost()
+        self.store = PrefixStore(layout, self.arena, policy, cost, config.num_ghosts)
         self.filing = Filing(self.store)
-        self.num_slots_held = 0  # running slots, and slots of checkpoints with readers
+        self._num_running_slots = 0
+        self.tier: HostTier | None = None
+        self.restoring: Restoring | None = None
+        if num_host_pages and self.enabled:
+            own = EVICTION.find(config.eviction_policy)()
+            counters, moves = self.store.counters, self.arena.moves
+            self.tier = HostTier(layout, num_host_pages, moves, own, cost, counters, has_private=deterministic)
+            self.store.keep = self.tier.keep
+            self.restoring = Restoring(self.store, self.tier)
 
     def watch_restorable(self) -> Restorable:
         """Start to track what lookups can find. Call it while the cache is empty."""
@@ -82,12 +97,20 @@ class CacheManager:
         return self.layout.fallback_step(self.arena.num_pages)
 
     def reset(self) -> None:
-        """Let nothing cached so far be found again."""
+        """Let nothing cached so far be found again, in the host tier neither."""
+        self.drop_restore()
         self.store.reset()
+        if self.tier is not None:
+            self.tier.reset()
 
     def stats(self) -> CacheStats:
         """Return gauges and counters as they are now."""
-        return self.store.stats()
+        stats = self.store.stats()
+        if self.tier is not None:
+            store, arena = self.tier.store, self.tier.arena
+            stats.num_host_pages, stats.num_free_host_pages = arena.num_pages, arena.num_free_pages
+            stats.num_host_blocks, stats.num_host_checkpoints = store.tree.num_nodes, store.num_checkpoints
+        return stats
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Return whether an otherwise empty arena holds a request of that final length."""
@@ -113,14 +136,19 @@ class CacheManager:
         return self.arena.blocks.num_used - self.store.tree.num_nodes + self.store.tree.num_pinned
 
     @property
+    def num_slots_held(self) -> int:
+        """Running slots, and slots of checkpoints with readers."""
+        return self._num_running_slots + self.store.num_read
+
+    @property
     def num_pages_held(self) -> int:
         """Pages that the held blocks and slots take, densely packed."""
         return self.layout.num_pages_of(self.num_blocks_held, self.num_slots_held)
 
-    def has_room(self, hit: PrefixHit, num_tokens: int, spare_blocks: int) -> bool:
+    def has_room(self, hit: PrefixHit, num_tokens: int, spare_blocks: int, spare_slots: int = 0) -> bool:
         """Return whether a request that starts from `hit` could grow to `num_tokens` without preempting another."""
         num_shared = sum(node.pins > 0 for node in hit.path)
-        slots = 1 + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
+        slots = 1 + spare_slots + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
         return self._fits(num_tokens, spare_blocks - num_shared, slots)
 
     def may_have_room(self, lease: Lease, num_tokens: int, spare_blocks: int) -> bool:
@@ -144,6 +172,16 @@ class CacheManager:
         lease.node = hit.path[-1] if hit.path else self.store.tree.root(lease.chain.root)
         self.store.tree.pin(lease.node)
         self._start_from(lease, hit)
+        if self.restoring is not None and self.restoring.is_for(lease):
+            self.restoring.drop()
+
+    def drop_restore(self, lease: Lease | None = None) -> bool:
+        """Stop to restore a prefix from the host tier, for this lease or for any. Returns whether there was one."""
+        restoring = self.restoring
+        if restoring is None or restoring.current is None or not (lease is None or restoring.is_for(lease)):
+            return False
+        restoring.drop()
+        return True
 
     def continues(self, lease: Lease) -> bool:
         """Return whether the tree has the block after the lease's deepest node: another request went further."""
@@ -177,7 +215,7 @@ class CacheManager:
         lease.decoded = hit.checkpoint.decoded
         self._note_history(lease, hit.path[: hit.checkpoint.node.depth - 1])
         lease.touched.append(hit.checkpoint)
-        self._start_reading(hit.checkpoint)
+        self.store.start_reading(hit.checkpoint)
         lease.note = self.store.resume(hit.checkpoint, lease.note)
 
     def _note_history(self, lease: Lease, path: Sequence[Node]) -> None:
@@ -220,7 +258,7 @@ class CacheManager:
         if slot is None:
             return False
         lease.slot = slot
-        self.num_slots_held += 1
+        self._num_running_slots += 1
         return True
 
     def extend(self, lease: Lease, token_ids: TokenIds) -> None:
@@ -258,7 +296,6 @@ class CacheManager:
         if turns:
             save.slot, lease.slot = lease.slot, fresh
             lease.read_from = self.filing.keep(lease, node, save, num_readers=1)
-            self.num_slots_held += 1
         else:
             save.slot = fresh
             lease.saves.append(save)
@@ -304,7 +341,7 @@ class CacheManager:
         for lease, num_tokens in computed:
             self.filing.publish(lease, num_tokens)
         moves = self.arena.drain_moves() if self.arena.moves else ()
-        self.store.counters.moves += len(moves)
+        self.store.counters.moves += sum(move.route is MoveRoute.ARENA for move in moves)
         filed: list[Node | Checkpoint] = []
         if self.filing.filed or self.filing.reusable_next:
             filed = self.filing.drain()
@@ -316,16 +353,7 @@ class CacheManager:
 
     def done_reading(self, checkpoint: Checkpoint) -> None:
         """Count one reader of the checkpoint less."""
-        assert checkpoint.num_readers > 0
-        checkpoint.num_readers -= 1
-        if not checkpoint.num_readers:
-            self.num_slots_held -= 1
-            self.store.refile(checkpoint)
-
-    def _start_reading(self, checkpoint: Checkpoint) -> None:
-        checkpoint.num_readers += 1
-        if checkpoint.num_readers == 1:
-            self.num_slots_held += 1
+        self.store.done_reading(checkpoint)
 
     # --- afterwards
 
@@ -343,7 +371,7 @@ class CacheManager:
         if lease.read_from is not None:
             self.done_reading(lease.read_from)
         if lease.slot != NO_SLOT:
-            self.num_slots_held -= 1
+            self._num_running_slots -= 1
             if not (donate and self._donate_state(lease)):
                 self.arena.give_slot(lease.slot)
         self._free_own_blocks(lease)
@@ -371,10 +399,23 @@ class CacheManager:
         """Condemn what only the owner of this released lease can find: blocks that decode kernels computed."""
         if not self.deterministic:
             return
-        self.condemn(i for i in lease.filed if isinstance(i, Node) and i.depth * BLOCK_SIZE > num_public_tokens)
+        self._condemn_here(i for i in lease.filed if isinstance(i, Node) and i.depth * BLOCK_SIZE > num_public_tokens)
 
     def condemn(self, items: Iterable[Node | Checkpoint]) -> None:
-        """Remove checkpoints, and nodes with all below them, that were never computed or hold garbage."""
+        """Remove checkpoints, and nodes with all below them, that were never computed or hold garbage.
+
+        An item that was evicted may be in the host tier, or back in the arena. Its hash finds these copies.
+        """
+        items = list(items)
+        if self.tier is not None:
+            self.drop_restore()
+            hashes = [item.hash if isinstance(item, Node) else item.node.hash for item in items]
+            self.tier.condemn(hashes)
+            copies = [self.store.tree.find(each) for each, item in zip(hashes, items, strict=True) if item.dropped]
+            items += [node for node in copies if node is not None]
+        self._condemn_here(items)
+
+    def _condemn_here(self, items: Iterable[Node | Checkpoint]) -> None:
         for item in items:
             if item.dropped:
                 continue
@@ -388,6 +429,10 @@ class CacheManager:
     def _free_own_blocks(self, lease: Lease) -> None:
         if lease.own_blocks:
             self.arena.give_blocks(lease.pop_blocks(list(lease.own_blocks)))
+
+    def count_restored(self, num_tokens: int) -> None:
+        """Count tokens of a hit that were copied from the host tier."""
+        self.store.counters.host_hit_tokens += num_tokens
 
     def count_query(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> frozenset[int]:
         """Count a prompt of `num_tokens` tokens and its hit.

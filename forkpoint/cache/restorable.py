@@ -64,7 +64,7 @@ class Restorable:
         while item.parent is not None and item not in self._num_below:
             path.append(item)
             item = item.parent
-        if (item.parent is None and item.hash != self._root) or (self._has_private and any(map(_is_private, path))):
+        if (item.parent is None and item.hash != self._root) or (self._has_private and any(map(is_private, path))):
             return
         self._ends.add(node)
         for new in path:
@@ -119,7 +119,7 @@ class Restorable:
                 last.ends.append(node.hash)
 
 
-def _is_private(node: Node) -> bool:
+def is_private(node: Node) -> bool:
     """Return whether the node starts blocks that one request alone can find: its hash is not that of its tokens."""
     assert node.parent is not None
     return node.hash != block_hash(node.parent.hash, node.tokens)

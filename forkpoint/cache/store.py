@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Final, TypeAlias
 
@@ -49,7 +49,9 @@ class PrefixStore:
         self.ghosts = GhostTable(num_ghosts)
         self.counters = CacheCounters()
         self.num_checkpoints = 0
+        self.num_read = 0  # checkpoints with readers
         self.restorable: Restorable | None = None  # set if somebody listens
+        self.keep: Callable[[Node, Checkpoint | None], None] | None = None  # a lower tier's, called before evictions
         self.policy = policy
         self._cost = cost
         self._dead: OrderedDict[Node, None] = OrderedDict()  # leaves that may be dead, in the order of eviction
@@ -57,8 +59,11 @@ class PrefixStore:
 
     # --- room
 
-    def take_blocks(self, owner: UnitOwner, count: int) -> list[int]:
-        """Take up to `count` blocks, evicting as needed; fewer if the rest is in use."""
+    def take_blocks(self, owner: UnitOwner, count: int, below: float | None = None) -> list[int]:
+        """Take up to `count` blocks, evicting as needed; fewer if the rest is in use.
+
+        With `below`, evict only entries whose key is smaller.
+        """
         taken = self.arena.take_blocks(owner, count)
         self._queue.file_due(self.arena.turnover, FILED_AT_ONCE * count)
         while len(taken) < count:
@@ -66,7 +71,7 @@ class PrefixStore:
                 blocks = [node.block for node in dead]
                 self.arena.reissue_blocks(blocks, owner)
                 taken += blocks
-            elif self.evict_least():
+            elif self.evict_least(below):
                 taken += self.arena.take_blocks(owner, count - len(taken))
             else:
                 break
@@ -93,11 +98,15 @@ class PrefixStore:
             return False
         checkpoint = found[1]
         if isinstance(checkpoint, Node):
+            if self.keep is not None:
+                self.keep(checkpoint, None)
             self._give_blocks(self._evict_leaves(checkpoint, 1))
             return True
         self.counters.checkpoints_evicted[checkpoint.origin] += 1
         self.ghosts.add([checkpoint.node.hash], GhostKind.CHECKPOINT)
         above = nearest_checkpoint(checkpoint.node.parent)
+        if self.keep is not None:
+            self.keep(checkpoint.node, checkpoint)
         stands_in = self.policy.evicted(checkpoint, above)
         self._remove_checkpoint(checkpoint)
         if above is not None and stands_in:
@@ -196,6 +205,19 @@ class PrefixStore:
             EntryFacts(origin, saved, num_bytes, kv_bytes, now, 0.0, 0, 0, inside, False, kind, block_hash, note)
         )
 
+    def key_of_copy(self, source: Checkpoint, above: Checkpoint | None, inside: bool) -> float:
+        """Return the key that a copy of another store's checkpoint would get, below this store's `above`."""
+        saved, kv_bytes, kind = self._worth(above, source.num_tokens)
+        num_bytes = self.layout.slot_bytes
+        if not inside:
+            num_bytes += kv_bytes
+        return self.policy.key(
+            EntryFacts(
+                source.origin, saved, num_bytes, kv_bytes, self.arena.turnover, 0.0, source.num_hits, 0,
+                inside, source.superseded, kind, source.node.hash, source.note,
+            )
+        )  # fmt: skip
+
     def _worth(self, above: Above | None, end: int) -> tuple[float, int, Origin | None]:
         """Return the cost that a checkpoint at `end` saves, the bytes of its own keys and values, and the kind of
         `above`, the nearest state before it."""
@@ -247,17 +269,37 @@ class PrefixStore:
             return None
         if present is not None:
             self.drop_checkpoint(present)
-        checkpoint = Checkpoint(node, slot, node.depth * BLOCK_SIZE, origin, decoded, num_readers)
+        checkpoint = self._enter(Checkpoint(node, slot, node.depth * BLOCK_SIZE, origin, decoded, num_readers))
+        self.num_read += num_readers > 0
+        self.counters.checkpoints_saved[origin] += 1
+        self.policy.saved(checkpoint, nearest_checkpoint(node.parent), note)
+        self._queue.push(checkpoint)
+        return checkpoint
+
+    def adopt(self, node: Node, slot: int, source: Checkpoint) -> Checkpoint:
+        """Make `slot`, a copy of another store's checkpoint, the checkpoint of `node`, which has none."""
+        assert node.checkpoint is None
+        copy = self._enter(Checkpoint(node, slot, source.num_tokens, source.origin, source.decoded))
+        self.follow(source, copy)
+        return copy
+
+    def follow(self, source: Checkpoint, copy: Checkpoint) -> None:
+        """Let the copy of another store's checkpoint count as used now, and as often as its source."""
+        copy.last_used = self.arena.turnover
+        copy.num_hits, copy.superseded = source.num_hits, source.superseded
+        self.policy.copied(source, copy)
+        self.refile(copy)
+
+    def _enter(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Make a checkpoint that of its node. It still has to be queued."""
+        node = checkpoint.node
         checkpoint.last_used = self.arena.turnover
         node.checkpoint = checkpoint
         if self.restorable is not None:
             self.restorable.gained(node)
-        self.arena.slots.transfer([slot], [checkpoint])
+        self.arena.slots.transfer([checkpoint.slot], [checkpoint])
         self.num_checkpoints += 1
-        self.counters.checkpoints_saved[origin] += 1
         self.ghosts.discard([node.hash], GhostKind.CHECKPOINT)
-        self.policy.saved(checkpoint, nearest_checkpoint(node.parent), note)
-        self._queue.push(checkpoint)
         return checkpoint
 
     def drop_checkpoint(self, checkpoint: Checkpoint, keep_slot: bool = False) -> None:
@@ -275,6 +317,19 @@ class PrefixStore:
         if not keep_slot:
             self.arena.give_slot(checkpoint.slot)
         self._note_leaf(checkpoint.node)
+
+    def start_reading(self, checkpoint: Checkpoint) -> None:
+        """Count one reader of the checkpoint more. It cannot be evicted before all of them are done."""
+        checkpoint.num_readers += 1
+        self.num_read += checkpoint.num_readers == 1
+
+    def done_reading(self, checkpoint: Checkpoint) -> None:
+        """Count one reader of the checkpoint less."""
+        assert checkpoint.num_readers > 0
+        checkpoint.num_readers -= 1
+        if not checkpoint.num_readers:
+            self.num_read -= 1
+            self.refile(checkpoint)
 
     def refile(self, checkpoint: Checkpoint) -> None:
         """Requeue a checkpoint after a change of what its key depends on; drop it if it is condemned."""
@@ -311,10 +366,14 @@ class PrefixStore:
         """Count a hit in a layout without states: a request resumes at the node."""
         node.num_hits += 1
 
-    def unpin(self, node: Node) -> None:
+    def touch(self, node: Node) -> None:
+        """Note that a node was in use until now. Eviction may take it if it is a leaf that nothing holds."""
         node.last_used = self.arena.turnover
-        self.tree.unpin(node)
         self._note_leaf(node)
+
+    def unpin(self, node: Node) -> None:
+        self.tree.unpin(node)
+        self.touch(node)
 
     def condemn(self, node: Node) -> None:
         """Hide `node` and all below it from lookups, and remove what nobody holds."""

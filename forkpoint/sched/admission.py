@@ -58,8 +58,17 @@ class Admission:
                 continue
             soon = self._cache.reusable_next(lease, usable)
             if soon < MIN_GAIN_TO_WAIT and not self._may_fit(builder, scheduled):
-                return
-            hit = self._cache.lookup(lease, request.num_tokens, not request.wants_prompt_logprobs)
+                if not self._drop_later_restore(scheduled):
+                    return
+                if not self._may_fit(builder, scheduled):
+                    return
+            hit = self._lookup(scheduled)
+            if self._cache.restoring is not None and only is None:
+                found = self._restored(scheduled, hit)
+                if found is None:
+                    passed_over += 1
+                    continue
+                hit = found
             start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
             too_small = start < prefill_end and self._chunks.end(request, start, prefill_end, builder.budget) <= start
             if soon - start >= MIN_GAIN_TO_WAIT or too_small:
@@ -67,6 +76,41 @@ class Admission:
                 continue
             if not self._admit(builder, scheduled, hit):
                 return
+
+    def _lookup(self, scheduled: ScheduledRequest) -> PrefixHit:
+        request = scheduled.request
+        return self._cache.lookup(scheduled.lease, request.num_tokens, not request.wants_prompt_logprobs)
+
+    def _restored(self, scheduled: ScheduledRequest, hit: PrefixHit) -> PrefixHit | None:
+        """Return the request's hit, which is `hit` unless the host tier has a longer prefix.
+
+        None: the request waits, because its prefix is being copied, or another one that comes first. A restore that
+        was dropped is not tried again in this run of the request.
+        """
+        restoring, request, lease = self._cache.restoring, scheduled.request, scheduled.lease
+        assert restoring is not None
+        if not scheduled.restores or request.wants_prompt_logprobs:
+            return hit
+        if not restoring.is_for(lease):
+            source = restoring.find(lease, request.num_tokens, hit)
+            if source is None:
+                return hit
+            if restoring.current is not None and not self._drop_later_restore(scheduled):
+                return None
+            if not self._cache.has_room(hit, request.num_tokens + 1, self._running.num_requests, spare_slots=1):
+                return hit
+            restoring.begin(lease, scheduled.order, source, hit)
+        if restoring.advance():
+            return self._lookup(scheduled)
+        scheduled.restores = restoring.is_for(lease)
+        return None if scheduled.restores else self._lookup(scheduled)
+
+    def _drop_later_restore(self, scheduled: ScheduledRequest) -> bool:
+        """Stop a restore for a request that comes after this one. Returns whether there was one."""
+        restoring = self._cache.restoring
+        if restoring is None or restoring.current is None or restoring.current.order <= scheduled.order:
+            return False
+        return self._cache.drop_restore()
 
     def _may_end(self, builder: PlanBuilder, scheduled: ScheduledRequest, usable: int) -> bool:
         """Return False, without a lookup, if the budget cannot take the request to the end of its prefill.
@@ -79,7 +123,7 @@ class Admission:
 
     def _may_fit(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> bool:
         """Return False, without a lookup, if the request has to wait for others to leave whatever a lookup finds."""
-        if builder.budget < BLOCK_SIZE or not self._others_hold_pages():
+        if builder.budget < BLOCK_SIZE or not self._others_hold_pages(scheduled):
             return True
         return self._cache.may_have_room(scheduled.lease, scheduled.request.num_tokens + 1, self._running.num_requests)
 
@@ -87,17 +131,22 @@ class Admission:
         """Start a request from `hit`; if that does not fit, from nothing. False: it has to wait for memory."""
         request, lease = scheduled.request, scheduled.lease
         if not self._cache.has_room(hit, request.num_tokens + 1, self._running.num_requests):
-            if self._others_hold_pages():
+            if self._drop_later_restore(scheduled):
+                return self._admit(builder, scheduled, hit)
+            if self._others_hold_pages(scheduled):
                 return False
             if not self._cache.has_room(hit, request.num_tokens, 0):
                 hit = NOTHING
+        restoring = self._cache.restoring
+        if restoring is not None and restoring.current is not None and restoring.is_for(lease):
+            scheduled.num_restored_tokens = max(0, hit.num_tokens - restoring.current.num_tokens_before)
         self._cache.attach(lease, hit)
         start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
         in_prefill = start < prefill_end
         end = self._chunks.end(request, start, prefill_end, builder.budget) if in_prefill else start + 1
         if not (self._cache.ensure_slot(lease) and self._cache.ensure_blocks(lease, end)):
             scheduled.lease = self._cache.release(lease)
-            if self._others_hold_pages() or hit is NOTHING:
+            if self._others_hold_pages(scheduled) or hit is NOTHING:
                 return False
             return self._admit(builder, scheduled, NOTHING)
         self._waiting.remove(scheduled)
@@ -108,7 +157,11 @@ class Admission:
             builder.add_decode(scheduled)
         return True
 
-    def _others_hold_pages(self) -> bool:
+    def _others_hold_pages(self, scheduled: ScheduledRequest) -> bool:
+        """Return whether other requests hold memory that they will give back, restores included."""
+        restoring = self._cache.restoring
+        if restoring is not None and restoring.current is not None and not restoring.is_for(scheduled.lease):
+            return True
         return bool(self._running.requests or self._running.leaving)
 
     def _start(self, builder: PlanBuilder, scheduled: ScheduledRequest, hit: PrefixHit, prefill_end: int) -> None:
@@ -121,6 +174,7 @@ class Admission:
         scheduled.waits_for_output = scheduled.waits_for_output or request.grammar is not None
         scheduled.junctions = self._cache.count_query(scheduled.lease, request.num_tokens, hit)
         scheduled.record_hit(hit)
+        self._cache.count_restored(scheduled.num_restored_tokens)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
         builder.add_row(scheduled)

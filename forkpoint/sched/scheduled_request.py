@@ -37,6 +37,8 @@ class ScheduledRequest:
     ended: bool = False  # its request has ended; otherwise it leaves in order to run again
     junctions: frozenset[int] = frozenset()
     expected: Checkpoint | None = None  # the checkpoint that this waiting request would resume from
+    restores: bool = True  # whether a longer prefix is to be copied from the host tier
+    num_restored_tokens: int = 0  # of the prefix that this run starts from: copied from the host tier
     suspect_until: int = 0  # tokens; up to there Retries plans it alone
 
     def __post_init__(self) -> None:
@@ -54,7 +56,8 @@ class ScheduledRequest:
         num_cached = hit.num_tokens
         if gained is not None:
             num_cached = before.num_cached_tokens + gained
-        report = CacheReport(self.num_tokens_at_admission, num_cached, hit.kv_num_tokens, hit.miss)
+        num_restored = min(self.num_restored_tokens, num_cached)
+        report = CacheReport(self.num_tokens_at_admission, num_cached, hit.kv_num_tokens, hit.miss, num_restored)
         if first_run:
             request.cache = report
         else:

@@ -54,10 +54,19 @@ class Scheduler:
         capture: CapturePolicy | None = None,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        num_host_pages: int = 0,
     ) -> None:
         self.layout = layout
         self.config = scheduler
-        self.cache = CacheManager(layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy)
+        self.cache = CacheManager(
+            layout,
+            num_pages,
+            cache,
+            deterministic=deterministic,
+            cost=cost,
+            policy=policy,
+            num_host_pages=num_host_pages,
+        )
         self._waiting = WaitingQueue()
         self._issued: deque[IssuedStep] = deque()
         self._running = RunningSet(scheduler.max_num_seqs, self._issued)
@@ -163,16 +172,20 @@ class Scheduler:
                 return None
             early = found
         step, budget = next(self._steps), self.config.max_num_batched_tokens
+        restoring = self.cache.restoring
+        if restoring is not None:
+            restoring.begin_plan()
         builder = PlanBuilder(step, budget, self.cache)
         if suspect is None:
             self._plan_all(builder, early)
         else:
+            self.cache.drop_restore()  # it may hold memory that this request needs, and no other request is planned
             self._plan_alone(builder, suspect)
             if builder.budget == budget and not self._issued:  # other requests hold the memory that it needs
                 self._preempt_all()
                 builder = PlanBuilder(step, budget, self.cache)
                 self._plan_alone(builder, suspect)
-        if builder.budget == budget:
+        if builder.budget == budget and not (restoring is not None and restoring.has_loaded):
             assert self._issued or not (self._running.requests or self._waiting.requests), (
                 "nothing can run, yet requests wait"
             )
@@ -289,7 +302,12 @@ class Scheduler:
             scheduled.record_hit(hit, gained=hit.num_tokens - start)
 
     def _make_room(self, scheduled: ScheduledRequest, builder: PlanBuilder, may_preempt_itself: bool) -> bool:
-        """Preempt the last request in order that this step has not planned yet. False: `scheduled` has to wait."""
+        """Preempt the last request in order that this step has not planned yet. False: `scheduled` has to wait.
+
+        The prefix of a waiting request gives way first.
+        """
+        if self.cache.drop_restore():
+            return True
         if self._running.leaving:
             return False  # their pages come back with the results in flight
         victim = self._running.last_unplanned(builder.step)
@@ -324,6 +342,7 @@ class Scheduler:
             self._drafting.forget(scheduled.request)
         if scheduled.row == NO_ROW:
             self._waiting.remove(scheduled)
+            self.cache.drop_restore(scheduled.lease)
             self.cache.expect(scheduled.expected, -1)
             self.cache.forget_private(scheduled.lease, scheduled.request.num_prompt_tokens)
         elif not scheduled.leaving:
@@ -347,6 +366,7 @@ class Scheduler:
             self.cache.forget_private(lease, request.num_prompt_tokens)
             return
         scheduled.junctions = frozenset()
+        scheduled.restores, scheduled.num_restored_tokens = True, 0
         self._wait(scheduled)
 
     def _release_ready(self) -> None:
@@ -409,6 +429,7 @@ class Scheduler:
         """
         assert self._issued and self._issued[0].plan.step == step
         in_step = list(self._issued[0].requests)
+        self.cache.drop_restore()
         filed = self.cache.drain_filed()
         self._encoder.clear()  # the runner has computed only some of the embeddings
         while self._issued:

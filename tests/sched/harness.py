@@ -61,6 +61,8 @@ class Harness:
     most_drafts: int = 0  # of a row in a step
     draft_chance: float = 0.0  # that one is right
     cache: CacheConfig = field(default_factory=CacheConfig)
+    num_host_pages: int = 0
+    loaded_at_once: int = 0  # bytes from the host tier in a plan; 0: as in the engine
     updates: dict[str, list[RequestUpdate]] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=dict)  # tokens that entered the model, by request
@@ -78,7 +80,7 @@ class Harness:
             encoder_cache_size=self.encoder_cache_size,
         )
         self.encoder = EncoderWatch(config.encoder_budget, config.encoder_cache_size)
-        self.runner = HashRunner(self.layout, self.num_pages, VOCAB)
+        self.runner = HashRunner(self.layout, self.num_pages, VOCAB, self.num_host_pages)
         self.runner.draft_chance = self.draft_chance or self.runner.draft_chance
         drafter = HashDrafter(self.runner, self.most_drafts, self.draft_chance) if self.most_drafts else None
         self.sched = Scheduler(
@@ -88,7 +90,11 @@ class Harness:
             config,
             deterministic=self.deterministic,
             drafter=drafter,
+            num_host_pages=self.num_host_pages,
         )
+        restoring = self.sched.cache.restoring
+        if restoring is not None and self.loaded_at_once:
+            restoring.loaded_at_once = self.loaded_at_once
         self.rows: dict[int, str] = {}
 
     def add(

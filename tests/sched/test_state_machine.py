@@ -48,6 +48,8 @@ class Serving(RuleBasedStateMachine):
         draft_chance=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
         encoder_budget=st.sampled_from([None, 1, 100, 300]),
         encoder_cache_size=st.sampled_from([0, 200, 1 << 15]),
+        host_tokens=st.sampled_from([None, 200, 2000, 20000]),
+        loaded_at_once=st.sampled_from([0, 1, 20_000]),
     )
     def start(  # type: ignore[no-untyped-def]
         self,
@@ -67,6 +69,8 @@ class Serving(RuleBasedStateMachine):
         draft_chance,
         encoder_budget,
         encoder_cache_size,
+        host_tokens,
+        loaded_at_once,
     ) -> None:
         chosen = LAYOUTS[layout]
         self.harness = Harness(
@@ -80,6 +84,8 @@ class Serving(RuleBasedStateMachine):
             draft_chance=draft_chance,
             encoder_budget=encoder_budget,
             encoder_cache_size=encoder_cache_size,
+            num_host_pages=0 if host_tokens is None else chosen.num_pages_for(host_tokens, spare_slots) + 1,
+            loaded_at_once=loaded_at_once,
             cache=CacheConfig(
                 eviction_policy=policy,
                 checkpoint_interval=interval,
@@ -232,6 +238,7 @@ class Serving(RuleBasedStateMachine):
         assert not harness.runner.rows or len(harness.sched._running.drain_removed()) == len(harness.runner.rows)
         harness.sched.reset_prefix_cache()
         left = harness.sched.stats().cache
+        assert left.num_free_host_pages == max(0, left.num_host_pages - 1), "pages of the host tier are lost"
         assert left.num_free_pages == left.num_pages - 1, "pages are lost after a reset"
 
     def check_request(self, name: str) -> bool:

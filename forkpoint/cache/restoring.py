@@ -1,0 +1,179 @@
+"""Restoring: copies a prefix from the host tier to the arena, over several plans, for a request that waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from forkpoint.cache.arena import Move, MoveKind, MoveRoute
+from forkpoint.cache.layout import NO_BLOCK
+from forkpoint.cache.lease import Lease, StateSave
+from forkpoint.cache.lookup import PrefixHit
+from forkpoint.cache.store import PrefixStore
+from forkpoint.cache.tier import HostTier
+from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.config import BLOCK_SIZE
+
+# Bytes that a plan loads. The copies run before the plan's rows and delay them: about 10 ms on a CPU.
+LOADED_AT_ONCE: Final = 64 * 2**20
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """The prefix of one waiting request on its way into the arena. Restoring writes it.
+
+    The tier holds `source`, the end of the prefix there. `node` is the deepest node that is in the arena by now; it is
+    pinned. `loaded` is its checkpoint, which the restore reads so that it cannot be evicted.
+    """
+
+    lease: Lease
+    order: tuple[int, int]  # of the request, as in ScheduledRequest
+    source: Node
+    source_checkpoint: Checkpoint | None
+    node: Node
+    num_tokens_before: int  # that a lookup found in the arena
+    loaded: Checkpoint | None = None
+    is_complete: bool = False
+
+
+class Restoring:
+    """Loads one prefix at a time, so that requests that wait for memory never wait for each other's prefixes.
+
+    What was loaded is filed at once: a plan's copies run before its rows. Others read `current`, and `has_loaded`:
+    whether the plan under construction loads something.
+    """
+
+    def __init__(self, store: PrefixStore, tier: HostTier) -> None:
+        """`store` is the arena's."""
+        self._store = store
+        self._tier = tier
+        self.current: Restore | None = None
+        self.loaded_at_once = LOADED_AT_ONCE
+        self.has_loaded = False
+        self._left_bytes = 0
+
+    def begin_plan(self) -> None:
+        """Start to count what the next plan loads."""
+        self._left_bytes, self.has_loaded = self.loaded_at_once, False
+
+    def is_for(self, lease: Lease) -> bool:
+        """Return whether a prefix is being restored for the request of this lease."""
+        return self.current is not None and self.current.lease is lease
+
+    def find(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> Node | None:
+        """Return the end of a longer prefix in the tier than the arena's `hit`; None if there is none."""
+        usable = self._store.layout.usable_prefix(num_tokens)
+        node = self._tier.find(lease.chain, usable // BLOCK_SIZE)
+        if node is None or node.depth * BLOCK_SIZE <= hit.num_tokens:
+            return None
+        return node
+
+    def begin(self, lease: Lease, order: tuple[int, int], source: Node, hit: PrefixHit) -> None:
+        """Start to restore the prefix that ends at `source` for a waiting request. Nothing is copied yet."""
+        assert self.current is None
+        node = hit.path[-1] if hit.path else self._store.tree.root(lease.chain.root)
+        self._store.tree.pin(node)
+        self._tier.hold(source)
+        self.current = Restore(lease, order, source, source.checkpoint, node, hit.num_tokens)
+
+    def advance(self) -> bool:
+        """Copy as much of the current prefix as the plan still takes. Returns whether all of it is copied now.
+
+        The restore is dropped if the arena has no room for it, or its prefix was condemned.
+        """
+        restore = self.current
+        assert restore is not None
+        while not restore.is_complete and self._left_bytes > 0:
+            self._follow(restore)
+            if restore.node.condemned:
+                self.drop()
+                return False
+            if restore.node.depth < restore.source.depth:
+                loaded = self._load_blocks(restore)
+            else:
+                loaded = self._load_state(restore)
+            if not loaded:
+                self.drop()
+                return False
+        return restore.is_complete
+
+    def _follow(self, restore: Restore) -> None:
+        """Go on to the deepest node of the prefix that the arena has; requests may have filed some meanwhile."""
+        node, hashes, find = restore.node, restore.lease.chain.hashes, self._store.tree.find
+        while node.depth < restore.source.depth and (present := find(hashes[node.depth])) is not None:
+            node = present
+        self._hold(restore, node)
+
+    def _hold(self, restore: Restore, node: Node) -> None:
+        if node is not restore.node:
+            self._store.tree.pin(node)
+            self._store.unpin(restore.node)
+            restore.node = node
+
+    def _load_blocks(self, restore: Restore) -> bool:
+        """Load the next blocks and file them. Returns False if there is no room for a single one."""
+        chain, layout, start = restore.lease.chain, self._store.layout, restore.node.depth
+        count = restore.source.depth - start
+        blocks = [NO_BLOCK] * count
+        if layout.has_kv:
+            count = min(count, max(1, self._left_bytes // layout.block_bytes))
+            blocks = self._store.take_blocks(restore.node, count)
+            count = len(blocks)
+            if not count:
+                return False
+            # Read the places in the tier only now: taking blocks may have evicted entries to it and compacted it.
+            sources = self._path(restore.source, start)[:count]
+            self._store.arena.moves += [
+                Move(MoveKind.BLOCK, node.block, block, MoveRoute.LOAD)
+                for node, block in zip(sources, blocks, strict=True)
+            ]
+            self._count(count * layout.block_bytes)
+        end = start + count
+        nodes = self._store.add_blocks(restore.node, chain.hashes[start:end], chain.blocks[start:end], blocks)
+        self._hold(restore, nodes[-1])
+        return True
+
+    def _load_state(self, restore: Restore) -> bool:
+        """Load the state at the end of the prefix, if there is one. Returns False if there is no slot."""
+        source, node = restore.source_checkpoint, restore.node
+        if source is not None:
+            if node.checkpoint is None:
+                owner = StateSave(source.num_tokens, source.origin)
+                slot = self._store.take_slot(owner)
+                if slot is None:
+                    return False
+                self._store.arena.moves.append(Move(MoveKind.SLOT, source.slot, slot, MoveRoute.LOAD))
+                self._count(self._store.layout.slot_bytes)
+                self._store.adopt(node, slot, source)
+            self._tier.store.resume(source, None)
+            restore.loaded = node.checkpoint
+            assert restore.loaded is not None
+            self._store.start_reading(restore.loaded)
+        else:
+            self._tier.store.count_hit(restore.source)
+        restore.is_complete = True
+        return True
+
+    def _path(self, node: Node, start: int) -> list[Node]:
+        """Return the tier's nodes from depth `start + 1` down to `node`."""
+        path: list[Node] = []
+        while node.depth > start:
+            path.append(node)
+            assert node.parent is not None
+            node = node.parent
+        return path[::-1]
+
+    def _count(self, num_bytes: int) -> None:
+        self.has_loaded = True
+        self._left_bytes -= num_bytes
+        self._store.counters.host_loaded_bytes += num_bytes
+
+    def drop(self) -> None:
+        """Stop the current restore, if any, and let go of what it holds. What was loaded stays in the arena."""
+        restore, self.current = self.current, None
+        if restore is None:
+            return
+        if restore.loaded is not None:
+            self._store.done_reading(restore.loaded)
+        self._store.unpin(restore.node)
+        self._tier.release(restore.source, restore.source_checkpoint)

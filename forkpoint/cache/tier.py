@@ -1,0 +1,145 @@
+"""The host tier: cache entries that left the arena, in the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
+from forkpoint.cache.counters import CacheCounters
+from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
+from forkpoint.cache.hashing import BlockHash, HashChain
+from forkpoint.cache.layout import NO_BLOCK, CacheLayout
+from forkpoint.cache.lease import StateSave
+from forkpoint.cache.restorable import is_private
+from forkpoint.cache.store import PrefixStore
+from forkpoint.cache.tree import Checkpoint, Node, nearest_checkpoint
+
+
+class HostTier:
+    """Keeps what the arena evicts, as a `PrefixStore` over pages of the host's memory.
+
+    A checkpoint is stored with its whole path, so that the tier alone can restore it. In a layout without states the
+    path of an evicted block is stored. Blocks that the tier already has are not copied again. Entries stay when they
+    are loaded: their next eviction from the arena copies nothing. `moves` is the arena's list of copies.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_pages: int,
+        moves: list[Move],
+        policy: EvictionPolicy,
+        cost: RecomputeCost,
+        counters: CacheCounters,
+        *,
+        has_private: bool,
+    ) -> None:
+        """`has_private`: some entries of the arena can be found by one request alone. Those are not kept."""
+        self.layout = layout
+        self.arena = Arena(layout, num_pages, MoveRoute.HOST, moves)
+        self.store = PrefixStore(layout, self.arena, policy, cost, num_ghosts=0)
+        self._counters = counters
+        self._has_private = has_private
+
+    def keep(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        """Store the path of a node of the arena, and its checkpoint if it has one, before they are evicted.
+
+        Nothing is stored if that would evict entries of the tier that are worth more.
+        """
+        if node.condemned:
+            return
+        top, missing = self._split(node)
+        if self._has_private and any(map(is_private, missing)):
+            return
+        if not missing and (checkpoint is None or top.checkpoint is not None):
+            self._touch(top, checkpoint)
+            return
+        self.store.tree.pin(top)
+        self._copy(top, missing, checkpoint)
+        self.store.unpin(top)
+
+    def _split(self, node: Node) -> tuple[Node, list[Node]]:
+        """Return the tier's deepest node on the path to a node of the arena, and the arena's nodes below it."""
+        tree, missing = self.store.tree, list[Node]()
+        while node.parent is not None:
+            present = tree.find(node.hash)
+            if present is not None:
+                return present, missing[::-1]
+            missing.append(node)
+            node = node.parent
+        return tree.root(node.hash), missing[::-1]
+
+    def _touch(self, node: Node, source: Checkpoint | None) -> None:
+        """Note that an entry was in use in the arena until now."""
+        self.store.touch(node)
+        if source is not None and node.checkpoint is not None:
+            self.store.follow(source, node.checkpoint)
+
+    def _copy(self, top: Node, missing: Sequence[Node], checkpoint: Checkpoint | None) -> None:
+        """Copy nodes below `top`, and a checkpoint at their end, into units of the tier."""
+        moves, below = self.arena.moves, None
+        owner: StateSave | None = None
+        if checkpoint is not None:
+            inside = not missing and bool(top.children)
+            below = self.store.key_of_copy(checkpoint, nearest_checkpoint(top), inside)
+            owner = StateSave(checkpoint.num_tokens, checkpoint.origin)
+            slot = self.store.take_slot(owner, below)
+            if slot is None:
+                self._counters.host_skipped += 1
+                return
+            owner.slot = slot
+        # Taking blocks may move the slot, of which its owner learns, but no blocks.
+        blocks = [NO_BLOCK] * len(missing)
+        if self.layout.has_kv:
+            blocks = self.store.take_blocks(owner or top, len(missing), below)
+            if len(blocks) < len(missing):
+                self.arena.give_blocks(blocks)
+                if owner is not None:
+                    self.arena.give_slot(owner.slot)
+                self._counters.host_skipped += 1
+                return
+            moves += [
+                Move(MoveKind.BLOCK, node.block, block, MoveRoute.STORE)
+                for node, block in zip(missing, blocks, strict=True)
+            ]
+            self._counters.host_stored_bytes += len(blocks) * self.layout.block_bytes
+        if missing:
+            top = self.store.add_blocks(
+                top, [node.hash for node in missing], [node.tokens for node in missing], blocks
+            )[-1]
+        if checkpoint is not None and owner is not None:
+            moves.append(Move(MoveKind.SLOT, checkpoint.slot, owner.slot, MoveRoute.STORE))
+            self._counters.host_stored_bytes += self.layout.slot_bytes
+            self.store.adopt(top, owner.slot, checkpoint)
+        elif not self.layout.has_states:
+            self.store.touch(top)
+
+    def find(self, chain: HashChain, max_blocks: int) -> Node | None:
+        """Return the deepest node of a history, at most `max_blocks` deep, that can be restored; None if none can."""
+        path = self.store.tree.match(chain, max_blocks)
+        if self.layout.has_states:
+            return next((node for node in reversed(path) if node.checkpoint is not None), None)
+        return path[-1] if path else None
+
+    def hold(self, node: Node) -> None:
+        """Keep a node that is about to be loaded, with its path and its checkpoint."""
+        self.store.tree.pin(node)
+        if node.checkpoint is not None:
+            self.store.start_reading(node.checkpoint)
+
+    def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        """Undo `hold`. `checkpoint` is the one that the node had then."""
+        if checkpoint is not None:
+            self.store.done_reading(checkpoint)
+        self.store.unpin(node)
+
+    def condemn(self, hashes: Iterable[BlockHash]) -> None:
+        """Let these blocks, and all below them, never be found again, because their contents are wrong."""
+        for block_hash in hashes:
+            node = self.store.tree.find(block_hash)
+            if node is not None:
+                self.store.condemn(node)
+
+    def reset(self) -> None:
+        """Let nothing stored so far be found again."""
+        self.store.reset()

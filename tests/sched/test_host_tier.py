@@ -1,0 +1,214 @@
+"""The host tier under the scheduler: what the arena evicts comes back, and answers are those of an uncached run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tree import Node
+from forkpoint.sched.request import Request
+from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
+
+ONE_UNIT = 1  # bytes that a plan may load; the first unit is always copied
+
+
+def tight(layout: str = "several blocks a page", num_host_pages: int = 400, **options: object) -> Harness:
+    """An arena that holds one conversation of 900 tokens and little else."""
+    chosen: CacheLayout = LAYOUTS[layout]
+    num_pages = chosen.num_pages_for(900, 3) + 1
+    return Harness(chosen, num_pages=num_pages, num_host_pages=num_host_pages, **options)  # type: ignore[arg-type]
+
+
+def in_arena(harness: Harness, prompt: np.ndarray, salt: str = "") -> int:
+    cache = harness.sched.cache
+    return cache.lookup(cache.new_lease("look", salt, prompt), len(prompt)).num_tokens
+
+
+def in_tier(harness: Harness, prompt: np.ndarray, salt: str = "") -> Node | None:
+    cache = harness.sched.cache
+    assert cache.tier is not None
+    return cache.tier.find(cache.new_lease("look", salt, prompt).chain, len(prompt) // 64)
+
+
+def flood(harness: Harness, prompt: np.ndarray, salt: str = "") -> None:
+    """Ask other prompts until the arena has nothing left that a request could reuse of `prompt`."""
+    for seed in range(100, 200):
+        if not in_arena(harness, prompt, salt):
+            return
+        harness.ask(f"other {len(harness.requests)}", tokens(seed, 700), 2)
+    raise AssertionError("the prompt is still in the arena")
+
+
+def evicted(harness: Harness, seed: int = 0, **options: object) -> np.ndarray:
+    """A prompt that was asked once and lies in the host tier alone."""
+    prompt = tokens(seed, 641)
+    harness.ask(f"first {seed}", prompt, 2, **options)
+    flood(harness, prompt, str(options.get("cache_salt", "")))
+    return prompt
+
+
+def next_turn(prompt: np.ndarray, seed: int = 9) -> np.ndarray:
+    return np.concatenate([prompt, tokens(seed, 30)])
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("loaded_at_once", [0, ONE_UNIT])
+def test_an_evicted_prefix_comes_back(layout: str, loaded_at_once: int) -> None:
+    harness = tight(layout, loaded_at_once=loaded_at_once)
+    prompt = evicted(harness)
+    again = harness.ask("again", next_turn(prompt), 2)
+    assert again.cache.num_cached_tokens >= 576
+    assert again.cache.num_restored_tokens == again.cache.num_cached_tokens
+    stats = harness.sched.stats().cache
+    assert stats.host_hit_tokens == again.cache.num_restored_tokens
+    assert stats.host_loaded_bytes > 0 and stats.host_stored_bytes > 0
+    assert stats.num_host_pages == 400 and stats.num_free_host_pages < 399
+    loaded = stats.host_loaded_bytes
+    once_more = harness.ask("once more", next_turn(prompt, 10), 2)
+    assert once_more.cache.num_restored_tokens == 0, "it is in the arena by now"
+    assert harness.sched.stats().cache.host_loaded_bytes == loaded
+
+
+@pytest.mark.parametrize("layout", HYBRIDS)
+def test_only_the_state_is_loaded_where_the_blocks_are_left(layout: str) -> None:
+    harness = tight(layout)
+    prompt = tokens(0, 641)
+    harness.ask("first", prompt, 2)
+    store = harness.sched.cache.store
+    while in_arena(harness, prompt) and store.evict_least():  # states go, blocks stay until their room is needed
+        pass
+    before = harness.sched.stats().cache
+    again = harness.ask("again", next_turn(prompt), 2)
+    after = harness.sched.stats().cache
+    assert again.cache.num_restored_tokens >= 576
+    assert after.host_loaded_bytes - before.host_loaded_bytes == harness.layout.slot_bytes
+
+
+def test_a_request_that_waits_for_copies_holds_up_nobody() -> None:
+    harness = tight(loaded_at_once=ONE_UNIT, num_host_pages=400)
+    harness.runner.protected_slots = harness.runner.protected_blocks = ()
+    prompt = evicted(harness)
+    waiting = harness.add("waits", next_turn(prompt), 2)
+    other = harness.add("other", tokens(5, 65), 4)
+    harness.step()
+    assert waiting.first_scheduled_s is None and other.first_scheduled_s is not None
+    harness.run()
+    harness.check_output("waits")
+    harness.check_output("other")
+    assert waiting.cache is not None and waiting.cache.num_restored_tokens >= 576
+
+
+def test_requests_of_one_prefix_share_its_copies() -> None:
+    harness = tight(loaded_at_once=ONE_UNIT)
+    prompt = evicted(harness)
+    before = harness.sched.stats().cache.host_loaded_bytes
+    for seed in range(4):
+        harness.add(f"copy {seed}", next_turn(prompt, 20 + seed), 2)
+    harness.run()
+    for seed in range(4):
+        harness.check_output(f"copy {seed}")
+    loaded = harness.sched.stats().cache.host_loaded_bytes - before
+    assert loaded <= 10 * harness.layout.block_bytes + harness.layout.slot_bytes
+
+
+def begin(harness: Harness, **options: object) -> Request:
+    """A request whose prefix is on its way."""
+    request = harness.add("waits", next_turn(evicted(harness)), 2, **options)
+    harness.step()
+    restoring = harness.sched.cache.restoring
+    assert restoring is not None and restoring.current is not None and not restoring.current.is_complete
+    return request
+
+
+@pytest.mark.parametrize("how", ["abort", "reset", "fail", "suspend"])
+def test_nothing_is_held_after_a_restore_was_given_up(how: str) -> None:
+    harness = tight(loaded_at_once=ONE_UNIT)
+    begin(harness)
+    if how == "abort":
+        harness.sched.abort("waits")
+    elif how == "reset":
+        harness.sched.reset_prefix_cache()
+    elif how == "fail":
+        harness.fail_next = True
+    else:
+        harness.add("urgent", tokens(7, 850), 2, priority=-1)  # needs the memory that the restore holds
+    harness.run()
+    if how != "abort":
+        harness.check_output("waits")
+    if how == "suspend":
+        harness.check_output("urgent")
+    stats = harness.sched.stats()
+    assert stats.num_running == stats.num_waiting == stats.num_pages_held == 0
+    harness.sched.check_integrity()
+
+
+def test_a_reset_reaches_the_host_tier() -> None:
+    harness = tight()
+    prompt = evicted(harness)
+    harness.sched.reset_prefix_cache()
+    assert in_tier(harness, prompt) is None
+    assert harness.ask("again", next_turn(prompt), 2).cache.num_cached_tokens == 0
+    stats = harness.sched.stats().cache
+    assert stats.num_free_host_pages == stats.num_host_pages - 1 - (stats.num_host_blocks > 0)
+
+
+def test_salts_stay_apart_in_the_host_tier() -> None:
+    harness = tight()
+    prompt = evicted(harness, cache_salt="a")
+    assert harness.ask("b", next_turn(prompt), 2, cache_salt="b").cache.num_restored_tokens == 0
+    assert harness.ask("a", next_turn(prompt), 2, cache_salt="a").cache.num_restored_tokens >= 576
+
+
+def test_garbage_leaves_the_host_tier_with_the_request_that_made_it() -> None:
+    harness = tight()
+    prompt = tokens(0, 641)
+    bad = harness.add("bad", prompt, 60)
+    while not bad.output_token_ids:
+        harness.step()
+    assert harness.sched.cache.tier is not None
+    for node in harness.sched.cache.store.tree.nodes():
+        harness.sched.cache.tier.keep(node, node.checkpoint)  # as if all of it had been evicted by now
+    assert in_tier(harness, prompt) is not None
+    harness.runner.non_finite_requests.add("bad")
+    harness.run()
+    assert in_tier(harness, prompt) is None
+
+
+def test_answers_that_one_request_alone_can_find_are_not_stored() -> None:
+    harness = tight(deterministic=True)
+    prompt = tokens(0, 120)
+    harness.ask("first", prompt, 200)
+    history = harness.requests["first"].all_token_ids()
+    flood(harness, prompt)
+    found = in_tier(harness, history)
+    assert found is not None and found.depth == len(prompt) // 64
+    tier = harness.sched.cache.tier
+    assert tier is not None and all(node.depth <= 11 for node in tier.store.tree.nodes())
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_a_tier_that_overflows_stays_right(layout: str) -> None:
+    chosen = LAYOUTS[layout]
+    harness = tight(layout, num_host_pages=chosen.num_pages_for(700, 1) + 1)
+    prompts = [tokens(seed, 641) for seed in range(6)]
+    for index, prompt in enumerate(prompts):
+        harness.ask(f"first {index}", prompt, 2)
+    flood(harness, prompts[-1])
+    stats, tier = harness.sched.stats().cache, harness.sched.cache.tier
+    assert tier is not None
+    assert (
+        stats.host_skipped + sum(tier.store.counters.checkpoints_evicted.values()) + tier.store.counters.blocks_evicted
+    )
+    for index, prompt in enumerate(prompts):
+        harness.ask(f"again {index}", next_turn(prompt, 30 + index), 2)
+
+
+def test_a_prefix_that_the_tier_cannot_hold_is_not_stored() -> None:
+    layout = LAYOUTS["several blocks a page"]
+    harness = tight(num_host_pages=layout.num_pages_for(300, 1) + 1)
+    prompt = tokens(0, 641)
+    harness.ask("first", prompt, 2)
+    flood(harness, prompt)
+    stats = harness.sched.stats().cache
+    assert stats.host_skipped > 0 and in_tier(harness, prompt) is None
