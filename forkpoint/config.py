@@ -24,12 +24,17 @@ MAX_EVENTS: Final = 2**30 - 1
 MAX_ROWS: Final = 2**16
 MAX_THREADS: Final = 1024
 MAX_RANKS: Final = 64
+GIB: Final = 2**30
+MAX_HOST_GIB: Final = 2**20
 MAX_DRAFTS: Final = 63  # drafts per row and step, so that a row crosses at most one block boundary
 DEFAULT_LOOKUP: Final = 5
 LEAST_MATCH: Final = 3  # tokens of a past output that must match before it is searched
 MAX_LOOKUP: Final = 64
 MTP_NAMES: Final = ("qwen3_next_mtp", "qwen3_5_mtp")  # vLLM's older names of 'mtp'
 SUFFIX_ALONE: Final = "is a field of the method 'suffix' alone; leave it out"
+EXAMPLE_OF_TRANSFER: Final = (
+    '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 8589934592}}'
+)
 EXAMPLE_OF_SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 _CHECK: Final = Checker(ConfigError)
@@ -221,6 +226,37 @@ class SpeculativeConfig(JsonConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig(JsonConfig):
+    """Options for keeping evicted cache entries. Names are vLLM's, and its connector to the host's memory is the only
+    one here."""
+
+    option_name = "kv_transfer_config"
+    kv_connector: Literal["OffloadingConnector"]
+    kv_role: Literal["kv_both"] = "kv_both"
+    kv_load_failure_policy: Literal["recompute"] = "recompute"
+    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super(KVTransferConfig, self).__post_init__()  # dataclass slots replace the class, so a bare super() fails
+        name = f"{self.option_name}: kv_connector_extra_config"
+        extra = json_object(name, self.kv_connector_extra_config, ("cpu_bytes_to_use",))
+        if "cpu_bytes_to_use" not in extra:
+            raise ConfigError(f"{name} needs 'cpu_bytes_to_use', as in {EXAMPLE_OF_TRANSFER}")
+        _CHECK.integer(f"{name}: cpu_bytes_to_use", extra["cpu_bytes_to_use"], 1, MAX_INTEGER)
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        if "kv_connector" not in given:
+            raise ConfigError(f"{cls.option_name}={given!r} needs 'kv_connector', as in {EXAMPLE_OF_TRANSFER}")
+        return super(KVTransferConfig, cls).read(given)
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Bytes of the host's memory for evicted entries, of all ranks together."""
+        return int(self.kv_connector_extra_config["cpu_bytes_to_use"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All options that `LLM(...)` and the command line accept."""
 
@@ -275,6 +311,18 @@ class EngineConfig:
         "size of the arena; default: on a CPU room for 4 requests of max_model_len, at most a quarter of free memory; "
         "on a GPU what gpu_memory_utilization leaves",
         bounds=Bounds(1, MAX_INTEGER),
+    )
+    kv_offloading_size: float | None = option(
+        None,
+        "GiB of the host's memory, of all ranks together, for what the arena evicts: prefixes found there are copied "
+        "back; default: none",
+        bounds=Bounds(0, MAX_HOST_GIB, above=True),
+    )
+    kv_offloading_backend: Literal["native"] = option("native", "what keeps evicted entries; forkpoint has one")
+    kv_transfer_config: KVTransferConfig | None = option(
+        None,
+        f"JSON: the same as kv_offloading_size, as vLLM's connector takes it: {EXAMPLE_OF_TRANSFER}",
+        metavar="JSON",
     )
     gpu_memory_utilization: float = option(
         0.9,
@@ -353,7 +401,7 @@ class EngineConfig:
             near = difflib.get_close_matches(unknown[0], known, n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else "."
             raise ConfigError(f"unknown option {unknown[0]!r}{hint} All options: {', '.join(sorted(known))}")
-        for kind in (StructuredOutputsConfig, SpeculativeConfig, KVEventsConfig):
+        for kind in (StructuredOutputsConfig, SpeculativeConfig, KVEventsConfig, KVTransferConfig):
             if options.get(kind.option_name) is None:
                 options.pop(kind.option_name, None)  # use the default
             else:
@@ -377,6 +425,13 @@ class EngineConfig:
         return None if self.language_model_only else ImageSettings.read(self.model, self.mm_processor_kwargs)
 
     @property
+    def host_tier_bytes(self) -> int:
+        """Bytes of the host's memory for evicted entries, of all ranks together; 0: nothing is kept there."""
+        if self.kv_transfer_config is not None:
+            return self.kv_transfer_config.cpu_bytes
+        return int((self.kv_offloading_size or 0) * GIB)
+
+    @property
     def max_images(self) -> int:
         """The most images of a prompt."""
         return int((self.limit_mm_per_prompt or {}).get("image", MAX_IMAGES))
@@ -396,6 +451,13 @@ class EngineConfig:
             raise ConfigError(
                 f"max_num_batched_tokens={budget} must exceed max_num_seqs={rows} by {MIN_CHUNK - 1} or more, so that "
                 "a full decode batch leaves room for a prefill chunk"
+            )
+        if self.kv_transfer_config is not None and self.kv_offloading_size is not None:
+            raise ConfigError("kv_offloading_size and kv_transfer_config both give the host tier's size; give one")
+        if self.host_tier_bytes and not cache.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offloading_size needs the prefix cache, whose evicted entries it keeps; leave "
+                "--no-enable-prefix-caching out"
             )
         if self.deterministic and self.speculative_config and self.mamba_ssm_cache_dtype != "float32":
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from typing import Any
 
@@ -124,6 +125,40 @@ def test_the_limit_of_images_has_the_forms_of_vllm(given: Any, most: int) -> Non
 def test_wrong_limits_of_images_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="limit_mm_per_prompt"):
         EngineConfig.from_flat(limit_mm_per_prompt=given)
+
+
+def test_the_size_of_the_host_tier() -> None:
+    def read(**given: Any) -> int:
+        return EngineConfig.from_flat(model="m", **given).host_tier_bytes
+
+    connector = {"kv_connector": "OffloadingConnector"}
+    good = {**connector, "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+    assert read() == 0
+    assert read(kv_offloading_size=0.5, kv_offloading_backend="native") == 1 << 29
+    assert (
+        read(kv_transfer_config=good) == read(kv_transfer_config=json.dumps({**good, "kv_role": "kv_both"})) == 1 << 20
+    )
+    for changes, says in (
+        ({"kv_connector": "LMCacheConnectorV1"}, "kv_connector='LMCacheConnectorV1' is not allowed; give .*Offloading"),
+        ({"kv_connector": "NixlConnector"}, "kv_connector='NixlConnector' is not allowed"),
+        ({"kv_role": "kv_producer"}, "kv_role='kv_producer' is not allowed"),
+        ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy='fail' is not allowed"),
+        ({"kv_connector_extra_config": {}}, "needs 'cpu_bytes_to_use'"),
+        ({"kv_connector_extra_config": {"cpu_bytes_to_use": 0}}, "cpu_bytes_to_use=0 is not allowed"),
+        ({"kv_connector_extra_config": {"cpu_bytes_to_use": 9, "lru": 1}}, "is not allowed; give a JSON object with"),
+        ({"kv_port": 1}, "'kv_port' is not supported here"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            read(kv_transfer_config={**good, **changes})
+    for bad, says in (
+        ({"kv_transfer_config": {}}, "needs 'kv_connector'"),
+        ({"kv_offloading_size": -1}, "kv_offloading_size"),
+        ({"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"}, "kv_offloading_backend='lmcache'"),
+        ({"kv_offloading_size": 1, "kv_transfer_config": good}, "give one"),
+        ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "needs the prefix cache"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            read(**bad)
 
 
 def test_options_of_structured_outputs_are_json_or_a_mapping() -> None:

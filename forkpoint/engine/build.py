@@ -55,6 +55,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
         policy=policy(),
         capture=capture(),
         drafter=Speculator.of(drafts) if (drafts := config.speculative_config) else None,
+        num_host_pages=facts.num_host_pages,
     )
     _log_plan(config, facts)
     events = None
@@ -87,7 +88,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
 def _log_plan(config: EngineConfig, facts: WorkerFacts) -> None:
     """Log what the arena holds, what is reused, and a warning if some allowed requests are too long for it."""
     layout, limit = facts.layout, facts.max_model_len
-    for line in cache_plan_lines(layout, facts.num_pages, config, limit):
+    for line in cache_plan_lines(layout, facts.num_pages, config, limit, facts.num_host_pages):
         LOGGER.info(line)
     if config.deterministic:
         LOGGER.info("deterministic: cached and uncached runs agree bit for bit")

@@ -94,7 +94,9 @@ def wants_color(stream: TextIO) -> bool:
     return not os.environ.get("NO_COLOR") and (bool(os.environ.get("FORCE_COLOR")) or stream.isatty())
 
 
-def cache_plan_lines(layout: CacheLayout, num_pages: int, config: EngineConfig, max_model_len: int) -> list[str]:
+def cache_plan_lines(
+    layout: CacheLayout, num_pages: int, config: EngineConfig, max_model_len: int, num_host_pages: int = 0
+) -> list[str]:
     """Return start-up lines on the arena's contents, the sizes of a block and a slot, and from which length hits
     pay."""
     lines = [
@@ -115,6 +117,9 @@ def cache_plan_lines(layout: CacheLayout, num_pages: int, config: EngineConfig, 
         lines.append(f"slot: one state of any length, {layout.slot_bytes:,} bytes; {most:,} at most")
     room = num_pages // max(1, layout.num_pages_for(max_model_len, 1))
     lines.append(f"room for {room} requests of max_model_len={max_model_len} at once")
+    if num_host_pages:
+        size = num_host_pages * layout.page_bytes / MIB
+        lines.append(f"host tier: {num_host_pages} pages ({size:.1f} MiB) for what the arena evicts")
     return [*lines, _caching_line(layout, config)]
 
 
@@ -181,6 +186,9 @@ def load_line(before: Reading, now: Reading) -> str:
         parts.append(f"slots {stats['num_slots_held']} running + {stats['num_checkpoints']} checkpoints")
     queried, hit = _grown(before, now, "query_tokens"), _grown(before, now, "hit_tokens")
     parts.append(f"prefix cache hit rate {hit / queried:.1%}" if queried else "no prompts looked up")
+    restored = _grown(before, now, "host_hit_tokens")
+    if restored:
+        parts.append(f"{restored:,} tokens restored from the host tier")
     lost = sum(stats["lost_tokens"].get(reason, 0) - before.stats["lost_tokens"].get(reason, 0) for reason in MISSED)
     if lost > 0:
         parts.append(f"computed {lost:,} tokens again that had been cached")

@@ -59,3 +59,8 @@ class CpuPlatform(Platform):
             if name == "MemAvailable":
                 return int(value.split()[0]) * 1024
         raise ConfigError("/proc/meminfo has no MemAvailable line; give kv_cache_memory_bytes")
+
+
+def free_host_bytes() -> int:
+    """Return the host's available memory, whatever device the model runs on."""
+    return CpuPlatform().free_bytes()

@@ -101,6 +101,7 @@ class Generation:
             "num_image_tokens": sum(
                 state.prompt.num_image_tokens_before(state.cache.num_cached_tokens) for state in self.states
             ),
+            "num_restored_tokens": sum(report.num_restored_tokens for report in reports),
             "miss": next((report.miss.value for report in reports if report.miss is not None), None),
         }
 

@@ -40,12 +40,18 @@ GAUGES: Final = (
     ("state_slots_used", "Slots in use, checkpoints included.", "num_slots_used"),
     ("checkpoints", "Checkpoints kept.", "num_checkpoints"),
     ("cached_blocks", "Blocks of the prefix tree.", "num_cached_blocks"),
+    ("host_tier_checkpoints", "Checkpoints kept in the host tier.", "num_host_checkpoints"),
+    ("host_tier_blocks", "Blocks kept in the host tier.", "num_host_blocks"),
 )
 COUNTERS: Final = (
     ("log_lines_lost", "Log lines that could not be written.", "log_lines_lost"),
     ("num_preemptions", "Requests that were preempted and ran again.", "num_preemptions"),
     ("prefix_cache_queries", "Prompt tokens that were looked up.", "query_tokens"),
     ("prefix_cache_hits", "Prompt tokens that were reused.", "hit_tokens"),
+    ("host_tier_hits", "Reused prompt tokens that were copied from the host tier.", "host_hit_tokens"),
+    ("host_tier_stored_bytes", "Bytes of evicted entries that were copied to the host tier.", "host_stored_bytes"),
+    ("host_tier_loaded_bytes", "Bytes that were copied back from the host tier.", "host_loaded_bytes"),
+    ("host_tier_skipped", "Evicted entries that were worth too little for the host tier.", "host_skipped"),
     ("blocks_evicted", "Blocks that were evicted.", "blocks_evicted"),
     ("arena_moves", "Blocks and slots moved to make room.", "moves"),
     ("steps", "Forward passes.", "num_steps"),

@@ -22,12 +22,13 @@ from forkpoint.obs.logs import LOGGER, operator_lines
 from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import OpTable
+from forkpoint.platforms.cpu import free_host_bytes
 from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import resolve_platform
 from forkpoint.runtime.graphs import graph_shapes
 from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.worker.memory import GIB, bytes_beside_arena, explained_exhaustion
-from forkpoint.worker.sizing import choose_num_pages
+from forkpoint.worker.sizing import choose_num_host_pages, choose_num_pages
 from forkpoint.worker.trial import compile_ahead
 from forkpoint.worker.weights_progress import WeightsProgress
 from forkpoint.worker.worker import Worker, WorkerFacts
@@ -79,7 +80,10 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
             compile_ahead(loaded, None if given is None else given // layout.page_bytes)
         platform.release_unused()
     num_pages = ranks.least(_size_arena(config, loaded), platform.device)
-    runner = _make_runner(config, loaded, num_pages)
+    num_host_pages = 0
+    if config.host_tier_bytes:
+        num_host_pages = choose_num_host_pages(layout, config.host_tier_bytes, size, free_host_bytes())
+    runner = _make_runner(config, loaded, num_pages, num_host_pages)
     facts = WorkerFacts(
         layout,
         num_pages,
@@ -88,6 +92,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         sched,
         model.config.flops_per_token,
         model.config.flops_per_pair,
+        num_host_pages,
     )
     return Worker(facts, runner, platform.release_unused)
 
@@ -111,6 +116,11 @@ def _check_device(config: EngineConfig, num_rows: int, platform: Platform) -> No
         raise ConfigError(
             f"kv_cache_dtype='fp8' is not possible on {device}, which does not convert 8-bit floats (NVIDIA GPUs of "
             "compute capability 8.9 or more do); give 'auto'"
+        )
+    if config.host_tier_bytes and not platform.shares_memory:
+        raise ConfigError(
+            f"a host tier (kv_offloading_size, kv_transfer_config) is not possible on {device}, whose steps would wait "
+            "for its copies; it is for models that run on a CPU; leave it out"
         )
     if traits.most_rows is not None and num_rows > traits.most_rows:
         raise ConfigError(
@@ -174,11 +184,11 @@ def _size_arena(config: EngineConfig, loaded: Loaded) -> int:
     return choose_num_pages(loaded.layout, limit, given, platform.free_bytes(), share)
 
 
-def _make_runner(config: EngineConfig, loaded: Loaded, num_pages: int) -> ModelRunner:
+def _make_runner(config: EngineConfig, loaded: Loaded, num_pages: int, num_host_pages: int) -> ModelRunner:
     size = f"{num_pages * loaded.layout.page_bytes / GIB:.1f} GiB"
     remedy = "lower kv_cache_memory_bytes or gpu_memory_utilization"
     with explained_exhaustion(f"allocating an arena of {size}", remedy):
-        runner = ModelRunner(loaded, num_pages)
+        runner = ModelRunner(loaded, num_pages, num_host_pages=num_host_pages)
     if loaded.shapes:
         remedy = "lower gpu_memory_utilization, kv_cache_memory_bytes or max_num_seqs, or give enforce_eager"
         bar = partial(tqdm, desc="Recording graphs", disable=not _shows_progress(config), dynamic_ncols=True)

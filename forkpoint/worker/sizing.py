@@ -10,6 +10,7 @@ DEFAULT_REQUESTS = 4  # the default arena has room for so many requests of max_m
 DEFAULT_SLOTS_PER_REQUEST = 8  # one running, one being written, the rest checkpoints
 MEMORY_SHARE = 4  # the default arena takes at most 1 / 4 of the free memory
 RESERVED_PAGES = 1  # page 0 is for padded rows
+HOST_SHARE = 0.8  # of the host's free memory: the host tier may take at most so much
 MIN_SLOTS = 2  # a request that crosses a boundary while decoding holds two
 
 
@@ -38,5 +39,28 @@ def choose_num_pages(
         raise ConfigError(
             f"{given}: that leaves no room for a single request; one of {BLOCK_SIZE} tokens needs "
             f"{least * layout.page_bytes} bytes ({least} pages of {layout.page_bytes})"
+        )
+    return pages
+
+
+def choose_num_host_pages(layout: CacheLayout, tier_bytes: int, num_ranks: int, free_bytes: int) -> int:
+    """Return the pages of one rank's host tier, including its page 0; 0 if there is no such tier.
+
+    `tier_bytes` is for all ranks together, `free_bytes` the host's free memory. Raises ConfigError if the tier cannot
+    hold the shortest prefix, or would take more than HOST_SHARE of the free memory.
+    """
+    if not tier_bytes:
+        return 0
+    pages = tier_bytes // num_ranks // layout.page_bytes
+    least = RESERVED_PAGES + layout.num_pages_for(BLOCK_SIZE, 1)
+    if pages < least:
+        raise ConfigError(
+            f"a host tier of {tier_bytes} bytes holds nothing: on {num_ranks} ranks a prefix of {BLOCK_SIZE} tokens "
+            f"needs {least * layout.page_bytes * num_ranks} bytes; raise kv_offloading_size"
+        )
+    if tier_bytes > HOST_SHARE * free_bytes:
+        raise ConfigError(
+            f"a host tier of {tier_bytes} bytes is more than {HOST_SHARE:.0%} of the {free_bytes} bytes of memory that "
+            "the host has free; lower kv_offloading_size"
         )
     return pages

@@ -21,6 +21,7 @@ class WorkerFacts:
     scheduler: SchedulerConfig  # the user's options, and the device's defaults for the others
     flops_per_token: int
     flops_per_pair: int  # for one query that attends to one key
+    num_host_pages: int = 0  # of the host tier, including its page 0; 0: there is no such tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,8 @@ class Options:
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     force_state_copy: bool = False
     async_scheduling: bool = False
+    host_tokens: int = 0  # tokens for which the host tier has room; 0: there is none
+    loaded_at_once: int = 0  # bytes that a plan copies from it; 0: as usual
     budget: int = 2048
     max_num_seqs: int = 8
     num_pages: int = 0
@@ -367,6 +369,7 @@ class RealEngine:
         self.engine.core.scheduler.reset_prefix_cache()
         left = self.sched.stats().cache
         assert left.num_free_pages == left.num_pages - 1, "pages are lost after a reset"
+        assert left.num_free_host_pages == max(0, left.num_host_pages - 1), "pages of the host tier are lost"
 
 
 def start(
@@ -387,9 +390,14 @@ def start(
     device = platform or CpuPlatform()
     drafts, interval = options.max_num_drafts, options.state_write_interval
     loaded = [Loaded(model, ops, layout, config, device, (), drafts, interval) for model in models]
-    runners = [ModelRunner(each, num_pages, max_model_len=MAX_MODEL_LEN) for each in loaded]
+    num_host_pages = 0
+    if options.host_tokens:
+        num_host_pages = layout.num_pages_for(options.host_tokens, max(2, options.host_tokens // 200)) + 1
+    sizes: dict[str, int] = {"max_model_len": MAX_MODEL_LEN, "num_host_pages": num_host_pages}
+    runners = [ModelRunner(each, num_pages, **sizes) for each in loaded]
     for runner in runners:
         runner.arena.data.fill_(0xFF)  # NaN in every dtype
+        runner.arena.host.fill_(0xFF)
     sched = Scheduler(
         layout,
         num_pages,
@@ -397,7 +405,10 @@ def start(
         config,
         deterministic=options.deterministic,
         drafter=drafter,
+        num_host_pages=num_host_pages,
     )
+    if sched.cache.restoring is not None and options.loaded_at_once:
+        sched.cache.restoring.loaded_at_once = options.loaded_at_once
     probe = Probe(runners[0], runners[1:], bank.threads if len(runners) > 1 else None)
     core = EngineCore(sched, probe, async_scheduling=options.async_scheduling)
     eos = frozenset({bank.tokenizer.eos_token_id or 0})

@@ -84,6 +84,7 @@ class Draw:
             checkpoint_interval=self.pick(0, 64, 128, 512),
             num_ghosts=self.pick(0, 3, 1000),
         )
+        tier = np.random.default_rng([23, self.seed])  # drawn apart, like the next
         kept_by = np.random.default_rng([21, self.seed])  # drawn apart, so that the rest is what it was
         deterministic = self.chance(0.4)
         model = self.models[self.seed % len(self.models)] + in_fp8
@@ -102,6 +103,8 @@ class Draw:
             max_num_seqs=self.pick(3, 5, 8),
             cache=cache,
             max_num_drafts=(3, 0, 15, 1)[self.seed // 2 % 4],
+            host_tokens=(0, 300, 2000, 20000)[tier.integers(4)],
+            loaded_at_once=(0, 1)[tier.integers(2)],
             kernel_block_sizes=((), (16,), (128, 32))[kept_by.integers(3)],
             encoder_budget=(None, 1, 150)[kept_by.integers(3)],
             encoder_cache_size=(1 << 15, 100, 0)[kept_by.integers(3)],
@@ -395,6 +398,11 @@ class Example:
             evictions=stats.cache.blocks_evicted + sum(stats.cache.checkpoints_evicted.values()),
             jumps=self.jumps,
             replaced_tables=run.probe.replaced,
+            restored=stats.cache.host_hit_tokens,
+            restored_deterministic=options.deterministic and stats.cache.host_hit_tokens,
+            restored_with_drafts=options.max_num_drafts and stats.cache.host_hit_tokens,
+            restored_by_ranks=(options.num_ranks > 1) * stats.cache.host_hit_tokens,
+            stored=stats.cache.host_stored_bytes,
             copied=run.core.slot_bytes_copied > 0,
             no_caching=not caching,
             drafts_accepted=stats.drafts.num_accepted_tokens,

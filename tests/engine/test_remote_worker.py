@@ -21,6 +21,7 @@ from tests.engine.breaking import BREAKS, BreakingPlatform
 
 DEVICE = f"{BreakingPlatform.__module__}:{BreakingPlatform.__qualname__}"
 ROOM = 3 << 19  # bytes of arena: fewer than all requests together take
+HOST_TIER_GIB = 0.004
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 LONG = "the catalogue lists every map of the town, by year and by shelf. " * 4
 PROMPTS = [LONG + tail for tail in ("which is the oldest?", "who drew it?", "", "and where is it kept now? " * 9)]
@@ -34,6 +35,7 @@ PARAMS = [
 
 def start(folder: Path, backend: str, **options: Any) -> LLM:
     sizes = {"max_model_len": 768, "kv_cache_memory_bytes": ROOM, "max_num_batched_tokens": 256, "num_threads": 1}
+    sizes |= {"kv_offloading_size": HOST_TIER_GIB}
     chosen = {"device": DEVICE, "log_level": "error", "distributed_executor_backend": backend}
     return LLM(str(folder), **{**sizes, **chosen, **options})
 
@@ -62,6 +64,7 @@ def test_answers_log_probabilities_hits_and_preemptions_are_the_same(both: list[
     assert answers[0] == answers[1]
     assert metrics[0] == metrics[1]
     assert metrics[1]["num_preemptions"] > 0
+    assert metrics[1]["host_stored_bytes"] > 0
     assert sum(output.num_cached_tokens for output in answers[1]) > 0
     assert all(completion.error is None for output in answers[1] for completion in output.outputs)
 

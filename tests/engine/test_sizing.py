@@ -5,7 +5,7 @@ import pytest
 from forkpoint.cache.layout import KVSpec
 from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
-from forkpoint.worker.sizing import choose_num_pages
+from forkpoint.worker.sizing import choose_num_host_pages, choose_num_pages
 from tests.cache.shapes import layout_of, state
 
 LAYOUT = layout_of([KVSpec.of(2, 64, 64, "bfloat16")] * 2 + [state((3, 512), (8, 64, 64))] * 6)
@@ -47,3 +47,14 @@ def test_a_share_of_device_memory_replaces_the_default() -> None:
 def test_shares_that_are_none(share: object) -> None:
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         EngineConfig.from_flat(model="m", gpu_memory_utilization=share)
+
+
+def test_the_host_tier_is_shared_out_to_the_ranks() -> None:
+    page = LAYOUT.page_bytes
+    assert choose_num_host_pages(LAYOUT, 0, 1, 0) == 0
+    assert choose_num_host_pages(LAYOUT, 100 * page + 5, 1, PLENTY) == 100
+    assert choose_num_host_pages(LAYOUT, 100 * page + 5, 2, PLENTY) == 50
+    with pytest.raises(ConfigError, match=r"holds nothing.*needs"):
+        choose_num_host_pages(LAYOUT, page, 1, PLENTY)
+    with pytest.raises(ConfigError, match="more than 80% of the"):
+        choose_num_host_pages(LAYOUT, 100 * page, 1, 120 * page)

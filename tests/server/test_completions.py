@@ -98,6 +98,7 @@ def test_echoed_log_probabilities_bypass_the_cache_and_say_so(client: openai.Ope
         )
         chunks = list(answer) if stream else [answer]
         extra = chunks[-1].model_extra["cache"]
+        assert extra.pop("num_restored_tokens") == 0
         assert extra == {"num_tokens": 0, "kv_num_tokens": 0, "num_image_tokens": 0, "miss": "bypassed"}
         parts = [choice.logprobs for chunk in chunks for choice in chunk.choices]
         tokens = [token for part in parts for token in part.tokens]
@@ -150,7 +151,9 @@ def test_another_prompt_can_start_at_a_breakpoint(client: openai.OpenAI) -> None
         client.completions.create(prompt=shared + "a" * 200, extra_body=body, **GREEDY)
         second = client.completions.create(prompt=shared + "b" * 200, extra_body={"cache_salt": salt}, **GREEDY)
         assert second.model_extra is not None
-        return dict(second.model_extra["cache"])
+        found = dict(second.model_extra["cache"])
+        assert found.pop("num_restored_tokens") == 0
+        return found
 
     none = {"num_tokens": 0, "kv_num_tokens": 0, "num_image_tokens": 0, "miss": "cold"}
     assert parted("breakpoint", cache_breakpoints=[150]) == {**none, "num_tokens": 128, "kv_num_tokens": 128}
