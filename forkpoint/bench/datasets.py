@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle, islice, zip_longest
 from pathlib import Path
 from types import MappingProxyType
@@ -11,10 +12,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from forkpoint.bench.images import RandomImages, image_limit, read_buckets
 from forkpoint.bench.options import DatasetOptions
 from forkpoint.bench.request import BenchRequest, TokenIds
 from forkpoint.bench.vocabulary import Vocabulary
 from forkpoint.checks import member
+from forkpoint.config import json_object
 from forkpoint.errors import ConfigError
 from forkpoint.sim.readers import read_trace
 from forkpoint.sim.trace import TraceRequest
@@ -45,6 +48,18 @@ def random_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[B
     while True:
         body = synthesis.tokens(synthesis.length(options.random_input_len, ratio))
         yield _request(np.concatenate([prefix, body]), synthesis.length(options.random_output_len, ratio))
+
+
+def random_mm_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[BenchRequest]:
+    """Yield requests of `random_requests`, each with images of its own."""
+    images = RandomImages(
+        read_buckets(options.random_mm_bucket_config),
+        options.random_mm_base_items_per_request,
+        options.random_mm_num_mm_items_range_ratio,
+        image_limit(json_object("random_mm_limit_mm_per_prompt", options.random_mm_limit_mm_per_prompt)),
+    )
+    for request in random_requests(options, synthesis):
+        yield replace(request, images=tuple(images.draw(synthesis.rng)))
 
 
 def prefix_repetition_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[BenchRequest]:
@@ -93,6 +108,7 @@ Maker = Callable[[DatasetOptions, Synthesis], Iterator[BenchRequest]]
 SYNTHETIC: Final[Mapping[str, Maker]] = MappingProxyType(
     {
         "random": random_requests,
+        "random-mm": random_mm_requests,
         "prefix_repetition": prefix_repetition_requests,
         "multi_turn": multi_turn_requests,
         "fork": fork_requests,

@@ -86,7 +86,10 @@ class ChatStyle(PromptStyle):
     """Builds prompts of chats. Token ids become a text that encodes to the same number of tokens."""
 
     def prompt(self, request: BenchRequest, before: Prompt | None) -> Prompt:
-        own = request.content if isinstance(request.content, str) else self._vocabulary.text(request.content)
+        own: Any = request.content if isinstance(request.content, str) else self._vocabulary.text(request.content)
+        if request.images:
+            images = [{"type": "image_url", "image_url": {"url": url}} for url in request.images]
+            own = [{"type": "text", "text": own}, *images]
         return [*(before or ()), {"role": "user", "content": own}]
 
     def answered(self, prompt: Prompt, answer: str) -> Prompt:

@@ -184,10 +184,12 @@ NEEDS_FILE = ("sharegpt", "trace")
 class DatasetOptions:
     """The prompts to send. Lengths are in tokens. Raises ConfigError for lengths out of range and a missing file."""
 
-    dataset_name: Literal["random", "sharegpt", "prefix_repetition", "multi_turn", "fork", "trace"] = option(
-        "random",
-        "random: unrelated prompts; prefix_repetition: prompts after a few shared prefixes; multi_turn: "
-        "conversations; fork: branches of conversations; sharegpt and trace: from --dataset-path",
+    dataset_name: Literal["random", "random-mm", "sharegpt", "prefix_repetition", "multi_turn", "fork", "trace"] = (
+        option(
+            "random",
+            "random: unrelated prompts; random-mm: with images; prefix_repetition: prompts after a few shared "
+            "prefixes; multi_turn: conversations; fork: branches of conversations; sharegpt, trace: from a file",
+        )
     )
     dataset_path: str | None = option(
         None,
@@ -197,6 +199,13 @@ class DatasetOptions:
     random_output_len: int = option(128, "answer length")
     random_range_ratio: float = option(0.0, "lengths vary by this share up and down")
     random_prefix_len: int = option(0, "additional tokens that all prompts begin with")
+    random_mm_base_items_per_request: int = option(1, "images of a request; needs --backend openai-chat")
+    random_mm_num_mm_items_range_ratio: float = option(0.0, "the number of images varies by this share up and down")
+    random_mm_limit_mm_per_prompt: str = option('{"image": 255, "video": 1}', "JSON: the most images of a request")
+    random_mm_bucket_config: str = option(
+        "{(256, 256, 1): 0.5, (720, 1280, 1): 0.5, (720, 1280, 16): 0.0}",
+        "probabilities of (height, width, frames) of images; frames are 1",
+    )
     sharegpt_output_len: int | None = option(None, "answer length; default: that of the recorded answer")
     prefix_repetition_prefix_len: int = option(256, "length of a shared prefix")
     prefix_repetition_suffix_len: int = option(256, "length of the rest of the prompt")
@@ -220,12 +229,17 @@ class DatasetOptions:
     )
 
     def __post_init__(self) -> None:
-        may_be_zero = ("random_prefix_len", "multi_turn_prefix_len", "multi_turn_think_time", "random_range_ratio")
+        may_be_zero = {"random_prefix_len", "multi_turn_prefix_len", "multi_turn_think_time", "random_range_ratio"}
+        may_be_zero |= {"random_mm_base_items_per_request", "random_mm_num_mm_items_range_ratio"}
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, int | float) and (value < 0 or (value == 0 and each.name not in may_be_zero)):
                 raise ConfigError(f"{each.name}={value} is too small; give more than 0, or 0 where that means none")
         if self.random_range_ratio >= 1:
             raise ConfigError(f"random_range_ratio={self.random_range_ratio} must be below 1")
+        if self.random_mm_num_mm_items_range_ratio > 1:
+            raise ConfigError(
+                f"random_mm_num_mm_items_range_ratio={self.random_mm_num_mm_items_range_ratio} must be at most 1"
+            )
         if self.dataset_name in NEEDS_FILE and self.dataset_path is None:
             raise ConfigError(f"dataset_name={self.dataset_name} needs dataset_path")

@@ -17,7 +17,7 @@ class BenchRequest:
     """A request, sent at `arrival_s` (None: chosen by the rate), or `think_s` seconds after request `after` has ended.
 
     Its prompt is `content`, a text or token ids. With `continues` it is token ids, and the prompt and answer of request
-    `after` come first.
+    `after` come first. `images` are data URLs that follow the text of a chat.
     """
 
     content: str | TokenIds
@@ -27,6 +27,7 @@ class BenchRequest:
     after: int | None = None
     think_s: float = 0.0
     continues: bool = False
+    images: tuple[str, ...] = ()
 
 
 def checked(requests: list[BenchRequest]) -> list[BenchRequest]:

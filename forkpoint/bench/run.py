@@ -57,6 +57,8 @@ class ServeBench:
 
     async def _run(self) -> int:
         target, load = self.server, self.load
+        if self.dataset.dataset_name == "random-mm" and target.backend != "openai-chat":
+            raise ConfigError("dataset_name=random-mm needs backend=openai-chat, since completions take no images")
         if self.report.folder is not None:
             require_folder(self.report.folder)
         async with Server(target.url, api_key=target.api_key, headers=target.headers) as server:

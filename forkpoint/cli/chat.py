@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 from forkpoint.cli.generate import stream
+from forkpoint.cli.images import message_content, num_images
 from forkpoint.cli.model import require_no_engine_options, with_model
 from forkpoint.cli.options import engine_options, sampling_params
 from forkpoint.cli.stats import answer_line
@@ -20,6 +21,7 @@ from forkpoint.obs.logs import wants_color
 from forkpoint.params import FinishReason
 
 HELP = "/reset starts over, Ctrl-C stops an answer, /exit or Ctrl-D ends"
+IMAGES_HELP = "the path of an image file, typed or pasted into a message, shows the image to the model"
 
 Messages: TypeAlias = list[dict[str, Any]]
 Show: TypeAlias = Callable[[Delta], None]
@@ -36,7 +38,7 @@ def chat(options: argparse.Namespace) -> int:
                 case "/reset":
                     conversation.reset()
                 case "/help":
-                    print(f"({HELP})")
+                    print(f"({HELP})\n({IMAGES_HELP})")
                 case "/exit":
                     break
                 case "":
@@ -92,7 +94,7 @@ class Conversation:
     def __init__(self, model: Model, system_prompt: str | None) -> None:
         self.failed = False
         self._model = model
-        self._start = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._start: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._messages = list(self._start)
         self._dim = ("\033[2m", "\033[0m") if wants_color(sys.stdout) else ("", "")
 
@@ -102,7 +104,15 @@ class Conversation:
 
     def ask(self, text: str) -> None:
         """Print the answer as it comes, then a line of statistics."""
-        self._messages.append({"role": "user", "content": text})
+        try:
+            content = message_content(text)
+        except OSError as unreadable:
+            self.failed = True
+            print(f"error: an image cannot be read: {unreadable}", file=sys.stderr)
+            return
+        if count := num_images(content):
+            print(self._dimmed(f"({count} {'image' if count == 1 else 'images'})"))
+        self._messages.append({"role": "user", "content": content})
         answer, error = Answer(), None
         try:
             self._model(self._messages, answer, self._show)

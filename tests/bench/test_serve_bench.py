@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import math
 from pathlib import Path
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forkpoint.bench.datasets import sharegpt_requests, synthetic, trace_requests
+from forkpoint.bench.images import read_buckets
 from forkpoint.bench.load import STYLES, Load, Outcome
 from forkpoint.bench.metrics import figures
 from forkpoint.bench.options import DatasetOptions, LoadOptions, ReportOptions, TargetOptions
@@ -142,6 +145,38 @@ def test_synthetic_datasets_repeat_with_their_seed(vocabulary: Vocabulary) -> No
             [list(request.content) for request in synthetic(options, vocabulary, 12, seed)] for seed in (1, 1, 2)
         ]
         assert contents[0] == contents[1] != contents[2] and len(contents[0]) == 12
+
+
+def test_random_images_are_as_asked_for(vocabulary: Vocabulary, server: FakeServer, folder: str) -> None:
+    image = pytest.importorskip("PIL.Image")
+    flags = {"random_mm_bucket_config": "{(32, 48, 1): 3, (16, 16, 1): 1, (16, 16, 8): 0}"}
+    options = DatasetOptions(
+        dataset_name="random-mm",
+        random_mm_base_items_per_request=2,
+        random_mm_num_mm_items_range_ratio=0.5,
+        random_mm_limit_mm_per_prompt='{"image": 2}',
+        **flags,
+    )
+    found, again = (synthetic(options, vocabulary, 40, 0) for _ in range(2))
+    assert [request.images for request in found] == [request.images for request in again]
+    assert {len(request.images) for request in found} == {1, 2}
+    urls = [url for request in found for url in request.images]
+    files = [io.BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))) for url in urls]
+    sizes = [image.open(file).size for file in files]
+    assert set(sizes) == {(48, 32), (16, 16)} and len(set(urls)) == len(urls)
+    assert 0.55 < sizes.count((48, 32)) / len(sizes) < 0.95
+    with pytest.raises(ConfigError, match="backend=openai-chat"):
+        bench(server, dataset_name="random-mm", **flags).run()
+    target = {"backend": "openai-chat", "base_url": server.url, "tokenizer": folder}
+    assert bench(server, dataset_name="random-mm", num_prompts=2, **target, **flags).run() == 0
+    (message,) = server.requests[-1]["messages"]
+    assert [part["type"] for part in message["content"]] == ["text", "image_url"]
+
+
+@pytest.mark.parametrize("given", ["", "[1]", "{}", "{(0, 1, 1): 1}", "{(9, 9, 1): -1}", "{(9, 9, 2): 1}"])
+def test_wrong_sizes_of_images_are_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="random_mm_bucket_config"):
+        read_buckets(given)
 
 
 def test_random_lengths_stay_in_their_range(vocabulary: Vocabulary) -> None:

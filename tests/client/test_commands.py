@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import os
@@ -9,6 +10,8 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +41,40 @@ def test_chat_keeps_the_conversation(
     body = server.requests[0]
     assert (body["temperature"], body["stop"], body["max_tokens"], body["model"]) == (0.5, ["X"], 512, "fake-model")
     assert "top_p" not in body
+
+
+def test_paths_of_images_become_images(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Typed, quoted, with escaped blanks as terminals paste them, and as a file URL."""
+    paths = [tmp_path / name for name in ("a.png", "my cat.JPG", "b.webp")]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    escaped = str(paths[1]).replace(" ", "\\ ")
+    lines = [
+        f"what is {paths[0]}?",  # no path, for the question mark
+        f"what is {paths[0]} ?",
+        f"{escaped} and '{paths[1]}' file://{str(paths[1]).replace(' ', '%20')}",
+        f"read {tmp_path / 'missing.png'}, {tmp_path} and don't stop",
+        f'"{paths[2]}"',
+    ]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n/reset\n".join(lines)))
+    assert main(["chat", "--url", server.url]) == 0
+
+    def image(path: Path, kind: str) -> dict[str, Any]:
+        data = base64.b64encode(path.name.encode()).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
+
+    cat = image(paths[1], "jpeg")
+    contents = [body["messages"][0]["content"] for body in server.requests]
+    assert contents == [
+        lines[0],
+        [{"type": "text", "text": "what is "}, image(paths[0], "png"), {"type": "text", "text": " ?"}],
+        [cat, {"type": "text", "text": " and "}, cat, cat],
+        lines[3],
+        [image(paths[2], "webp")],
+    ]
+    assert "(3 images)" in capsys.readouterr().out
 
 
 def test_chat_goes_on_after_an_error(

@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from forkpoint.cli.main import main
 from forkpoint.routing.feed import EventFeed
 from tests.engine.test_events import wait_for
 from tests.image_models import CHAT_IDS, picture, write_chat_model
@@ -243,6 +244,21 @@ def test_requests_bound_the_size_of_their_images(http: httpx2.Client) -> None:
     low = {**part, "image_url": {**part["image_url"], "detail": "sharp"}}
     body = {"model": "m", "messages": [{"role": "user", "content": [low]}]}
     assert "one of 'low'" in http.post("/v1/chat/completions", json=body).json()["error"]["message"]
+
+
+def test_commands_send_images(server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """run-batch passes them on, and chat reads a path in the message."""
+    image = picture(41, 96, 96)
+    image.save(tmp_path / "cat.png")
+    body = {"messages": [{"role": "user", "content": [chat_part(encoded(image))]}], "max_tokens": 1}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", **body}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    assert main(["run-batch", *files, "--url", server.url]) == 0
+    answer = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
+    assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 9
+    assert main(["chat", "--url", server.url, "-q", f"{tmp_path / 'cat.png'}", "--max-tokens", "1"]) == 0
+    assert f"of {answer['usage']['prompt_tokens']} prompt tokens" in capsys.readouterr().out
 
 
 def test_what_is_refused_is_answered_400_and_the_server_goes_on(server: RunningServer, http: httpx2.Client) -> None:
