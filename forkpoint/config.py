@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
 from forkpoint.checks import MAX_INTEGER, Bounds, Checker, checked_fields, option
 from forkpoint.errors import ConfigError
-from forkpoint.image_settings import PROCESSOR_KWARGS, ImageSettings
+from forkpoint.image_families.settings import ImageSettings
+from forkpoint.image_families.table import PROCESSOR_KWARGS, read_image_settings
 
 BLOCK_SIZE: Final = 64  # tokens per block of keys and values, and the grid of checkpoints
 MIN_CHUNK: Final = BLOCK_SIZE  # tokens that every step leaves for prefill, even with a full decode batch
@@ -340,8 +341,8 @@ class EngineConfig:
     )
     mm_processor_kwargs: Mapping[str, Any] | None = option(
         None,
-        "JSON: min_pixels and max_pixels of an image after it is resized; default: the model's, and at most 4194304 "
-        "pixels, which are 4096 tokens of Qwen3.5",
+        "JSON: min_pixels and max_pixels of an image after it is resized, or other settings of the model's processor; "
+        "default: the model's, and at most 4194304 pixels, which are 4096 tokens of Qwen3.5",
         metavar="JSON",
     )
     chat_template: str | None = option(None, "a Jinja file, or the template itself")
@@ -422,7 +423,7 @@ class EngineConfig:
     def read_image_settings(self) -> ImageSettings | None:
         """Return how the model folder wants images to be read; None for a model without a vision tower, or if it is not
         to be loaded. Raises ModelFolderError and ConfigError."""
-        return None if self.language_model_only else ImageSettings.read(self.model, self.mm_processor_kwargs)
+        return None if self.language_model_only else read_image_settings(self.model, self.mm_processor_kwargs)
 
     @property
     def host_tier_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -149,11 +149,19 @@ def write_chat_model(folder: Path) -> Any:
 class Watched:
     """An engine with one request at a time, whose logits of all computed tokens are kept."""
 
-    def __init__(self, folder: Path, theirs: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        theirs: Any,
+        prompt: Callable[[Sequence[Part]], dict[str, Any]] = prompt_of,
+        expected: Callable[..., tuple[list[int], Tensor]] = oracle,
+        **options: Any,
+    ) -> None:
+        """`prompt` and `expected` are the functions of the model's family."""
         sizes = {"max_model_len": 2048, "kv_cache_memory_bytes": 1 << 26}
         plain = {"skip_tokenizer_init": True, "device": "cpu", "cpu_ops": "torch", "log_level": "error"}
         self.llm = LLM(str(folder), **{**sizes, **plain, **options})
-        self.theirs = theirs
+        self.theirs, self._prompt, self._expected = theirs, prompt, expected
         self.runner: Any = self.llm._engine.core._runner
         self._model, self._logits = self.runner._model, list[Tensor]()
         forward = self._model.forward
@@ -188,9 +196,9 @@ class Watched:
         params = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True, allowed_token_ids=allowed)
         runs = self.num_runs
         self._logits.clear()
-        (output,) = self.llm.generate([prompt_of(parts)], params, use_tqdm=False)
+        (output,) = self.llm.generate([self._prompt(parts)], params, use_tqdm=False)
         outputs = list(output.outputs[0].token_ids)
-        ids, want = oracle(self.theirs, parts, outputs[:-1])
+        ids, want = self._expected(self.theirs, parts, outputs[:-1])
         assert [*output.prompt_token_ids, *outputs[:-1]] == ids
         got, cached = torch.cat(self._logits), output.num_cached_tokens
         assert len(got) == len(ids) - cached, "a cached token was computed"

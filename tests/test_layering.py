@@ -15,16 +15,16 @@ import pytest
 import forkpoint
 
 ROOT = Path(forkpoint.__file__).parent
-VALUES = {"errors", "checks", "config", "image_settings", "images", "params", "outputs", "plugins", "version"}
+VALUES = {"errors", "checks", "config", "image_families", "images", "params", "outputs", "plugins", "version"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "checks": {"errors"},
     "params": {"checks", "errors"},
     "outputs": {"params"},
-    "config": {"checks", "errors", "image_settings", "plugins"},
+    "config": {"checks", "errors", "image_families", "plugins"},
     "images": set(),
-    "image_settings": {"checks", "errors"},
+    "image_families": {"checks", "errors"},
     "plugins": {"errors"},
     "cache": VALUES,
     "sched": {"cache"} | VALUES,

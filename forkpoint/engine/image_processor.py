@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -13,7 +12,7 @@ import numpy as np
 from forkpoint.checks import shown
 from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError, InvalidPromptError
-from forkpoint.image_settings import ImageSettings
+from forkpoint.image_families.settings import ImageSettings, View
 from forkpoint.images import PixelArray
 from forkpoint.obs.logs import LOGGER
 
@@ -26,9 +25,7 @@ NO_IMAGES: Final = (
 )
 MAX_SOURCE_PIXELS: Final = 1 << 26  # of a picture as it is given; decoding it takes four bytes a pixel
 MAX_REQUEST_PIXELS: Final = 1 << 28  # of all pictures of a prompt together
-MAX_ASPECT: Final = 200  # of the longer side to the shorter one, as in the model's own processor
 LOW_DETAIL: Final = "low"
-LOW_DETAIL_TOKENS: Final = 256  # the most tokens of an image with low detail
 FULL_DETAIL: Final = (None, "auto", "high", "original")
 GREY_16: Final = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # modes that hold 16-bit grey
 
@@ -74,8 +71,8 @@ class ImageProcessor:
             raise InvalidPromptError(str(error)) from None
         if settings.max_pixels > self.settings.max_pixels:
             raise InvalidPromptError(
-                f"mm_processor_kwargs has max_pixels={settings.max_pixels}; at most {self.settings.max_pixels} are "
-                "allowed, as the engine was started with --mm-processor-kwargs"
+                f"mm_processor_kwargs allows images of {settings.max_pixels} pixels; at most "
+                f"{self.settings.max_pixels} are allowed, as the engine was started with --mm-processor-kwargs"
             )
         return replace(self, settings=settings)
 
@@ -86,12 +83,10 @@ class ImageProcessor:
         if detail != LOW_DETAIL:
             names = ", ".join(repr(name) for name in (LOW_DETAIL, *FULL_DETAIL) if name)
             raise InvalidPromptError(f"an image has detail={shown(detail)}; give one of {names}")
-        limit = min(self.settings.max_pixels, LOW_DETAIL_TOKENS * self.settings.token_side**2)
-        settings = replace(self.settings, max_pixels=limit, min_pixels=min(self.settings.min_pixels, limit))
-        return replace(self, settings=settings)
+        return replace(self, settings=self.settings.low_detail())
 
-    def pixels_of(self, pictures: Sequence[Any], details: Sequence[object] = ()) -> list[PixelArray]:
-        """Return `[height, width, 3]` for each PIL image: upright, on white, resized.
+    def parts_of(self, pictures: Sequence[Any], details: Sequence[object] = ()) -> list[list[PixelArray | int]]:
+        """Return the parts of each PIL image: the ids of special tokens, and the pixels `[height, width, 3]` of views.
 
         `details` are the images' own `detail`; without them each image gets the full one. Raises InvalidPromptError
         for too many or too large ones, and for a picture that cannot be decoded.
@@ -105,38 +100,28 @@ class ImageProcessor:
                 f"the images of the prompt have {total} pixels; at most {MAX_REQUEST_PIXELS} are read"
             )
         own = [self.with_detail(detail) for detail in details] or [self] * len(pictures)
-        return [processor._pixels(picture) for processor, picture in zip(own, pictures, strict=True)]
+        return [processor._parts(picture) for processor, picture in zip(own, pictures, strict=True)]
 
-    def _pixels(self, picture: Image) -> PixelArray:
+    def _parts(self, picture: Image) -> list[PixelArray | int]:
+        """Return the parts of a picture, which is turned upright, put on white and resized."""
         from PIL.Image import Resampling
 
+        filtering = Resampling[self.settings.resampling]
         try:
             upright = _upright_rgb(picture)
         except (OSError, SyntaxError, ValueError, EOFError) as error:
             raise InvalidPromptError(f"an image cannot be decoded: {error}; send it again") from error
-        height, width = self.resized(upright.height, upright.width)
-        return np.array(upright.resize((width, height), Resampling.BICUBIC))
-
-    def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width that an image is resized to: multiples of a token's side, of about the same shape
-        and with an area within the bounds. Raises InvalidPromptError for an image that is too narrow."""
-        settings = self.settings
-        side, longer, shorter = settings.token_side, max(height, width), min(height, width)
-        if longer > MAX_ASPECT * shorter:
-            raise InvalidPromptError(
-                f"an image has {width}x{height} pixels; its longer side may be at most {MAX_ASPECT} times the "
-                "shorter one"
-            )
-        new_height, new_width = round(height / side) * side, round(width / side) * side
-        if new_height * new_width > settings.max_pixels:
-            scale = math.sqrt(height * width / settings.max_pixels)
-            new_height = max(side, math.floor(height / scale / side) * side)
-            new_width = max(side, math.floor(width / scale / side) * side)
-        elif new_height * new_width < settings.min_pixels:
-            scale = math.sqrt(settings.min_pixels / (height * width))
-            new_height = math.ceil(height * scale / side) * side
-            new_width = math.ceil(width * scale / side) * side
-        return new_height, new_width
+        resized: dict[tuple[int, int], Image] = {}
+        parts: list[PixelArray | int] = []
+        for part in self.settings.layout(upright.height, upright.width):
+            if isinstance(part, View):
+                size = (part.width, part.height)
+                if size not in resized:
+                    resized[size] = upright.resize(size, filtering)
+                parts.append(np.array(resized[size].crop(part.box)))
+            else:
+                parts.append(part)
+        return parts
 
 
 def check_picture(picture: Any) -> int:

@@ -247,20 +247,33 @@ def with_images(
             "one placeholder for each image"
         )
     started_s = time.perf_counter()
-    images, num_added = list[ImageSpan](), 0
+    images, ends = list[ImageSpan](), list[int]()
+    pieces, done, num_tokens = list[npt.ArrayLike](), 0, 0
     counts = np.ones(len(prompt.token_ids), np.int64)
-    for place, pixels in zip(at, processor.pixels_of(pictures, details), strict=True):
-        image = ImageSpan.of(place + num_added, pixels, processor.settings.token_side)
-        images.append(image)
-        counts[place] = image.num_tokens
-        num_added += image.num_tokens - 1
-    ends = np.concatenate(([0], np.cumsum(counts)))
-    moved = {int(ends[position]) for position in prompt.breakpoints} | {image.end for image in images}
-    token_ids = np.repeat(prompt.token_ids, counts)
-    token_ids[np.concatenate([np.arange(image.start, image.end) for image in images])] = token_id
-    elapsed_s = time.perf_counter() - started_s
+    for place, parts in zip(at, processor.parts_of(pictures, details), strict=True):
+        pieces.append(prompt.token_ids[done:place])
+        num_tokens += place - done
+        start = num_tokens
+        for part in parts:
+            if isinstance(part, int):
+                pieces.append([part])
+                num_tokens += 1
+            else:
+                image = ImageSpan.of(num_tokens, part, processor.settings.token_side)
+                images.append(image)
+                pieces.append([token_id] * image.num_tokens)
+                num_tokens = image.end
+        counts[place], done = num_tokens - start, place + 1
+        ends.append(num_tokens)
+    pieces.append(prompt.token_ids[done:])
+    positions = np.concatenate(([0], np.cumsum(counts)))
+    moved = {int(positions[position]) for position in prompt.breakpoints} | set(ends)
     return replace(
-        prompt, token_ids=token_ids, breakpoints=tuple(sorted(moved)), images=tuple(images), images_s=elapsed_s
+        prompt,
+        token_ids=np.concatenate([np.asarray(piece, np.int32) for piece in pieces]),
+        breakpoints=tuple(sorted(moved)),
+        images=tuple(images),
+        images_s=time.perf_counter() - started_s,
     )
 
 

@@ -14,18 +14,24 @@ from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, RecordIndex, Seg
 LayerCache: TypeAlias = Mapping[str, Tensor]
 
 
-class ImageInputs(NamedTuple):
-    """The image tokens of a pass, and by which time, row and column they are rotated.
+class ImagePositions(NamedTuple):
+    """The time, row and column by which the image tokens of a pass are rotated.
 
     The MTP head keeps a token's keys where the token before it stands, one further. That differs from the token's own
     place for the tokens `draft_at`: those of images, and the one after each image.
     """
 
+    positions: Tensor  # [3, M] int64
+    draft_at: Tensor  # [D] int64: indices among the tokens of the pass
+    draft_positions: Tensor  # [3, D] int64
+
+
+class ImageInputs(NamedTuple):
+    """The image tokens of a pass."""
+
     at: Tensor  # [M] int64: indices among the tokens of the pass
     embedded: Tensor  # [M, H] in the model's dtype
-    rope: Tensor  # [3, M] int64
-    draft_at: Tensor  # [D] int64
-    draft_rope: Tensor  # [3, D] int64
+    rope: ImagePositions | None  # None: image tokens are rotated like tokens of text
 
 
 @dataclass(frozen=True, slots=True)

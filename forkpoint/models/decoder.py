@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.cache.layout import LayerSpec
+from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.config import Block, Build, ModelConfig
 from forkpoint.models.context import ForwardContext, ImageInputs
 from forkpoint.models.cuts import Cut, padded_span
@@ -21,7 +22,7 @@ from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.head import OutputHead
 from forkpoint.models.layers import RMSNorm
 from forkpoint.models.mtp import MTPHead
-from forkpoint.models.vision import VisionTower
+from forkpoint.models.vision import VisionConfig, VisionTower
 
 # Maps `x` and `residual`, both `[T, H]`, to the same pair. The hidden state is `x + residual`, and the next norm adds
 # the two. `residual` is None before the first layer.
@@ -75,7 +76,6 @@ class Model(ABC):
     centred_norms: ClassVar[bool] = False
     field_names: ClassVar[Mapping[str, str]] = {}  # names in config.json -> common names
     vision: VisionTower | None = None
-    vision_class: ClassVar[str] = ""  # the class of the vision tower's config, in the same form; empty: no tower
     # the transformers class whose defaults apply, as "module.Class" in `transformers.models`
     config_class: ClassVar[str] = ""
     defaults: ClassVar[Mapping[str, Any]] = {}  # defaults that the class does not have, under the common names
@@ -92,7 +92,7 @@ class Model(ABC):
         # A token has three positions. Each column of cos and sin is looked up by one of them, which is kept here.
         axes: tuple[int, ...] = ()
         if config.vision is not None:
-            self.vision, axes = VisionTower(weights, config.vision), config.vision.axes
+            self.vision, axes = config.vision.build(weights), config.vision.axes
         self._rope_axes = torch.tensor(axes * 2, dtype=torch.int64, device=weights.device)
         self._cos_sin = build.cos_sin
         self.layer_specs: tuple[LayerSpec, ...] = config.layer_specs
@@ -154,6 +154,12 @@ class Model(ABC):
             unknown += unknown_fields(fields.inner(name), read, {}, unneeded, where)
         return replace(config, unknown_fields=(*config.unknown_fields, *unknown))
 
+    @classmethod
+    def read_vision(cls, fields: Fields, config: ModelConfig, settings: ImageSettings) -> VisionConfig:
+        """Read the sizes of the vision tower, for a family that has one. Raises ModelFolderError and
+        UnsupportedModelError."""
+        raise NotImplementedError(f"{cls.__name__} has no vision tower")
+
     def build_layer(self, build: Build, layer: int) -> Layer:
         """Build layer `layer` of `build.config.layers`."""
         return PreNormLayer(self.normed_blocks(build, layer, self.norms))
@@ -170,9 +176,9 @@ class Model(ABC):
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute normed hidden states `[T, H]` from `token_ids[T]` int64. Writes the caches that `ctx` names."""
         images, draft_ctx = ctx.images, ctx
-        if images is not None:
-            draft_ctx = self._with_rope_table(ctx, images.draft_at, images.draft_rope)
-            ctx = self._with_rope_table(ctx, images.at, images.rope)
+        if images is not None and images.rope is not None:
+            draft_ctx = self._with_rope_table(ctx, images.rope.draft_at, images.rope.draft_positions)
+            ctx = self._with_rope_table(ctx, images.at, images.rope.positions)
         x = self._embed(token_ids, images)
         residual: Tensor | None = None
         for layer in self._layers:

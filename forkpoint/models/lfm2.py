@@ -25,7 +25,7 @@ class Lfm2(Model):
         "block_ff_dim": "intermediate_size",
     }
     config_class: ClassVar = "lfm2.Lfm2Config"
-    unneeded_fields: ClassVar = (
+    unneeded_fields: ClassVar[tuple[str, ...]] = (
         "block_dim",
         "block_norm_eps",
         "conv_dim",

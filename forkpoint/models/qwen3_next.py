@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import ModelConfig, PartConfig
 from forkpoint.models.decoder import Model
@@ -12,6 +13,8 @@ from forkpoint.models.gated_delta_net import GDNConfig, layer_types
 from forkpoint.models.layers import MLPConfig
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.mtp import draft_layer
+from forkpoint.models.qwen3_5_vision import Qwen35VisionConfig
+from forkpoint.models.vision import VisionConfig
 
 
 class Qwen3Next(Model):
@@ -51,14 +54,17 @@ class Qwen3Next(Model):
 
 
 class Qwen35(Qwen3Next):
-    """Qwen3.5, dense: the projections of recurrent layers are stored as separate matrices. In multimodal folders only
-    the text model is used."""
+    """Qwen3.5, dense: the projections of recurrent layers are stored as separate matrices."""
 
     architectures: ClassVar = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
     config_class: ClassVar = "qwen3_5.Qwen3_5TextConfig"
     wide: ClassVar = ("in_proj_qkv", "in_proj_z")
     narrow: ClassVar = ("in_proj_b", "in_proj_a")
-    vision_class: ClassVar = "qwen3_5.Qwen3_5VisionConfig"
+    vision_class: ClassVar = "qwen3_5.Qwen3_5VisionConfig"  # of transformers, whose defaults apply
+
+    @classmethod
+    def read_vision(cls, fields: Fields, config: ModelConfig, settings: ImageSettings) -> VisionConfig:
+        return Qwen35VisionConfig.read(fields, config.rotary, cls.vision_class, settings)
 
 
 class Qwen35Moe(Qwen35):

@@ -16,12 +16,11 @@ import torch
 from forkpoint import models
 from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
-from forkpoint.image_settings import ImageSettings
+from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.config import Build, ModelConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import Fp8Format, read_quantization, refuse_modelopt
-from forkpoint.models.vision import VisionConfig
 from forkpoint.models.weights import MTP_HEAD, VISION_TOWER, DummyWeights, FileWeights, LoadingProgress, WeightSource
 from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.table import OpTable
@@ -120,7 +119,7 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
         quantization=stored,
         fp8_keys=kv_cache_dtype == "fp8",
         draft_layer=config.draft_layer if mtp else (),
-        vision=VisionConfig.read(fields, config.rotary, family.vision_class, settings) if settings else None,
+        vision=family.read_vision(fields, config, settings) if settings else None,
     )
 
 

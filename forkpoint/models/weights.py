@@ -28,7 +28,8 @@ from forkpoint.ops.ranks import ALONE, Ranks
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 _PIECE = 1 << 22  # number of elements that are checked together
 # Parts of checkpoints that a text model does not use, keyed by the start of their canonical names.
-VISION_TOWER = {"model.visual.": "the vision tower", "visual.": "the vision tower"}
+TOWER_PREFIXES = ("visual.", "vision_tower.", "multi_modal_projector.")
+VISION_TOWER = {model + prefix: "the vision tower" for prefix in TOWER_PREFIXES for model in ("model.", "")}
 MTP_HEAD = {"mtp.": "the MTP head", "model.mtp.": "the MTP head"}
 INV_FREQ = "rotary_emb.inv_freq"  # name ending of rotary frequencies, which are computed from config.json instead
 LOGGER = logging.getLogger(__name__)

@@ -29,14 +29,14 @@ class Batch:
         max_model_len: int,
         vocab_size: int,
         platform: Platform,
-        reads_images: bool = False,
+        images: RowImages | None = None,
     ) -> None:
         blocks = layout.num_blocks_for(max_model_len) if layout.has_kv else 1
         self.table = BlockTable(num_rows, blocks, BLOCK_SIZE, platform, layout.kernel_block_size)
         self.last_sampled = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
         self.rows: dict[int, AddedRow] = {}  # by number
-        self.images = RowImages(num_rows) if reads_images else None
+        self.images = images
         self._sampling: dict[int, RowSampling] = {}
         self._counts = TokenCounts(num_rows, vocab_size, platform)
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from forkpoint.images import ImageSpan, PositionArray, rope_positions, rope_shift
-from forkpoint.models.context import ImageInputs
+from forkpoint.models.context import ImageInputs, ImagePositions
 from forkpoint.platforms.platform import Platform
 from forkpoint.sched.plan import AddedRow, StepRows
 
 
 class _Found(NamedTuple):
-    """The parts of ImageInputs, image by image."""
+    """The parts of ImageInputs and ImagePositions, image by image."""
 
     at: list[PositionArray]
     parts: list[Tensor]
@@ -27,9 +27,11 @@ class _Found(NamedTuple):
 
 
 class RowImages:
-    """Rows are rotated by other positions than they are stored at: those of `forkpoint.images`."""
+    """The images of rows. With `has_axes`, tokens are rotated by other positions than they are stored at: those of
+    `forkpoint.images`."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, has_axes: bool) -> None:
+        self._has_axes = has_axes
         self.shift = np.zeros(num_rows + 1, np.int64)  # of a row's tokens after its last image; the last: padding's
         self._ends = np.zeros(num_rows + 1, np.int64)  # where a row's last image ends; 0: it has none
         self._images: dict[int, tuple[ImageSpan, ...]] = {}  # of rows that have some
@@ -38,9 +40,11 @@ class RowImages:
     def add(self, added: AddedRow) -> None:
         """Remember the images of a row that enters the batch."""
         if added.images:
-            row = added.row
-            self._images[row], self._positions[row] = added.images, rope_positions(added.images)
-            self.shift[row], self._ends[row] = rope_shift(added.images), added.images[-1].end
+            row, end = added.row, added.images[-1].end
+            self._images[row], self._ends[row] = added.images, end
+            self._positions[row] = np.broadcast_to(np.arange(end), (3, end))
+            if self._has_axes:
+                self._positions[row], self.shift[row] = rope_positions(added.images), rope_shift(added.images)
 
     def remove(self, row: int) -> None:
         """Forget a row that leaves the batch."""
@@ -81,13 +85,14 @@ class RowImages:
         if not found.at:
             return None
         upload = platform.upload
-        return ImageInputs(
-            upload(np.concatenate(found.at)),
-            torch.cat(found.parts),
-            upload(np.concatenate(found.rope, axis=1)),
-            upload(np.concatenate(found.draft_at)),
-            upload(np.concatenate(found.draft_rope, axis=1)),
-        )
+        rope: ImagePositions | None = None
+        if self._has_axes:
+            rope = ImagePositions(
+                upload(np.concatenate(found.rope, axis=1)),
+                upload(np.concatenate(found.draft_at)),
+                upload(np.concatenate(found.draft_rope, axis=1)),
+            )
+        return ImageInputs(upload(np.concatenate(found.at)), torch.cat(found.parts), rope)
 
     def _before_last_image(self, rows: StepRows) -> list[tuple[int, int, int, int]]:
         """Return (row, first position, first token in the step, number of tokens) for each row of a step that starts at

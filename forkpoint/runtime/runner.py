@@ -30,6 +30,7 @@ from forkpoint.runtime.encoded_images import EncodedImages
 from forkpoint.runtime.graphs import Graphs, ShapeTable
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, Scores, score
 from forkpoint.runtime.records import TokenRecords
+from forkpoint.runtime.row_images import RowImages
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
 from forkpoint.runtime.state_operators import StateOperators
@@ -86,8 +87,12 @@ class ModelRunner:
         self.platform, self._model, self._ops = platform, model, ops
         self.arena = ArenaBuffer(layout, num_pages, platform.device, num_host_pages)
         longest = max_model_len or model.config.max_model_len
-        self.batch = Batch(layout, num_rows, longest, model.config.vocab_size, platform, model.vision is not None)
-        self._encoded = EncodedImages(model.vision, platform) if model.vision is not None else None
+        images: RowImages | None = None
+        self._encoded: EncodedImages | None = None
+        if model.vision is not None:
+            images = RowImages(num_rows, has_axes=bool(model.vision.config.axes))
+            self._encoded = EncodedImages(model.vision, platform)
+        self.batch = Batch(layout, num_rows, longest, model.config.vocab_size, platform, images)
         self._states = StateOperators(self.arena, ops.redirects)
         self._sampler = Sampler(ops, self.platform)
         splits: KeySplits | None = None

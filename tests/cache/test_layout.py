@@ -51,6 +51,7 @@ DOCUMENTED = {
     "Qwen3.5, 3.6, experts": "Qwen3.5-35B-A3B",
     "OLMo Hybrid": "OLMo-Hybrid-7B",
     "LFM2, LFM2.5": "LFM2-1.2B",
+    "LFM2-VL": "LFM2-1.2B",
     "LFM2, experts": "LFM2-8B-A1B",
     "Kimi-Linear": "Kimi-Linear-48B-A3B",
     "Ling-3.0": "Ling-3.0-flash",
@@ -74,7 +75,7 @@ DOCUMENTED = {
 def test_bytes_in_the_docs() -> None:
     lines = (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")][2:]
-    found = {row[0]: row[-3:] for row in rows if len(row) == 6}  # the page's other table has no bytes
+    found = {row[0]: row[3:6] for row in rows if len(row) == 7}  # the page's other table has no bytes
     want = {}
     for label, name in DOCUMENTED.items():
         kv, slot = REAL_LAYOUTS[name].block_bytes // 64, REAL_LAYOUTS[name].slot_bytes

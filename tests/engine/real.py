@@ -20,7 +20,7 @@ from forkpoint.engine.core import EngineCore
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.inputs import InputProcessor, Prompt, sequence_id
 from forkpoint.engine.tokenizer import Tokenizer
-from forkpoint.image_settings import ImageSettings
+from forkpoint.image_families.table import read_image_settings
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
 from forkpoint.ops.ranks import ALONE, Ranks
@@ -194,7 +194,7 @@ class ModelBank:
                 meeting = Meeting(size)
                 ranks = [ThreadRanks(rank, size, options.deterministic, meeting) for rank in range(size)]
             folder = self.folder(options.model)
-            kept |= {"vision": ImageSettings.read(folder), "quantization": None}
+            kept |= {"vision": read_image_settings(folder), "quantization": None}
             if options.model.endswith(":load"):
                 kept["quantization"] = "fp8"
             load = partial(load_model, folder, ops=table, dtype="float32", **kept)

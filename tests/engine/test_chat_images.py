@@ -14,12 +14,12 @@ import pytest
 from forkpoint import LLM, SamplingParams
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.errors import InvalidPromptError
-from forkpoint.image_settings import ImageSettings
+from forkpoint.image_families.qwen3_5 import Qwen35Images
 from tests.image_models import CHAT_IDS, picture, prompt_of, write_chat_model
 
 PAD, START, END = (CHAT_IDS[f"{name}_token_id"] for name in ("image", "vision_start", "vision_end"))
 Pillow = pytest.importorskip("PIL.Image")
-SETTINGS = ImageSettings(image_token_id=PAD, patch_size=16, merge_size=2, min_pixels=1024, max_pixels=1 << 20)
+SETTINGS = Qwen35Images(image_token_id=PAD, patch_size=16, merge_size=2, min_pixels=1024, max_pixels=1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_a_bomb_is_refused_by_its_header(llm: LLM) -> None:
 
 
 def pixels(image: Any) -> Any:
-    (found,) = ImageProcessor(SETTINGS, 1).pixels_of([image])
+    ((found,),) = ImageProcessor(SETTINGS, 1).parts_of([image])
     return found
 
 
@@ -186,10 +186,10 @@ def test_pictures_are_upright_on_white_and_scaled() -> None:
 def test_sizes_are_those_of_transformers() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    processor, rng = ImageProcessor(SETTINGS, 1), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for height, width in [(1, 1), (1, 200), (33, 6000), (5000, 5000), *rng.integers(20, 3000, (50, 2)).tolist()]:
         want = smart_resize(height, width, factor=32, min_pixels=1024, max_pixels=1 << 20)
-        assert processor.resized(height, width) == want
+        assert SETTINGS.resized(height, width) == want
 
 
 def test_a_model_without_a_tower_refuses_parts_by_name(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from forkpoint.errors import InvalidPromptError
 from forkpoint.runtime.graphs import graph_shapes
 from forkpoint.runtime.step_inputs import StepShape
 from tests.image_models import IMAGE, Asked, Part, Watched, picture, prompt_of, write_vision_checkpoint
+from tests.lfm2_vl_models import Lfm2VlOracle, lfm2_vl_prompt, write_lfm2_vl
 from tests.runtime.test_graphs import RecordingPlatform
 
 TOLERANCE = 1e-4  # of the logits' standard deviation
@@ -23,11 +24,16 @@ INTRO, QUESTION, OTHER = (RNG.integers(2, IMAGE, count).tolist() for count in (1
 SPAN = (101, 241)  # tokens of the first picture, after the intro and the token before it
 
 
-@pytest.fixture(scope="module", params=["dense", "moe"])
+@pytest.fixture(scope="module", params=["dense", "moe", "lfm2_vl"])
 def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    pytest.importorskip("PIL.Image")
     folder = tmp_path_factory.mktemp(request.param)
-    theirs = write_vision_checkpoint(folder, moe=request.param == "moe")
-    found = Watched(folder, theirs, checkpoint_interval=64)
+    if request.param == "lfm2_vl":
+        theirs = write_lfm2_vl(folder)
+        found = Watched(folder, theirs, lfm2_vl_prompt, Lfm2VlOracle(folder), checkpoint_interval=64)
+    else:
+        theirs = write_vision_checkpoint(folder, moe=request.param == "moe")
+        found = Watched(folder, theirs, checkpoint_interval=64)
     yield found
     found.llm.close()
 

@@ -15,7 +15,7 @@ from forkpoint.config import EngineConfig
 from forkpoint.engine import image_processor
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.errors import ConfigError, ModelFolderError, UnsupportedModelError
-from forkpoint.image_settings import ImageSettings
+from forkpoint.image_families.table import read_image_settings
 from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.select import torch_table
 from tests.checkpoints import write_checkpoint
@@ -48,7 +48,7 @@ def test_the_tower_is_that_of_transformers(original: tuple[Path, Any], height: i
     import numpy as np
 
     folder, theirs = original
-    tower = load_model(folder, ops=torch_table(), vision=ImageSettings.read(folder)).vision
+    tower = load_model(folder, ops=torch_table(), vision=read_image_settings(folder)).vision
     assert tower is not None
     image = picture(height, height, width)
     inputs = processed([image])
@@ -57,7 +57,7 @@ def test_the_tower_is_that_of_transformers(original: tuple[Path, Any], height: i
 
 
 def test_dummy_weights_make_a_tower(folder: Path) -> None:
-    settings = ImageSettings.read(folder)
+    settings = read_image_settings(folder)
     model = load_model(folder, ops=torch_table(), load_format="dummy", vision=settings)
     assert model.vision is not None and model.vision(torch.zeros(64, 96, 3, dtype=torch.uint8)).shape == (6, 64)
 
@@ -66,14 +66,14 @@ def test_older_folders_name_the_tower_otherwise(folder: Path) -> None:
     path = folder / "model.safetensors"
     weights = {name.replace("model.visual.", "visual."): weight for name, weight in load_file(path).items()}
     save_file(weights, path, {"format": "pt"})
-    assert load_model(folder, ops=torch_table(), vision=ImageSettings.read(folder)).vision is not None
+    assert load_model(folder, ops=torch_table(), vision=read_image_settings(folder)).vision is not None
 
 
 def test_a_folder_without_the_towers_weights_says_what_to_do(folder: Path) -> None:
     path = folder / "model.safetensors"
     save_file({k: v for k, v in load_file(path).items() if "visual" not in k}, path, {"format": "pt"})
     with pytest.raises(ModelFolderError, match=r"no tensor 'model.visual.*--language-model-only"):
-        load_model(folder, ops=torch_table(), vision=ImageSettings.read(folder))
+        load_model(folder, ops=torch_table(), vision=read_image_settings(folder))
     assert load_model(folder, ops=torch_table()).vision is None
 
 
@@ -90,22 +90,22 @@ def test_a_folder_without_the_towers_weights_says_what_to_do(folder: Path) -> No
 def test_other_towers_are_refused_unless_the_text_model_runs_alone(folder: Path, edit: Any, says: str) -> None:
     change(folder / "config.json", edit)
     with pytest.raises((ModelFolderError, UnsupportedModelError), match=says):
-        load_config(folder, vision=ImageSettings.read(folder))
+        load_config(folder, vision=read_image_settings(folder))
     assert load_config(folder).vision is None
 
 
 def test_settings_are_read_where_they_are(folder: Path) -> None:
-    found = ImageSettings.read(folder)
+    found = read_image_settings(folder)
     assert found is not None and (found.token_side, found.min_pixels, found.max_pixels) == (32, 1024, 1 << 22)
     assert found.mean == (0.5, 0.4, 0.5) and found.max_tokens == 4096
     inner = json.loads((folder / "preprocessor_config.json").read_text())
     (folder / "preprocessor_config.json").unlink()
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": inner}))
-    assert ImageSettings.read(folder) == found
+    assert read_image_settings(folder) == found
     (folder / "processor_config.json").unlink()
-    default = ImageSettings.read(folder)
+    default = read_image_settings(folder)
     assert default is not None and (default.min_pixels, default.mean) == (65536, (0.5, 0.5, 0.5))
-    assert ImageSettings.read(folder, {"max_pixels": 1 << 24}) is not None
+    assert read_image_settings(folder, {"max_pixels": 1 << 24}) is not None
 
 
 @pytest.mark.parametrize(
@@ -113,19 +113,19 @@ def test_settings_are_read_where_they_are(folder: Path) -> None:
 )
 def test_wrong_bounds_are_refused(folder: Path, given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="mm_processor_kwargs"):
-        ImageSettings.read(folder, given)
+        read_image_settings(folder, given)
 
 
 @pytest.mark.parametrize("given", [{"size": 5}, {"size": {"shortest_edge": -1}}, {"image_std": [0.5, 0.5, 0]}])
 def test_broken_processor_files_are_refused(folder: Path, given: dict[str, Any]) -> None:
     change(folder / "preprocessor_config.json", lambda values: values.update(given))
     with pytest.raises(ModelFolderError, match=r"preprocessor_config\.json"):
-        ImageSettings.read(folder)
+        read_image_settings(folder)
 
 
 def test_models_without_a_tower_have_no_settings(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3_5")
-    assert ImageSettings.read(tmp_path) is None
+    assert read_image_settings(tmp_path) is None
 
 
 def test_without_pillow_images_are_refused_and_texts_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

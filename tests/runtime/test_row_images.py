@@ -57,7 +57,7 @@ def test_positions_are_those_of_transformers() -> None:
 
 def inputs_of(cuts: list[int]) -> list[tuple[int, ImageInputs | None, np.ndarray[Any, Any]]]:
     """Return the start, the inputs and the position shifts of each chunk of a row."""
-    images, found = RowImages(2), []
+    images, found = RowImages(2, has_axes=True), []
     images.add(ADDED)
 
     def embeddings(image: ImageSpan) -> Tensor:
@@ -78,17 +78,18 @@ def test_chunks_have_the_positions_of_the_whole_prompt(cuts: list[int]) -> None:
         assert (np.arange(start, start + len(shifts)) + shifts == times[start : start + len(shifts)]).all()
         if inputs is None:
             continue
+        assert inputs.rope is not None
         at = inputs.at.numpy() + start
         seen |= set(at.tolist())
-        assert (inputs.embedded[:, 0].numpy() == at).all() and (inputs.rope.numpy() == rope[:, at]).all()
-        before = inputs.draft_at.numpy() + start - 1  # of the token before each
-        assert (inputs.draft_rope.numpy() == rope[:, before] + 1).all()
+        assert (inputs.embedded[:, 0].numpy() == at).all() and (inputs.rope.positions.numpy() == rope[:, at]).all()
+        before = inputs.rope.draft_at.numpy() + start - 1  # of the token before each
+        assert (inputs.rope.draft_positions.numpy() == rope[:, before] + 1).all()
         assert set(at.tolist()) <= set((before + 1).tolist())
     assert seen == tokens
 
 
 def test_a_row_that_left_the_batch_leaves_no_images() -> None:
-    images = RowImages(2)
+    images = RowImages(2, has_axes=True)
     images.add(ADDED)
     images.remove(1)
     plan = plan_of(0, [Row(1, 0, [0] * 50, 0, 0)])

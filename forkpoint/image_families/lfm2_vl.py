@@ -1,0 +1,171 @@
+"""Images of LFM2-VL: a large picture is cut into tiles, which a thumbnail of the whole follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+from forkpoint.checks import read_json
+from forkpoint.errors import InvalidPromptError, ModelFolderError
+from forkpoint.image_families.settings import MAX_SIDE, ImageSettings, Values, View
+
+MAX_VIEW_TOKENS: Final = 4096
+MAX_TILES: Final = 100
+MAX_ASPECT: Final = 200  # of the longer side to the shorter one; the model's own processor has no limit
+START, END, THUMBNAIL = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lfm2VlImages(ImageSettings):
+    """A picture of more than `tolerance` times `max_pixels` is cut into `min_tiles` to `max_tiles` square tiles.
+
+    `special_ids` are the ids of the tokens around views, by their text. It is empty if the model was trained without.
+    """
+
+    architectures: ClassVar = ("Lfm2VlForConditionalGeneration",)
+    kwargs: ClassVar = ("min_image_tokens", "max_image_tokens", "min_tiles", "max_tiles", "do_image_splitting")
+    resampling: ClassVar = "BILINEAR"
+    do_image_splitting: bool
+    use_thumbnail: bool
+    min_tiles: int
+    max_tiles: int
+    tile_size: int
+    tolerance: float
+    special_ids: Mapping[str, int]
+
+    @property
+    def max_tokens(self) -> int:
+        return max(self.max_pixels, self.tile_size**2) // self.token_side**2
+
+    @classmethod
+    def read(cls, folder: Path, config: Values, processor: Values) -> Self:
+        patch = config.inner("vision_config").integer("patch_size", 16, MAX_SIDE)
+        merge = config.integer("downsample_factor", 2, MAX_SIDE)
+        token = (patch * merge) ** 2
+        found = cls(
+            image_token_id=config.integer("image_token_id", 396, 2**31 - 1, 0),
+            patch_size=patch,
+            merge_size=merge,
+            min_pixels=processor.integer("min_image_tokens", 64, MAX_VIEW_TOKENS) * token,
+            max_pixels=processor.integer("max_image_tokens", 256, MAX_VIEW_TOKENS) * token,
+            mean=processor.channels("image_mean"),
+            std=processor.channels("image_std", above=0.0),
+            do_image_splitting=processor.flag("do_image_splitting", True),
+            use_thumbnail=processor.flag("use_thumbnail", True),
+            min_tiles=processor.integer("min_tiles", 2, MAX_TILES),
+            max_tiles=processor.integer("max_tiles", 10, MAX_TILES),
+            tile_size=processor.integer("tile_size", 512, MAX_SIDE),
+            tolerance=processor.number("max_pixels_tolerance", 2.0),
+            special_ids=_special_ids(folder) if _uses_special_tokens(folder) else {},
+        )
+        if found.tile_size % found.token_side or found.min_tiles > found.max_tiles:
+            raise ModelFolderError(
+                f"{processor.where} has tile_size={found.tile_size}, min_tiles={found.min_tiles} and max_tiles="
+                f"{found.max_tiles}; tiles of a multiple of {found.token_side} pixels are needed, and min_tiles of at "
+                "most max_tiles"
+            )
+        return found
+
+    def low_detail(self) -> Self:
+        return replace(self, do_image_splitting=False)
+
+    def _replaced(self, given: Mapping[str, Any]) -> Self:
+        values = dict(given)
+        for tokens, pixels in (("min_image_tokens", "min_pixels"), ("max_image_tokens", "max_pixels")):
+            if tokens in values:
+                values[pixels] = values.pop(tokens) * self.token_side**2
+        return replace(self, **values)
+
+    def layout(self, height: int, width: int) -> list[View | int]:
+        if max(height, width) > MAX_ASPECT * min(height, width):
+            raise InvalidPromptError(
+                f"an image has {width}x{height} pixels; its longer side may be at most {MAX_ASPECT} times the "
+                "shorter one"
+            )
+        whole = View.whole(*self._resized(height, width))
+        parts: list[View | int] = [whole]
+        if self.do_image_splitting and self._is_large(height, width):
+            parts = self._tiles(*self._grid(height, width))
+            if self.use_thumbnail:
+                parts += [*self._special(THUMBNAIL), whole]
+        return [*self._special(START), *parts, *self._special(END)]
+
+    def _special(self, token: str) -> list[int]:
+        if not self.special_ids:
+            return []
+        if token not in self.special_ids:
+            raise InvalidPromptError(
+                f"the model has no token {token!r}, which it needs for an image of this shape; lower max_tiles of "
+                "mm_processor_kwargs"
+            )
+        return [self.special_ids[token]]
+
+    def _tiles(self, num_rows: int, num_columns: int) -> list[View | int]:
+        side, parts = self.tile_size, list[View | int]()
+        for row in range(num_rows):
+            for column in range(num_columns):
+                box = (column * side, row * side, (column + 1) * side, (row + 1) * side)
+                parts += self._special(_tile_token(row + 1, column + 1))
+                parts.append(View(num_rows * side, num_columns * side, box))
+        return parts
+
+    def _is_large(self, height: int, width: int) -> bool:
+        """Return whether a picture is too large for one view."""
+        side = self.token_side
+        sides = (max(self.patch_size, round(length / side) * side) for length in (height, width))
+        return math.prod(sides) > self.max_pixels * self.tolerance
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tiles whose shape is nearest the picture's.
+
+        Of two grids of one shape, the one of more tiles is taken if the picture fills more than half of its area.
+        """
+        counts = range(1, self.max_tiles + 1)
+        grids = [(c, r) for c in counts for r in counts if self.min_tiles <= c * r <= self.max_tiles]
+        best, least = (1, 1), math.inf
+        for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+            distance = abs(width / height - columns / rows)
+            fills = height * width > 0.5 * self.tile_size**2 * columns * rows
+            if distance < least or (distance == least and fills):
+                best, least = (rows, columns), distance
+        return best
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size of a view of the whole picture."""
+        side = self.token_side
+        new_height, new_width = (max(side, round(length / side) * side) for length in (height, width))
+        if new_height * new_width > self.max_pixels:
+            scale = math.sqrt(height * width / self.max_pixels)
+            new_height, new_width = (max(side, math.floor(n / scale / side) * side) for n in (height, width))
+        elif new_height * new_width < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (height * width))
+            new_height, new_width = (math.ceil(n * scale / side) * side for n in (height, width))
+        return new_height, new_width
+
+
+def _tile_token(row: int, column: int) -> str:
+    return f"<|img_row_{row}_col_{column}|>"
+
+
+def _uses_special_tokens(folder: Path) -> bool:
+    """Return whether the model's processor writes special tokens around views."""
+    path = folder / "processor_config.json"
+    values = Values(read_json(path) if path.is_file() else {}, str(path))
+    return values.flag("use_image_special_tokens", True)
+
+
+def _special_ids(folder: Path) -> dict[str, int]:
+    """Return the ids of the tokenizer's added tokens, by their text. Raises ModelFolderError if one is missing."""
+    found: dict[str, int] = {}
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        found = {token["content"]: token["id"] for token in read_json(path).get("added_tokens", [])}
+    missing = [token for token in (START, END, THUMBNAIL) if token not in found]
+    if missing:
+        raise ModelFolderError(
+            f"{path} has no token {missing[0]!r}, which stands next to images; copy the tokenizer of the model's folder"
+        )
+    return found

@@ -1,0 +1,162 @@
+"""What every family that sees says of its images: sizes, normalisation, and how a picture becomes tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+from forkpoint.checks import read_json, shown
+from forkpoint.errors import ConfigError, ModelFolderError
+
+MAX_PIXELS: Final = 1 << 24  # of a resized image: 16,384 tokens, more than a second of a GPU
+MAX_SIDE: Final = 1024  # of a patch; wider ones are a broken file
+LOW_DETAIL_TOKENS: Final = 256  # the most tokens of an image with low detail
+HALVES: Final = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A part of a picture that the vision tower reads by itself.
+
+    The whole picture is resized to `height` by `width` pixels. The view is `box` of that: left, top, right, bottom.
+    """
+
+    height: int
+    width: int
+    box: tuple[int, int, int, int]
+
+    @classmethod
+    def whole(cls, height: int, width: int) -> View:
+        return cls(height, width, (0, 0, width, height))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSettings(ABC):
+    """A family's settings. Sizes are in pixels.
+
+    A token stands for `merge_size` by `merge_size` patches of `patch_size` by `patch_size`. `min_pixels` and
+    `max_pixels` bound the area of a picture that is resized as a whole. `mean` and `std` normalise channels in [0, 1].
+    """
+
+    architectures: ClassVar[Sequence[str]]  # of config.json
+    kwargs: ClassVar[Sequence[str]]  # the names of `mm_processor_kwargs`
+    resampling: ClassVar[str]  # the name of Pillow's filter
+    image_token_id: int
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, float, float] = HALVES
+    std: tuple[float, float, float] = HALVES
+
+    @property
+    def token_side(self) -> int:
+        return self.patch_size * self.merge_size
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that the vision tower reads at once."""
+        return self.max_pixels // self.token_side**2
+
+    @classmethod
+    @abstractmethod
+    def read(cls, folder: Path, config: Values, processor: Values) -> Self:
+        """Read the values of config.json and of the image processor. Raises ModelFolderError."""
+
+    @abstractmethod
+    def layout(self, height: int, width: int) -> list[View | int]:
+        """Return the views of a picture of this size, and the ids of special tokens around them, in their order.
+
+        Raises InvalidPromptError for a picture that cannot be shown to the model.
+        """
+
+    def low_detail(self) -> Self:
+        """Return the settings for an image that was given with low detail."""
+        limit = min(self.max_pixels, LOW_DETAIL_TOKENS * self.token_side**2)
+        return replace(self, max_pixels=limit, min_pixels=min(self.min_pixels, limit))
+
+    def with_kwargs(self, given: Mapping[str, Any]) -> Self:
+        """Return the settings with other values for some of them. Raises ConfigError."""
+        own = {item.name for item in fields(self)}
+        for name, value in given.items():
+            fits = type(value) is int and 0 < value <= MAX_PIXELS
+            if name in own and type(getattr(self, name)) is bool:
+                fits = type(value) is bool
+            if name not in self.kwargs or not fits:
+                raise ConfigError(
+                    f"mm_processor_kwargs={shown(dict(given))} is not allowed; give {' and '.join(self.kwargs)}, "
+                    f"integers from 1 to {MAX_PIXELS}"
+                )
+        found = self._replaced(given)
+        if found.min_pixels > found.max_pixels or not found.token_side**2 <= found.max_pixels <= MAX_PIXELS:
+            raise ConfigError(
+                f"images of {found.min_pixels} to {found.max_pixels} pixels are not possible with tokens of "
+                f"{found.token_side}x{found.token_side} pixels and at most {MAX_PIXELS} pixels; change "
+                "mm_processor_kwargs"
+            )
+        return found
+
+    def _replaced(self, given: Mapping[str, Any]) -> Self:
+        return replace(self, **given)
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A JSON object of the file `where`. All methods raise ModelFolderError."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def integer(self, name: str, default: int | None, high: int, low: int = 1) -> int:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if type(value) is not int or not low <= value <= high:
+            raise ModelFolderError(f"{self.where} has {name}={shown(value)}; an integer from {low} to {high} is needed")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """Return a positive number."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if type(value) not in (int, float) or not 0 < value < 1e9:
+            raise ModelFolderError(f"{self.where} has {name}={shown(value)}; a positive number is needed")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if type(value) is not bool:
+            raise ModelFolderError(f"{self.where} has {name}={shown(value)}; true or false is needed")
+        return value
+
+    def channels(self, name: str, above: float = -1e6) -> tuple[float, float, float]:
+        value = self.values.get(name)
+        value = list(HALVES) if value is None else value
+        fits = isinstance(value, list) and len(value) == 3
+        if not fits or not all(type(each) in (int, float) and above < each < 1e6 for each in value):
+            raise ModelFolderError(f"{self.where} has {name}={shown(value)}; a list of 3 numbers is needed")
+        first, second, third = map(float, value)
+        return first, second, third
+
+    def inner(self, name: str, defaults: Mapping[str, Any] | None = None) -> Values:
+        """Return the object of this name, with defaults for absent values."""
+        value = self.values.get(name)
+        value = {} if value is None else value
+        if not isinstance(value, dict):
+            raise ModelFolderError(f"{self.where} has {name}={shown(value)}; an object is needed")
+        given = {key: each for key, each in value.items() if each is not None}
+        return Values({**(defaults or {}), **given}, f"{self.where}: {name}")
+
+
+def read_processor(folder: Path) -> Values:
+    """Return the image processor's settings; empty without a file. Raises ModelFolderError."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        path = folder / name
+        if path.is_file():
+            found = read_json(path)
+            inner = found.get("image_processor")
+            return Values(inner if isinstance(inner, dict) else found, str(path))
+    return Values({}, str(folder / "preprocessor_config.json"))

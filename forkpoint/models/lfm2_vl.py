@@ -1,0 +1,183 @@
+"""LFM2-VL: LFM2 that reads images, and its vision tower, a SigLIP2 of any shape of image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forkpoint.errors import ModelFolderError
+from forkpoint.image_families.settings import ImageSettings
+from forkpoint.models.config import ModelConfig
+from forkpoint.models.field_rules import unknown_fields
+from forkpoint.models.fields import Fields, class_defaults
+from forkpoint.models.lfm2 import Lfm2
+from forkpoint.models.vision import WITHOUT_TOWER, Operator, TowerReader, VisionConfig, VisionTower, attend
+from forkpoint.models.weights import WeightSource
+
+PREFIXES: Final = ("model.vision_tower.vision_model.", "model.vision_tower.", "vision_tower.vision_model.")
+PROJECTORS: Final = ("model.multi_modal_projector.", "multi_modal_projector.")
+PATCHES: Final = "embeddings.patch_embedding"
+PROJECTOR_EPS: Final = 1e-5
+# Fields of the image processor, and of the projector where no tower is loaded.
+UNNEEDED: Final = (
+    "do_image_splitting",
+    "downsample_factor",
+    "encoder_patch_size",
+    "max_image_tokens",
+    "max_num_patches",
+    "max_pixels_tolerance",
+    "max_thumbnail_size",
+    "max_tiles",
+    "min_image_tokens",
+    "min_tiles",
+    "projector_bias",
+    "projector_hidden_act",
+    "projector_hidden_size",
+    "projector_use_layernorm",
+    "tile_size",
+    "use_image_special_tokens",
+    "use_thumbnail",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lfm2VisionConfig(VisionConfig):
+    """Sizes of the tower and of the projector that follows it."""
+
+    eps: float
+    grid_side: int  # of the square of learned positions
+    projector_size: int
+    projector_bias: bool
+    projector_norm: bool
+
+    @classmethod
+    def read(cls, fields: Fields, settings: ImageSettings) -> Lfm2VisionConfig:
+        """Read `vision_config` and the projector's fields. Raises ModelFolderError and UnsupportedModelError."""
+        given = fields.inner("vision_config")
+        defaults, pairs = class_defaults("siglip2.Siglip2VisionConfig")
+        where = f"{fields.where}: vision_config"
+        vision = Fields(given, where).translated({}, defaults, pairs)
+        vision.require("model_type", "siglip2_vision_model")
+        vision.require("hidden_act", "gelu_pytorch_tanh")
+        fields.require("projector_hidden_act", "gelu")
+        places, width, heads = (vision.integer(name) for name in ("num_patches", "hidden_size", "num_attention_heads"))
+        side = round(places**0.5)
+        if side * side != places or width % heads or vision.integer("num_channels") != 3:
+            raise ModelFolderError(
+                f"{where} has num_patches={places}, hidden_size={width} and num_attention_heads={heads}; forkpoint "
+                f"needs a square of patches, equal heads and 3 channels; {WITHOUT_TOWER}"
+            )
+        config = cls(
+            settings=settings,
+            num_layers=vision.integer("num_hidden_layers"),
+            hidden_size=width,
+            num_heads=heads,
+            intermediate_size=vision.integer("intermediate_size"),
+            out_size=fields.integer("hidden_size"),
+            eps=vision.real("layer_norm_eps"),
+            grid_side=side,
+            projector_size=fields.integer("projector_hidden_size", 2560),
+            projector_bias=fields.flag("projector_bias", True),
+            projector_norm=fields.flag("projector_use_layernorm", True),
+        )
+        unknown_fields(given, {*vision.values.read, "patch_size"}, defaults, ("vision_use_head",), where)
+        return config
+
+    def build(self, weights: WeightSource) -> VisionTower:
+        return Lfm2Tower(weights, self)
+
+
+class Lfm2Vl(Lfm2):
+    """`Lfm2VlForConditionalGeneration`."""
+
+    architectures: ClassVar = ("Lfm2VlForConditionalGeneration",)
+    unneeded_fields: ClassVar = (*Lfm2.unneeded_fields, *UNNEEDED)
+
+    @classmethod
+    def parse(cls, fields: Fields) -> ModelConfig:
+        fields.require("model_type", "lfm2", "lfm2_vl")  # of the text model, or of older configs as a whole
+        return super().parse(fields)
+
+    @classmethod
+    def read_vision(cls, fields: Fields, config: ModelConfig, settings: ImageSettings) -> VisionConfig:
+        return Lfm2VisionConfig.read(fields, settings)
+
+
+class _Layer:
+    """Attention over all patches of an image, both ways, then an MLP."""
+
+    def __init__(self, reader: TowerReader, name: str, config: Lfm2VisionConfig) -> None:
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.eps
+        self._num_heads = config.num_heads
+        self._before_attention = reader.layer_norm(f"{name}.layer_norm1", hidden, eps)
+        self._before_mlp = reader.layer_norm(f"{name}.layer_norm2", hidden, eps)
+        self._qkv = [reader.linear(f"{name}.self_attn.{part}_proj", hidden, hidden) for part in "qkv"]
+        self._out = reader.linear(f"{name}.self_attn.o_proj", hidden, hidden)  # stored as out_proj
+        self._up = reader.linear(f"{name}.mlp.fc1", inner, hidden)
+        self._down = reader.linear(f"{name}.mlp.fc2", hidden, inner)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x[patches, hidden]` -> `[patches, hidden]`."""
+        normed = self._before_attention(x)
+        q, k, v = (project(normed).view(len(x), self._num_heads, -1).transpose(0, 1) for project in self._qkv)
+        x = x + self._out(attend(q, k, v))
+        return x + self._down(F.gelu(self._up(self._before_mlp(x)), approximate="tanh"))
+
+
+class Lfm2Tower(VisionTower):
+    """SigLIP2, then a projector that joins 2x2 patches to a token."""
+
+    config: Lfm2VisionConfig
+
+    def __init__(self, weights: WeightSource, config: Lfm2VisionConfig) -> None:
+        """Raises ModelFolderError for weights that are missing or of a wrong shape."""
+        super().__init__(weights, config)
+        settings, hidden, bias = config.settings, config.hidden_size, config.projector_bias
+        reader = TowerReader.find(weights, PREFIXES, f"{PATCHES}.weight")
+        self._patches = reader.linear(PATCHES, hidden, 3 * settings.patch_size**2)
+        self._positions = reader.get("embeddings.position_embedding.weight", config.grid_side**2, hidden)
+        self._layers = [_Layer(reader, f"encoder.layers.{layer}", config) for layer in range(config.num_layers)]
+        self._norm = reader.layer_norm("post_layernorm", hidden, config.eps)
+        projector = TowerReader.find(weights, PROJECTORS, "linear_1.weight")
+        merged = hidden * settings.merge_size**2
+        self._before_join: Operator | None = None
+        if config.projector_norm:
+            self._before_join = projector.layer_norm("layer_norm", merged, PROJECTOR_EPS)
+        self._join = projector.linear("linear_1", config.projector_size, merged, bias=bias)
+        self._out = projector.linear("linear_2", config.out_size, config.projector_size, bias=bias)
+
+    @torch.inference_mode()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        settings = self.config.settings
+        patch, merge = settings.patch_size, settings.merge_size
+        num_rows, num_columns = (length // patch for length in pixels.shape[:2])
+        cut = self.normalised(pixels).view(num_rows, patch, num_columns, patch, 3).transpose(1, 2)
+        x = self._patches(cut.reshape(num_rows * num_columns, -1).to(self.dtype))
+        x = x + self._resampled_positions(num_rows, num_columns)
+        for layer in self._layers:
+            x = layer(x)
+        x = self._norm(x).view(num_rows // merge, merge, num_columns // merge, merge, -1).transpose(1, 2)
+        joined = x.reshape((num_rows // merge) * (num_columns // merge), -1)
+        if self._before_join is not None:
+            joined = self._before_join(joined)
+        return self._out(F.gelu(self._join(joined)))
+
+    def _resampled_positions(self, num_rows: int, num_columns: int) -> Tensor:
+        """Return the learned positions `[patches, hidden]`, resampled as by F.interpolate with antialiasing."""
+        side = self.config.grid_side
+        table = self._positions.float().view(side, side, -1)
+        rows, columns = (_bilinear(side, count, self.device) for count in (num_rows, num_columns))
+        return torch.einsum("rg,ch,ghd->rcd", rows, columns, table).flatten(0, 1).to(self.dtype)
+
+
+def _bilinear(side: int, count: int, device: torch.device) -> Tensor:
+    """Return the weights `[count, side]` of `side` values for `count` of them, which span the same range."""
+    scale = side / count
+    centres = (torch.arange(count, device=device) + 0.5) * scale - 0.5
+    distances = (torch.arange(side, device=device) - centres.unsqueeze(1)).abs() / max(scale, 1.0)
+    weights = (1 - distances).clamp(min=0)
+    return weights / weights.sum(1, keepdim=True)

@@ -1,0 +1,187 @@
+"""The vision tower of Qwen3.5: from an image's pixels to the embeddings of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forkpoint.errors import ModelFolderError, UnsupportedModelError
+from forkpoint.image_families.settings import ImageSettings
+from forkpoint.models.field_rules import ROTARY, unknown_fields
+from forkpoint.models.fields import Fields, class_defaults
+from forkpoint.models.rotary import Rotary, frequencies, interleaved_axes
+from forkpoint.models.vision import WITHOUT_TOWER, TowerReader, VisionConfig, VisionTower, attend
+from forkpoint.models.weights import WeightSource
+
+PREFIXES: Final = ("model.visual.", "visual.")  # of the tower's weights; the second in older folders
+PATCHES: Final = "patch_embed.proj"
+EPS: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen35VisionConfig(VisionConfig):
+    """Sizes of the tower."""
+
+    num_frames: int  # that a patch covers; a still image is repeated
+    grid_side: int  # of the square of learned positions
+    theta: float
+
+    @classmethod
+    def read(cls, fields: Fields, rotary: Rotary, config_class: str, settings: ImageSettings) -> Qwen35VisionConfig:
+        """Read `vision_config`, with the defaults of transformers' `config_class`.
+
+        Raises ModelFolderError and UnsupportedModelError.
+        """
+        given = fields.inner("vision_config")
+        defaults, pairs = class_defaults(config_class)
+        where = f"{fields.where}: vision_config"
+        vision = Fields(given, where).translated({}, defaults, pairs)
+        vision.require("hidden_act", "gelu_pytorch_tanh")
+        if vision.indices("deepstack_visual_indexes") or vision.integer("in_channels") != 3:
+            raise UnsupportedModelError(
+                f"{where} has deepstack_visual_indexes or in_channels other than 3, which forkpoint does not run; "
+                f"{WITHOUT_TOWER}"
+            )
+        table, width = vision.integer("num_position_embeddings"), vision.integer("hidden_size")
+        heads, out_size = vision.integer("num_heads"), vision.integer("out_hidden_size")
+        side = round(table**0.5)
+        if side * side != table or width % heads or (width // heads) % 4 or out_size != fields.integer("hidden_size"):
+            raise ModelFolderError(
+                f"{where} has num_position_embeddings={table}, hidden_size={width}, num_heads={heads} and "
+                f"out_hidden_size={out_size}; forkpoint needs a square, heads of a multiple of 4 dims, and the text "
+                f"model's hidden size; {WITHOUT_TOWER}"
+            )
+        rope = vision.replaced(vision.inner("rope_parameters"))
+        rope.require("rope_type", "axial", "default")
+        config = cls(
+            settings=settings,
+            num_layers=vision.integer("depth"),
+            hidden_size=width,
+            num_heads=heads,
+            intermediate_size=vision.integer("intermediate_size"),
+            num_frames=vision.integer("temporal_patch_size"),
+            grid_side=side,
+            theta=rope.real("rope_theta", 10000.0),
+            out_size=out_size,
+            axes=_axes(fields, rotary),
+        )
+        own = {*vision.values.read, "patch_size", "spatial_merge_size", *ROTARY}
+        unknown_fields(given, own, defaults, (), where)
+        return config
+
+    def build(self, weights: WeightSource) -> VisionTower:
+        return Qwen35Tower(weights, self)
+
+
+def _axes(fields: Fields, rotary: Rotary) -> tuple[int, ...]:
+    """Raises UnsupportedModelError for sections that are not interleaved."""
+    rope = fields.rope()
+    sections = rope.indices("mrope_section") or [11, 11, 10]
+    if not rope.flag("mrope_interleaved", True) or len(sections) != 3:
+        raise UnsupportedModelError(
+            f"{fields.where} has mrope_section={sections} and mrope_interleaved={rope.values.get('mrope_interleaved')}"
+            f"; forkpoint runs three interleaved sections; {WITHOUT_TOWER}"
+        )
+    return interleaved_axes(sections, len(rotary.frequencies))
+
+
+class _Layer:
+    """Attention over all patches of an image, both ways, then an MLP."""
+
+    def __init__(self, reader: TowerReader, name: str, config: VisionConfig) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self._num_heads = config.num_heads
+        self._before_attention = reader.layer_norm(f"{name}.norm1", hidden, EPS)
+        self._before_mlp = reader.layer_norm(f"{name}.norm2", hidden, EPS)
+        self._qkv = reader.linear(f"{name}.attn.qkv", 3 * hidden, hidden)
+        self._out = reader.linear(f"{name}.attn.proj", hidden, hidden)
+        self._up = reader.linear(f"{name}.mlp.linear_fc1", inner, hidden)
+        self._down = reader.linear(f"{name}.mlp.linear_fc2", hidden, inner)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`x[patches, hidden]`, `cos` and `sin` `[patches, head_dim / 2]` -> `[patches, hidden]`."""
+        q, k, v = self._qkv(self._before_attention(x)).view(len(x), 3, self._num_heads, -1).permute(1, 2, 0, 3)
+        x = x + self._out(attend(_rotated(q, cos, sin), _rotated(k, cos, sin), v))
+        return x + self._down(F.gelu(self._up(self._before_mlp(x)), approximate="tanh"))
+
+
+class Qwen35Tower(VisionTower):
+    """The tower of Qwen3.5: attention with rotary positions, then a merger of 2x2 patches."""
+
+    config: Qwen35VisionConfig
+
+    def __init__(self, weights: WeightSource, config: Qwen35VisionConfig) -> None:
+        """Raises ModelFolderError for weights that are missing or of a wrong shape."""
+        super().__init__(weights, config)
+        reader = TowerReader.find(weights, PREFIXES, f"{PATCHES}.weight")
+        settings, hidden = config.settings, config.hidden_size
+        shape = (hidden, 3, config.num_frames, settings.patch_size, settings.patch_size)
+        # A convolution whose kernels do not overlap is one matrix product.
+        self._patches = reader.get(f"{PATCHES}.weight", *shape).flatten(1)
+        self._patch_bias = reader.get(f"{PATCHES}.bias", hidden)
+        self._positions = reader.get("pos_embed.weight", config.grid_side**2, hidden)
+        self._layers = [_Layer(reader, f"blocks.{layer}", config) for layer in range(config.num_layers)]
+        merged = hidden * settings.merge_size**2
+        self._norm = reader.layer_norm("merger.norm", hidden, EPS)
+        self._join = reader.linear("merger.linear_fc1", merged, merged)
+        self._out = reader.linear("merger.linear_fc2", config.out_size, merged)
+
+    @torch.inference_mode()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        settings, merge = self.config.settings, self.config.settings.merge_size
+        height, width, _ = pixels.shape
+        num_rows, num_columns = height // settings.patch_size, width // settings.patch_size
+        # The patches of a token are neighbours in the sequence.
+        places = torch.cartesian_prod(torch.arange(num_rows), torch.arange(num_columns)).view(
+            num_rows // merge, merge, num_columns // merge, merge, 2
+        )
+        row, column = places.transpose(1, 2).reshape(-1, 2).to(self.device).unbind(1)
+        x = F.linear(self._cut(pixels, num_rows, num_columns), self._patches, self._patch_bias)
+        x = x + self._learned(row, num_rows, column, num_columns)
+        cos, sin = self._angles(row, column)
+        for layer in self._layers:
+            x = layer(x, cos, sin)
+        joined = self._norm(x).view(-1, self.config.hidden_size * merge**2)
+        return self._out(F.gelu(self._join(joined)))
+
+    def _cut(self, pixels: Tensor, num_rows: int, num_columns: int) -> Tensor:
+        """Return the normalised patches `[patches, channels * frames * side * side]`."""
+        patch, merge = self.config.settings.patch_size, self.config.settings.merge_size
+        x = self.normalised(pixels).view(num_rows // merge, merge, patch, num_columns // merge, merge, patch, 3)
+        x = x.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)  # token row, token column, row, column, channel, frame, ..
+        x = x.expand(*x.shape[:5], self.config.num_frames, patch, patch)
+        return x.reshape(num_rows * num_columns, -1).to(self.dtype)
+
+    def _learned(self, row: Tensor, num_rows: int, column: Tensor, num_columns: int) -> Tensor:
+        """Return the learned positions, resampled bilinearly so that corners fall on corners."""
+        side = self.config.grid_side
+
+        def neighbours(place: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+            at = place.float() * ((side - 1) / max(count - 1, 1))
+            below = at.floor().clamp(max=side - 1)
+            return below.long(), (below.long() + 1).clamp(max=side - 1), (at - below).unsqueeze(1)
+
+        top, bottom, down = neighbours(row, num_rows)
+        left, right, along = neighbours(column, num_columns)
+        table = self._positions.float()
+        upper = table[top * side + left] * (1 - along) + table[top * side + right] * along
+        lower = table[bottom * side + left] * (1 - along) + table[bottom * side + right] * along
+        return (upper * (1 - down) + lower * down).to(self.dtype)
+
+    def _angles(self, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin `[patches, head_dim / 2]`: the first half of the pairs turns by rows, the other by
+        columns."""
+        head_dim = self.config.hidden_size // self.config.num_heads
+        turns = frequencies(head_dim // 2, self.config.theta).to(self.device)
+        angles = torch.cat((row.unsqueeze(1) * turns, column.unsqueeze(1) * turns), dim=1)
+        return angles.cos(), angles.sin()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads `[heads, patches, head_dim]` in fp32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
