@@ -30,6 +30,7 @@ class Script:
     num_cached_tokens: int | None = 64
     kv_num_tokens: int = 64
     miss: str | None = "cold"
+    image_tokens: tuple[int, int] = (0, 0)  # of the prompt, and those of them that were cached
     drafts: tuple[int, int] | None = None  # tokens drafted and accepted, where the server drafts
     refuse: tuple[int, dict[str, Any] | str] | None = None
     error_after: int | None = None  # an error event after so many words
@@ -200,10 +201,13 @@ def _usage(script: Script) -> dict[str, Any]:
     }
     if script.num_cached_tokens is None:
         return {"usage": usage}
-    usage["prompt_tokens_details"] = {"cached_tokens": script.num_cached_tokens}
+    num_image_tokens, num_cached_image_tokens = script.image_tokens
+    details = {"cached_tokens": script.num_cached_tokens, "image_tokens": num_image_tokens}
+    usage["prompt_tokens_details"] = details
     cache = {
         "num_tokens": script.num_cached_tokens,
         "kv_num_tokens": script.kv_num_tokens,
+        "num_image_tokens": num_cached_image_tokens,
         "miss": script.miss,
     }
     if script.drafts is None:

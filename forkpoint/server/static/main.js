@@ -4,6 +4,7 @@ import { $, action, element } from "./dom.js";
 import { TalkList } from "./list.js";
 import { AnswerView, messageView, idle } from "./messages.js";
 import { ServerError, request, requestFields, streamAnswer } from "./server.js";
+import { Pictures, imageFiles } from "./pictures.js";
 import { Settings } from "./settings.js";
 import { BEAT_MS, forgetNode, interrupt, isLost, keep, keepInterrupted, load, readKept, readKey, save } from "./store.js";
 import { Talk } from "./talks.js";
@@ -87,7 +88,8 @@ class App {
   updateSend() {
     send.textContent = this.running ? "Stop" : "Send";
     send.classList.toggle("stop", this.running !== null);
-    send.disabled = this.running === null && (!input.value.trim() || !model.value);
+    const isEmpty = !input.value.trim() && pictures.isEmpty;
+    send.disabled = this.running === null && (isEmpty || pictures.reading > 0 || !model.value);
   }
 
   changed() {
@@ -107,11 +109,11 @@ class App {
 
   /* ---- Questions and answers ---- */
 
-  ask(text) {
+  ask(text, images = []) {
     let last = this.tree.path().at(-1);
     // While another tab receives an answer, a question here is a branch beside that answer's question.
     if (last.streaming) last = this.tree.get(this.tree.get(last.parent).parent);
-    this.answer(this.tree.add(last.id, { role: "user", content: text }));
+    this.answer(this.tree.add(last.id, { role: "user", content: text, ...(images.length ? { images } : {}) }));
     scrollToEnd();
   }
 
@@ -220,7 +222,7 @@ class App {
   }
 
   finishEdit(node, text) {
-    if (this.running || (node.role === "user" && !text.trim())) return;
+    if (this.running || (node.role === "user" && !text.trim() && !node.images)) return;
     this.editing = null;
     input.focus();
     if (node.role === "system") this.settings.change({ system: text });
@@ -230,7 +232,7 @@ class App {
       this.tree.changed(node);
       return this.changed();
     }
-    const made = this.tree.add(node.parent, { role: node.role, content: text, edited: true });
+    const made = this.tree.add(node.parent, { role: node.role, content: text, images: node.images, edited: true });
     if (node.role === "user") return void this.answer(made);
     if (node.role === "system") input.value ||= this.tree.get(node.active)?.content ?? "";
     this.changed();
@@ -376,6 +378,7 @@ function announce(text) {
 
 /* ---- Wiring ---- */
 
+const pictures = new Pictures($("pictures"), () => app.updateSend());
 const app = new App();
 const talks = new TalkList(app);
 
@@ -383,11 +386,31 @@ $("compose").onsubmit = (event) => {
   event.preventDefault();
   if (app.running) return app.stop();
   const text = input.value.trim();
-  if (!text || !model.value) return;
+  if ((!text && pictures.isEmpty) || pictures.reading || !model.value) return;
   input.value = "";
   app.editing = null;
-  app.ask(text);
+  app.ask(text, pictures.take());
 };
+$("add-pictures").onclick = () => $("picture-files").click();
+$("picture-files").onchange = ({ target }) => {
+  pictures.add([...target.files]);
+  target.value = ""; // the same file may be chosen again
+  input.focus();
+};
+input.onpaste = (event) => {
+  const files = imageFiles(event.clipboardData);
+  if (!files.length) return;
+  event.preventDefault();
+  pictures.add(files);
+};
+document.addEventListener("dragover", (event) => {
+  if (event.dataTransfer.types.includes("Files")) event.preventDefault();
+});
+document.addEventListener("drop", (event) => {
+  if (!event.dataTransfer.types.includes("Files")) return;
+  event.preventDefault(); // the browser would leave the page for the file
+  pictures.add(imageFiles(event.dataTransfer));
+});
 input.oninput = () => app.updateSend();
 input.onkeydown = (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {

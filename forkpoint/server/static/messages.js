@@ -1,6 +1,7 @@
 /* What each message shows. `app` is what a person can do, and where the conversation stands. */
 
 import { $, action, copyText, count, element } from "./dom.js";
+import { thumbnails, withoutPictures } from "./pictures.js";
 import { Prose } from "./prose.js";
 
 export const ROLES = { user: "You", assistant: "Answer", system: "System prompt" };
@@ -28,11 +29,17 @@ export function messageView(node, app) {
   if (app.editing === node.id) view.append(editorView(node, app));
   else if (node.role === "system") view.append(systemView(node, app));
   else if (node.role === "user")
-    view.append(element("div", { className: "body", textContent: node.content }), underView(node, app));
+    view.append(questionView(node), underView(node, app));
   else {
     view.append(app.answerView(node).draw());
     if (!node.streaming) view.append(underView(node, app));
   }
+  return view;
+}
+
+function questionView(node) {
+  const view = element("div", { className: "body", textContent: node.content });
+  if (node.images) view.prepend(element("div", { className: "pictures" }, ...thumbnails(node.images)));
   return view;
 }
 
@@ -171,6 +178,8 @@ function figuresView(node) {
     say(`${count(cached)} of ${count(prompt)} prompt tokens cached`, why);
   } else if (prompt)
     say(`${count(prompt)} prompt tokens${cached === 0 && prompt >= LEAST_CACHED ? ", none cached" : ""}`, why);
+  const images = usage?.prompt_tokens_details?.image_tokens ?? 0;
+  if (images) say(`${count(cache?.num_image_tokens ?? 0)} of ${count(images)} image tokens cached`);
   say("first token " + duration(figures.firstTokenSeconds));
   if (usage?.completion_tokens > 1 && figures.decodeSeconds >= LEAST_DECODE_SECONDS)
     say(`${((usage.completion_tokens - 1) / figures.decodeSeconds).toFixed(1)} tokens/s`);
@@ -245,7 +254,7 @@ function showRaw(node, app) {
   if (node.sent.continue_final_message) messages.push({ role: "assistant", content: node.content.slice(0, node.continuedAt) });
   const asked = { ...node.sent, messages };
   const { usage = null, cache = null, speculation, finish: finish_reason = null, content, reasoning } = node;
-  $("raw-request").textContent = JSON.stringify(asked, null, 2);
+  $("raw-request").textContent = JSON.stringify(asked, withoutPictures, 2);
   $("raw-answer").textContent = JSON.stringify({ usage, cache, speculation, finish_reason, reasoning, content }, null, 2);
   $("raw").showModal();
 }

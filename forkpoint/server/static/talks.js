@@ -1,5 +1,7 @@
 /* Conversations. store.js keeps them. */
 
+import { contentWith } from "./pictures.js";
+
 const LONGEST_NAME = 60;
 const ROLES = ["system", "user", "assistant"];
 const TREE_FIELDS = ["children", "active"]; // what follows from other nodes and choices
@@ -76,8 +78,8 @@ export class Tree {
   }
   messagesTo(node) {
     return this.pathTo(node)
-      .filter((each) => each.content)
-      .map(({ role, content }) => ({ role, content }));
+      .filter((each) => each.content || each.images)
+      .map(({ role, content, images }) => ({ role, content: images ? contentWith(images, content) : content }));
   }
   toJSON() {
     return { nodes: [...this.nodes] };
@@ -96,7 +98,8 @@ export class Talk {
     return new Talk(tree);
   }
   get name() {
-    const question = this.tree.path().find((node) => node.role === "user")?.content ?? "";
+    const first = this.tree.path().find((node) => node.role === "user");
+    const question = first?.content || (first?.images ? "Image" : "");
     const line = question.trim().split("\n")[0];
     const short = line.length > LONGEST_NAME ? line.slice(0, LONGEST_NAME).trimEnd() + "…" : line;
     return this.title || short || "New conversation";
@@ -142,8 +145,9 @@ export function importedTree(saved) {
       given.delete(id); // each node once: a file may name them in a circle
       if (!node || !ROLES.includes(node.role) || typeof node.content !== "string" || !Array.isArray(node.children))
         throw new Error("a message of this conversation is broken");
-      const { role, content, reasoning, edited } = node;
+      const { role, content, reasoning, edited, images } = node;
       const made = tree.add(to, { role, content, reasoning: String(reasoning ?? ""), edited: Boolean(edited) });
+      if (role === "user" && Array.isArray(images)) made.images = images.filter(isPicture);
       copy(node, made.id);
       if (from.active === id) active = made.id;
     }
@@ -154,6 +158,10 @@ export function importedTree(saved) {
   copy(root, "root");
   if (!tree.path().length) throw new Error("this conversation is empty");
   return tree;
+}
+
+function isPicture(url) {
+  return typeof url === "string" && url.startsWith("data:image/");
 }
 
 let lastId = "";
