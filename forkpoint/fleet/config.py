@@ -28,7 +28,7 @@ class FleetConfig:
         ', instead of --num-replicas: Ray Serve\'s, such as {"min_replicas": 1, "max_replicas": 4}'
     )
     ray_actor_options: Mapping[str, Any] = mapping_option(
-        ': resources of a replica, such as {"num_gpus": 1}; default: a GPU, or a CPU core if the cluster has no GPU',
+        ': resources of a replica, such as {"num_gpus": 1}; default: a GPU, or a CPU core if the cluster has no GPU'
     )
     max_ongoing_requests: int = option(
         256, "most requests that a replica has at once; others wait", Bounds(1, MAX_ONGOING)

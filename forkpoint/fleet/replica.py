@@ -37,10 +37,7 @@ class Replica:
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._url = f"http://{LOOPBACK}:{ports[0]}"
         address = LOOPBACK if on_one_machine else ray.util.get_node_ip_address()
-        self._events = {
-            "endpoint": f"tcp://{address}:{ports[1]}",
-            "replay_endpoint": f"tcp://{address}:{ports[2]}",
-        }
+        self._events = {"endpoint": f"tcp://{address}:{ports[1]}", "replay_endpoint": f"tcp://{address}:{ports[2]}"}
         self._process = start_child(run_server, *placed(engine, server, ports, address), name="server")
         # No limits, because the router counts the requests, and an answer may take long.
         self._session = aiohttp.ClientSession(

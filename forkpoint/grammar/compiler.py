@@ -36,12 +36,7 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        vocab_size: int,
-        eos_token_ids: Collection[int],
-        *,
-        compact: bool = False,
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int], *, compact: bool = False
     ) -> None:
         self._compact = compact
         self._tokenizer = tokenizer

@@ -19,15 +19,9 @@ class GraniteHybrid(Model):
     """`GraniteMoeHybridForCausalLM`."""
 
     architectures: ClassVar = ("GraniteMoeHybridForCausalLM",)
-    field_names: ClassVar = {
-        "num_local_experts": "num_experts",
-        "intermediate_size": "moe_intermediate_size",
-    }
+    field_names: ClassVar = {"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"}
     config_class: ClassVar = "granitemoehybrid.GraniteMoeHybridConfig"
-    unneeded_fields: ClassVar = (
-        "intermediate_size",
-        "num_experts_per_tok",
-    )
+    unneeded_fields: ClassVar = ("intermediate_size", "num_experts_per_tok")
     weight_names: ClassVar = (
         ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
         ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),

@@ -78,13 +78,7 @@ class KimiLinear(Model):
 
     architectures: ClassVar = ("KimiLinearForCausalLM",)
     config_class: ClassVar = "kimi_linear.KimiLinearConfig"
-    unneeded_fields: ClassVar = (
-        "head_dim",
-        "linear_head_dim",
-        "num_key_value_heads",
-        "rope_theta",
-        "use_grouped_topk",
-    )
+    unneeded_fields: ClassVar = ("head_dim", "linear_head_dim", "num_key_value_heads", "rope_theta", "use_grouped_topk")
     weight_names: ClassVar[Sequence[tuple[str, str]]] = (
         ("block_sparse_moe.", "mlp."),
         (".w1.", ".gate_proj."),
@@ -116,11 +110,7 @@ class BailingHybrid(Model):
 
     architectures: ClassVar = ("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")
     config_class: ClassVar = "bailing_hybrid.BailingHybridConfig"
-    unneeded_fields: ClassVar = (
-        "moe_shared_expert_intermediate_size",
-        "num_key_value_heads",
-        "partial_rotary_factor",
-    )
+    unneeded_fields: ClassVar = ("moe_shared_expert_intermediate_size", "num_key_value_heads", "partial_rotary_factor")
     weight_names: ClassVar[Sequence[tuple[str, str]]] = (
         ("model.word_embeddings.", "model.embed_tokens."),
         (".attention.", ".self_attn."),

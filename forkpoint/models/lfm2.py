@@ -25,12 +25,7 @@ class Lfm2(Model):
         "block_ff_dim": "intermediate_size",
     }
     config_class: ClassVar = "lfm2.Lfm2Config"
-    unneeded_fields: ClassVar[tuple[str, ...]] = (
-        "block_dim",
-        "block_norm_eps",
-        "conv_dim",
-        "num_heads",
-    )
+    unneeded_fields: ClassVar[tuple[str, ...]] = ("block_dim", "block_norm_eps", "conv_dim", "num_heads")
     defaults: ClassVar = {"rope_theta": 1e6}
     weight_names: ClassVar = (
         ("embedding_norm", "norm"),

@@ -151,11 +151,7 @@ class Mamba2(MambaModel):
         "layer_norm_epsilon": "rms_norm_eps",
     }
     config_class: ClassVar = "mamba2.Mamba2Config"
-    unneeded_fields: ClassVar = (
-        "intermediate_size",
-        "norm_before_gate",
-        "time_step_rank",
-    )
+    unneeded_fields: ClassVar = ("intermediate_size", "norm_before_gate", "time_step_rank")
 
     @classmethod
     def mixer(cls, fields: Fields) -> PartConfig:

@@ -20,12 +20,7 @@ SUPPORTED: Final = (
 )
 MODELOPT_NAME: Final = "hf_quant_config.json"
 # Small matrices that matter much for quality. Published FP8 models leave them unquantised.
-KEPT_PLAIN: Final = (
-    "lm_head",
-    r"re:.*\.gate$",
-    r"re:.*_gate$",
-    r"re:.*\.(in_proj_(ba|b|a)|[ab]_proj)$",
-)
+KEPT_PLAIN: Final = ("lm_head", r"re:.*\.gate$", r"re:.*_gate$", r"re:.*\.(in_proj_(ba|b|a)|[ab]_proj)$")
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,10 +118,7 @@ class Zamba2(Model):
     architectures: ClassVar = ("Zamba2ForCausalLM",)
     norms: ClassVar = ("input_layernorm",)
     defers_sums: ClassVar = False
-    field_names: ClassVar = {
-        "n_mamba_heads": "mamba_n_heads",
-        "mamba_ngroups": "mamba_n_groups",
-    }
+    field_names: ClassVar = {"n_mamba_heads": "mamba_n_heads", "mamba_ngroups": "mamba_n_groups"}
     config_class: ClassVar = "zamba2.Zamba2Config"
     unneeded_fields: ClassVar = (
         "attention_hidden_size",

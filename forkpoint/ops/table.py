@@ -52,13 +52,7 @@ Experts: TypeAlias = Callable[[Tensor, Any, Tensor, Tensor], Tensor]
 
 class GatedRMSNorm(Protocol):
     def __call__(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        eps: float,
-        gate_first: bool = False,
-        sigmoid: bool = False,
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool = False, sigmoid: bool = False
     ) -> Tensor:
         """Return `rmsnorm(x) * weight * silu(gate)` for each head of `[T, HV, V]`.
 

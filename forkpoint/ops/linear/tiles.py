@@ -92,12 +92,7 @@ _FEWEST: Final[Choices] = Choices(
     fast=32,
 )
 _FEW_WIDE: Final[Choices] = Choices(
-    (
-        *_FEW.tiles[:3],
-        (32, Tile(32, 64, 128, 4, 5, splits=2, turned=True)),
-        *_FEW.tiles[-2:],
-    ),
-    fast=64,
+    (*_FEW.tiles[:3], (32, Tile(32, 64, 128, 4, 5, splits=2, turned=True)), *_FEW.tiles[-2:]), fast=64
 )
 _MANY: Final[Choices] = Choices(
     (
