@@ -60,7 +60,7 @@ def run_latency(options: LatencyOptions, engine: dict[str, Any], show_progress: 
     `engine` are options of `LLM`. Prefix caching is off unless they turn it on, as in vLLM, because every batch has the
     same prompts. Raises ConfigError before anything runs, and RequestFailedError if a completion fails.
     """
-    file = None if options.output_json is None else ResultFile(options.output_json)
+    file = ResultFile(options.output_json)
     config = load_config(engine["model"], max_model_len=engine.get("max_model_len"))
     if options.input_len + options.output_len > config.max_model_len:
         raise ConfigError(
@@ -82,8 +82,7 @@ def run_latency(options: LatencyOptions, engine: dict[str, Any], show_progress: 
             return
         rounds = _counted(options.num_iters, "Bench iterations", show_progress)
         result = LatencyResult(tuple(_ask(llm, prompts, params) for _ in rounds))
-    if file is not None:
-        file.write(result.to_json())
+    file.write(result.to_json())
     yield from result.lines()
 
 

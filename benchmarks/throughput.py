@@ -83,7 +83,7 @@ def run_throughput(
     `engine` are options of `LLM`. Raises ConfigError for a dataset that needs a server and for a file that cannot be
     written, and RequestFailedError if a completion fails.
     """
-    file = None if options.output_json is None else ResultFile(options.output_json)
+    file = ResultFile(options.output_json)
     requests = draw_requests(options, dataset, engine)
     prompts: list[Any] = [request.content for request in requests]
     params = [
@@ -103,8 +103,7 @@ def run_throughput(
         num_output_tokens=sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
         num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
     )
-    if file is not None:
-        file.write(result.to_json())
+    file.write(result.to_json())
     yield from result.lines()
 
 

@@ -37,7 +37,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     """Print the table. Return 1 if a mode's answers differ from those of the cold cache, or a fault would not be
     noticed."""
     options = EvalOptions(**option_values(arguments, EvalOptions))
-    file = None if options.json is None else ResultFile(options.json)
+    file = ResultFile(options.json)
     engine = engine_options(arguments)
     model = choose_model(engine, arguments.model_tag)
     engine.pop("model", None)
@@ -51,16 +51,14 @@ def run_eval(arguments: argparse.Namespace) -> int:
         return _mutations(model, examples, file, shown)
     evaluation = evaluate(model, examples, modes=options.modes or MODES, **shown)
     print(report.table(evaluation), *report.summary(evaluation), sep="\n")
-    if file is not None:
-        file.write(report.as_json(evaluation))
+    file.write(report.as_json(evaluation))
     return int(bool(evaluation.problems))
 
 
-def _mutations(model: str, examples: Sequence[Example], file: ResultFile | None, shown: dict[str, Any]) -> int:
+def _mutations(model: str, examples: Sequence[Example], file: ResultFile, shown: dict[str, Any]) -> int:
     sensitivity = measure_sensitivity(model, examples, **shown)
     print(mutation_report.mutation_table(sensitivity), *mutation_report.mutation_summary(sensitivity), sep="\n")
-    if file is not None:
-        file.write(mutation_report.as_json(sensitivity))
+    file.write(mutation_report.as_json(sensitivity))
     return int(bool(sensitivity.problems))
 
 

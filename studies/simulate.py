@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def simulate(options: argparse.Namespace) -> int:
     """Replay traces and print a table; with --report write a folder of tables and plots."""
-    file = None if options.json is None else ResultFile(options.json)
+    file = ResultFile(options.json)
     device, traces = read_device(options), read_traces(options)
     if options.report is not None:
         plan = ReportPlan(tuple(traces), device, read_scheduler(options), options.jobs)

@@ -11,24 +11,32 @@ from forkpoint.errors import ConfigError
 
 
 class ResultFile:
-    """A result file, checked before the measurement, so that an unwritable path does not cost the result."""
+    """A result file, checked before the measurement, so that an unwritable path does not cost the result.
 
-    def __init__(self, path: str | Path) -> None:
+    Without a path nothing is checked or written.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
         """Check the path. Raises ConfigError if the file could not be written."""
-        self.path = Path(path)
-        folder = self.path.parent
-        if self.path.is_dir():
-            raise ConfigError(f"{self.path} is a folder; give a file for the result")
+        self._path: Path | None = None
+        if path is None:
+            return
+        self._path = path = Path(path)
+        folder = path.parent
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder; give a file for the result")
         if not folder.is_dir():
             raise ConfigError(
-                f"{self.path} cannot be written, because {folder} is not a folder; create it, or give another file"
+                f"{path} cannot be written, because {folder} is not a folder; create it, or give another file"
             )
-        if not os.access(self.path if self.path.exists() else folder, os.W_OK):
-            raise ConfigError(f"{self.path} cannot be written: permission denied; give another file")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise ConfigError(f"{path} cannot be written: permission denied; give another file")
 
     def write(self, content: Any) -> None:
         """Write the content as JSON. Raises ConfigError if the disk is full."""
+        if self._path is None:
+            return
         try:
-            self.path.write_text(json.dumps(content, indent=4) + "\n", encoding="utf-8")
+            self._path.write_text(json.dumps(content, indent=4) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"the result cannot be written to {self.path}: {error.strerror}") from error
+            raise ConfigError(f"the result cannot be written to {self._path}: {error.strerror}") from error

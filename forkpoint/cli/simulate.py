@@ -84,7 +84,7 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
 
 def simulate(options: argparse.Namespace) -> int:
     """Replay traces and print a table."""
-    file = None if options.json is None else ResultFile(options.json)
+    file = ResultFile(options.json)
     results = run(make_cases(options, read_traces(options), make_system), options.jobs)
     show(case_rows(results), results, file)
     return 0
@@ -117,11 +117,10 @@ def run(cases: Sequence[Case], jobs: int) -> list[CaseResult]:
         return run_cases(cases, jobs, progress)
 
 
-def show(rows: Sequence[Sequence[str]], results: Sequence[CaseResult], file: ResultFile | None) -> None:
+def show(rows: Sequence[Sequence[str]], results: Sequence[CaseResult], file: ResultFile) -> None:
     """Print the rows as a table and write the file."""
     print(markdown(rows))
-    if file is not None:
-        file.write([result.as_json() for result in results])
+    file.write([result.as_json() for result in results])
 
 
 def read_scheduler(options: argparse.Namespace) -> SchedulerConfig:
