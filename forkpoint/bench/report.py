@@ -27,13 +27,16 @@ TITLES = {
 
 def lines(found: Mapping[str, Any], load: LoadOptions, report: ReportOptions) -> Iterator[str]:
     """Yield the printed lines of the figures `found`: vLLM's, and those of the cache."""
-    rate = None if math.isinf(load.request_rate) else float(load.request_rate)
+    shown = {**found, "max_concurrency": load.max_concurrency, "request_rate": None}
+    shown["max_concurrent_requests"] = float(found["max_concurrent_requests"])
+    if not math.isinf(load.request_rate):
+        shown["request_rate"] = float(load.request_rate)
     yield f"{' Serving Benchmark Result ':=^{WIDTH}}"
     for title, name in (
         ("Successful requests:", "completed"),
         ("Failed requests:", "failed"),
-        ("Maximum request concurrency:", load.max_concurrency),
-        ("Request rate configured (RPS):", rate),
+        ("Maximum request concurrency:", "max_concurrency"),
+        ("Request rate configured (RPS):", "request_rate"),
         ("Benchmark duration (s):", "duration"),
         ("Total input tokens:", "total_input_tokens"),
         ("Total generated tokens:", "total_output_tokens"),
@@ -41,10 +44,10 @@ def lines(found: Mapping[str, Any], load: LoadOptions, report: ReportOptions) ->
         ("Request goodput (req/s):", "request_goodput"),
         ("Output token throughput (tok/s):", "output_throughput"),
         ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
-        ("Peak concurrent requests:", float(found["max_concurrent_requests"])),
+        ("Peak concurrent requests:", "max_concurrent_requests"),
         ("Total token throughput (tok/s):", "total_token_throughput"),
     ):
-        yield from _line(title, found[name] if isinstance(name, str) else name)
+        yield from _line(title, shown[name])
     for metric in report.metrics:
         short, title = TITLES[metric]
         yield f"{title:-^{WIDTH}}"

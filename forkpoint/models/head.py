@@ -30,7 +30,9 @@ class OutputHead:
 
     def whole(self, own: Tensor) -> Tensor:
         """Gather the logits of all ranks: `[R, vocab_size]`."""
-        return own if self._ranks.size == 1 else self._ranks.gather(own)[:, : self._vocab_size].contiguous()
+        if self._ranks.size == 1:
+            return own
+        return self._ranks.gather(own)[:, : self._vocab_size].contiguous()
 
     def guess(self, hidden: Tensor) -> Tensor:
         """Return the likeliest ids `[R]` for `hidden[R, H]`. They may be wrong, and the head itself verifies them.

@@ -53,7 +53,9 @@ def read_projection(
     weight = build.weights.get_matrix(f"{name}.weight", (rows, columns), cut)
     shift = build.weights.bias(name, rows, bias, cut)
     if scale != 1.0:
-        weight, shift = multiplied(weight, scale), None if shift is None else shift * scale
+        weight = multiplied(weight, scale)
+        if shift is not None:
+            shift = shift * scale
     return Projection(build.ops, weight, shift, linear)
 
 
@@ -75,9 +77,13 @@ def join_projections(
     if bias:
         shift = torch.cat([build.weights.get(f"{each}.bias", (cut.length,), cut=cut) for each, cut in named.items()])
     if scale is not None:
-        weight, shift = multiplied(weight, scale[:, None]), None if shift is None else dense(multiplied(shift, scale))
+        weight = multiplied(weight, scale[:, None])
+        if shift is not None:
+            shift = dense(multiplied(shift, scale))
     if order is not None:
-        weight, shift = take_rows(weight, order), None if shift is None else shift[order]
+        weight = take_rows(weight, order)
+        if shift is not None:
+            shift = shift[order]
     return Projection(build.ops, weight, shift)
 
 

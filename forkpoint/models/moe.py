@@ -149,8 +149,9 @@ class SparseMLP:
         self._into = ("gate", "up") if moe.gated else ("up",)  # names of an expert's input matrices
         self._in_cut, self._out_cut = Cut(-2), Cut(-1)
         if build.ranks.gathers:
-            given = moe.latent_size or hidden
-            self._in_cut, self._out_cut = WHOLE, Cut(-2) if build.ranks.cuts_rows(given) else WHOLE
+            self._in_cut = self._out_cut = WHOLE
+            if build.ranks.cuts_rows(moe.latent_size or hidden):
+                self._out_cut = Cut(-2)
         self._experts: Any = build.ops.prepare_experts(*self._read_experts(build, name))
 
     def _read_experts(self, build: Build, name: str) -> tuple[Matrix, Matrix]:
@@ -160,8 +161,9 @@ class SparseMLP:
         Where ranks gather, each rank has only its own rows of `down`.
         """
         count, inner = self._moe.num_experts, self._moe.intermediate_size
-        hidden = self._moe.latent_size or build.config.hidden_size
-        given = hidden // build.ranks.size if build.ranks.cuts_rows(hidden) else hidden
+        hidden = given = self._moe.latent_size or build.config.hidden_size
+        if build.ranks.cuts_rows(hidden):
+            given = hidden // build.ranks.size
         source, total, whole = build.weights, count + self._moe.rule.num_shared, inner % BLOCK == 0
         scaled, size = self._is_scaled(build, name), len(self._into) * inner
         gate_up = JoinedMatrix(source, (total, size, hidden), scaled, whole)

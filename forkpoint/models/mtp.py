@@ -25,9 +25,8 @@ def draft_layer(
 
     Empty if config.json has no MTP layer, or several.
     """
-    name = "mtp_num_hidden_layers"
-    name = name if fields.values.get(name) is not None else "num_nextn_predict_layers"
-    if fields.integer(name, 1, low=0) != 1:
+    others = fields.integer("num_nextn_predict_layers", 1, low=0)
+    if fields.integer("mtp_num_hidden_layers", others, low=0) != 1:
         return ()
     hidden = ShortConvConfig(channels=fields.integer("hidden_size"), width=2)
     return hidden, attention, mlp(fields, fields.integer("num_hidden_layers") - 1)

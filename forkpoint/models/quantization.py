@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from forkpoint.checks import read_json
+from forkpoint.checks import member, read_json
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.fields import Fields, canonical_name
 from forkpoint.ops.linear.scaled import BLOCK
@@ -75,8 +75,7 @@ def refuse_modelopt(folder: Path) -> None:
     """Refuse a folder whose quantisation is described in modelopt's own file. Raises UnsupportedModelError."""
     path = folder / MODELOPT_NAME
     if path.is_file():
-        inner = read_json(path).get("quantization")
-        algorithm = inner.get("quant_algo") if isinstance(inner, dict) else None
+        algorithm = member(read_json(path).get("quantization"), "quant_algo")
         raise _refused(str(path), f"modelopt's {algorithm or 'format'}")
 
 
@@ -114,7 +113,7 @@ def _read_compressed(found: Mapping[str, Any], where: str) -> Fp8Format:
 
 def _strategy(group: Any, found: Mapping[str, Any], where: str) -> str:
     """Return 'block' or 'channel' for a group whose weights are in FP8."""
-    weights = group.get("weights") if isinstance(group, dict) else None
+    weights = member(group, "weights")
     if not isinstance(weights, dict):
         raise ModelFolderError(f"{where} has a group of compressed-tensors without a 'weights' object: {group!r}")
     form = group.get("format") or found.get("format")
