@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_ops import Call, Case, ceilings, median_seconds, randn, turns
+from benchmarks.gpu_ops import Call, Case, ceilings, print_cases, randn, turns
 from benchmarks.indices import attention_index
 from benchmarks.machine import commit_hash, today
 from forkpoint.ops.metadata import AttentionIndex, KeySplits
@@ -121,13 +121,7 @@ def main() -> None:
     versions = f"torch {torch.__version__}, commit {options.commit or commit_hash()}, {today()}"
     print(f"{torch.cuda.get_device_name()}, {versions}, bfloat16")
     print(f"ceilings: copy {copy / 1e12:.2f} TB/s, matrix product {product / 1e12:.0f} TFLOP/s\n")
-    print("| operator | µs | floor µs | of the ceiling | by |\n|---|---|---|---|---|")
-    for case in cases():
-        if options.only in case.name:
-            took = median_seconds(case.make())
-            moved, computed = case.num_bytes / copy, case.flops / product
-            by, floor = "operations" if computed > moved else "bytes", max(moved, computed)
-            print(f"| {case.name} | {took * 1e6:.1f} | {floor * 1e6:.1f} | {floor / took:.0%} | {by} |", flush=True)
+    print_cases(cases(), options.only, copy, product)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from benchmarks.gpu_ops import (
     ceilings,
     ints,
     median_seconds,
+    print_cases,
     randn,
     segments,
     turns,
@@ -370,13 +371,7 @@ def main() -> None:
     print(f"commit {options.commit or commit_hash()}, {today()}")
     print(f"ceilings: copy {copy / 1e12:.2f} TB/s, matrix product {product / 1e12:.0f} TFLOP/s\n")
     if options.part != "prompts":
-        print("| operator | µs | floor µs | of the ceiling | by |\n|---|---|---|---|---|")
-        for case in steps():
-            if options.only in case.name:
-                took = median_seconds(case.make())
-                moved, computed = case.num_bytes / copy, case.flops / product
-                by, floor = "operations" if computed > moved else "bytes", max(moved, computed)
-                print(f"| {case.name} | {took * 1e6:.1f} | {floor * 1e6:.1f} | {floor / took:.0%} | {by} |", flush=True)
+        print_cases(steps(), options.only, copy, product)
     if options.part != "steps":
         print("\n| prompt | forkpoint, µs | peer | peer's, µs | ratio | relative difference | largest |")
         print("|---|---|---|---|---|---|---|")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -334,13 +334,17 @@ def main() -> None:
     commit = options.commit or commit_hash()
     print(f"{torch.cuda.get_device_name()}, {versions}, {DTYPE}, states fp32, commit {commit}, {today()}")
     print(f"ceilings: copy {copy / 1e12:.2f} TB/s, matrix product {product / 1e12:.0f} TFLOP/s\n")
+    print_cases(cases(), options.only, copy, product)
+
+
+def print_cases(cases: Iterable[Case], only: str, copy: float, product: float) -> None:
+    """Time the cases whose names contain `only`, and print them next to their floors at these two rates."""
     print("| operator | µs | floor µs | of the ceiling | by |\n|---|---|---|---|---|")
-    for case in cases():
-        if options.only in case.name:
+    for case in cases:
+        if only in case.name:
             took = median_seconds(case.make())
             moved, computed = case.num_bytes / copy, case.flops / product
-            by = "operations" if computed > moved else "bytes"
-            floor = max(moved, computed)
+            by, floor = "operations" if computed > moved else "bytes", max(moved, computed)
             print(f"| {case.name} | {took * 1e6:.1f} | {floor * 1e6:.1f} | {floor / took:.0%} | {by} |", flush=True)
 
 

@@ -19,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,8 +172,10 @@ async def _not_zero(session: aiohttp.ClientSession, name: str) -> list[str]:
     return [] if float(found[1]) == 0 else [f"{name} is {found[1]}"]
 
 
-def memory_bytes(pid: int) -> dict[int, int]:
-    """Return the resident memory of a process and its children, by pid."""
+def memory_bytes(pid: int | None) -> dict[int, int]:
+    """Return the resident memory of a process and its children, by pid; of no process for None."""
+    if pid is None:
+        return {}
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return {one: _resident_bytes(one) for one in (pid, *map(int, children))}
 
@@ -181,13 +185,29 @@ def _resident_bytes(pid: int) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def start_server(log_path: Path, *flags: str) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a server of the demo model, and return it and its address when it is ready. Exit with its log if it does
-    not start."""
+@contextmanager
+def served(url: str | None, log_path: Path) -> Iterator[tuple[str, int | None]]:
+    """Yield the address and process id of a new server of the demo model, which ends with the context.
+
+    If `url` names a running server, its address and None are yielded.
+    """
+    if url:
+        yield url, None
+        return
+    process, url = _start_server(log_path)
+    try:
+        yield url, process.pid
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _start_server(log_path: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """Return a server of the demo model and its address when it is ready. Exit with its log if it does not start."""
     from benchmarks.random_model import make_random_model
 
     command = [sys.executable, "-m", "forkpoint.cli.main", "serve", str(make_random_model()), "--port", "0"]
-    command += ["--max-model-len", "2048", "--enable-dev-endpoints", *flags]
+    command += ["--max-model-len", "2048", "--enable-dev-endpoints"]
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stderr=log)
     while process.poll() is None:
@@ -205,23 +225,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--max-growth-mib", type=float, default=64.0, help="of memory, after a third of the time")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        process, url = (None, options.url) if options.url else start_server(Path(folder) / "server.log")
-        try:
-            return _measure(url, options, process.pid if process else None)
-        finally:
-            if process is not None:
-                process.terminate()
-                process.wait(60)
+    with tempfile.TemporaryDirectory() as folder, served(options.url, Path(folder) / "server.log") as (url, pid):
+        return _measure(url, options, pid)
 
 
 def _measure(url: str, options: argparse.Namespace, pid: int | None) -> int:
     first = asyncio.run(run_load(Load(url, options.streams, options.seconds / 3)))
     problems = first.problems + asyncio.run(leftovers(url))
-    before = memory_bytes(pid) if pid else {}
+    before = memory_bytes(pid)
     second = asyncio.run(run_load(Load(url, options.streams, options.seconds * 2 / 3, seed=1)))
     problems += second.problems + asyncio.run(leftovers(url))
-    for one, held in (memory_bytes(pid) if pid else {}).items():
+    for one, held in memory_bytes(pid).items():
         growth = (held - before.get(one, 0)) / 2**20
         print(f"memory of process {one}: {held / 2**20:.1f} MiB, {growth:+.1f} MiB in the last two thirds")
         if growth > options.max_growth_mib:

@@ -19,7 +19,7 @@ from statistics import median
 
 import aiohttp
 
-from scripts.load_server import leftovers, memory_bytes, start_server
+from scripts.load_server import leftovers, memory_bytes, served
 
 NUM_PARTS = 20
 WARM_PARTS = 4  # tables that have a bound fill, the allocator's arenas and oneDNN's kernels come about
@@ -49,19 +49,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--max-growth", type=float, default=0.02, help="share of what is held after the warm-up")
     options = parser.parse_args()
-    problems: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        process, url = start_server(Path(folder) / "server.log")
-        try:
-            held: dict[int, list[float]] = {}
-            for part in range(NUM_PARTS):
-                asyncio.run(run_part(url, options.requests // NUM_PARTS, part))
-                for pid, size in memory_bytes(process.pid).items():
-                    held.setdefault(pid, []).append(size / 2**20)
-            problems += asyncio.run(leftovers(url))
-        finally:
-            process.terminate()
-            process.wait(60)
+    held: dict[int, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder, served(None, Path(folder) / "server.log") as (url, server_pid):
+        for part in range(NUM_PARTS):
+            asyncio.run(run_part(url, options.requests // NUM_PARTS, part))
+            for pid, size in memory_bytes(server_pid).items():
+                held.setdefault(pid, []).append(size / 2**20)
+        problems = asyncio.run(leftovers(url))
     for pid, sizes in held.items():
         print(f"process {pid}, MiB: " + " ".join(f"{size:.0f}" for size in sizes))
         first, last = median(sizes[WARM_PARTS : WARM_PARTS + 4]), median(sizes[-4:])

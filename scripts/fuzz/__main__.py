@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from scripts.fuzz.run import Fuzz, run_fuzz
-from scripts.load_server import start_server
+from scripts.load_server import served
 
 
 def main() -> int:
@@ -27,13 +27,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "server.log"
-        process, url = (None, options.url) if options.url else start_server(log_path)
-        try:
+        with served(options.url, log_path) as (url, _):
             report = run_fuzz(Fuzz(url, options.requests, options.workers, options.seed))
-        finally:
-            if process is not None:
-                process.terminate()
-                process.wait(60)
         log = log_path.read_text() if log_path.exists() else ""
     problems = [*report.problems, *(["a traceback in the log:\n" + log[-3000:]] if "Traceback" in log else [])]
     print(report.text())
