@@ -1,6 +1,6 @@
 """Draw what the cache holds after a conversation and its fork: docs/images/cache.svg, from a run of the demo model.
 
-    python scripts/draw_cache.py [--output FILE]
+    python -m scripts.draw_cache [--output FILE]
 
 Blocks, checkpoints and reused tokens are read from the engine's prefix tree and from its answers; nothing is made up.
 """

@@ -3,7 +3,7 @@
 Counts the package's own code outside `models` and `ops`, in a step of one greedy request of the demo model on the
 CPU. `--calls` lists the calls in their order.
 
-    python scripts/hops.py [--calls]
+    python -m scripts.hops [--calls]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """lm-eval against a server, with a cold cache and a warm one: every score has to be the same.
 
     forkpoint serve MODEL --port 8000 --enable-dev-endpoints
-    python scripts/lm_eval_cold_warm.py --url http://127.0.0.1:8000 --tokenizer MODEL
+    python -m scripts.lm_eval_cold_warm --url http://127.0.0.1:8000 --tokenizer MODEL
 
 Runs `local-completions` (choices scored by the log-probabilities of an echoed prompt, and generation) and
 `local-chat-completions` (generation) on tasks made on the spot. Exit code 1 where a score, a log-probability or an

@@ -1,7 +1,7 @@
 """Load on a server: many streams, some left in the middle, bad bodies between them; then nothing may be left over.
 
-    python scripts/load_server.py                      # a server of its own with the demo model, 256 streams, 60 s
-    python scripts/load_server.py --url http://HOST    # one that runs with --enable-dev-endpoints
+    python -m scripts.load_server                      # a server of its own with the demo model, 256 streams, 60 s
+    python -m scripts.load_server --url http://HOST    # one that runs with --enable-dev-endpoints
 
 Exit code 1 and a list of what went wrong where a good request fails, a bad one is not refused, or blocks, slots,
 open requests or memory are left over.

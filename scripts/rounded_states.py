@@ -1,4 +1,4 @@
-"""Do questions that are hard for the demo model notice that states are rounded? `python scripts/rounded_states.py`
+"""Do questions that are hard for the demo model notice that states are rounded? `python -m scripts.rounded_states`
 
 Dialogues beyond any in training: six names are tracked, up to a dozen moves each between two answers, so that the
 state has to hold what no message says. After every turn up to two names that moved twice or more are asked for. Every

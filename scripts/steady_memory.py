@@ -1,7 +1,7 @@
 """Memory of a server over many small requests, which must not grow.
 
-    python scripts/steady_memory.py                    # 20,000 requests, the demo model
-    python scripts/steady_memory.py --requests 2000
+    python -m scripts.steady_memory                    # 20,000 requests, the demo model
+    python -m scripts.steady_memory --requests 2000
 
 Prompts differ, a few at a time share a prefix, the number of rows changes all the time. Prints the memory of each
 process after every tenth of the requests; exit code 1 where the last tenths hold over `--max-growth` more than the

@@ -1,4 +1,4 @@
-"""Build the wheel, install it into an environment of its own, and use it: `python scripts/try_wheel.py`.
+"""Build the wheel, install it into an environment of its own, and use it: `python -m scripts.try_wheel`.
 
 The new environment sees the packages of the interpreter that runs this, forkpoint apart, so that nothing is fetched.
 """

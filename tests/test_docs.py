@@ -27,6 +27,8 @@ COMMAND = re.compile(
     r"^ *(?:\$ |[A-Z_]+=\S+ |.*\| )?(forkpoint|python -m evaluation)((?: [a-zA-Z-].*)?)$", re.MULTILINE
 )
 RUN = re.compile(r"python -m ((?:forkpoint|benchmarks|evaluation|scripts|studies|train)\b[\w.]*)")
+BY_PATH = re.compile(r"python ((?:benchmarks|evaluation|scripts|studies|train)/[\w/]+\.py)")
+ALONE = ("benchmarks/before_after.py", "benchmarks/gpu_peer.py")  # import nothing of the checkout themselves
 FILE = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
 # Files of checkpoints, of other projects and of users.
 ELSEWHERE = frozenset({"config.json", "generation_config.json", "tokenizer.json", "block_table.py"})
@@ -92,6 +94,14 @@ def test_modules_that_are_run_exist() -> None:
         for name in RUN.findall(page.read_text()):
             path = ROOT / name.rstrip(".").replace(".", "/")
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{page.name}: {name}"
+
+
+def test_no_file_of_a_checkout_is_run_by_its_path() -> None:
+    """Python would then not find the checkout's other folders, such as `benchmarks`, which files import."""
+    folders = ("benchmarks", "evaluation", "scripts", "studies", "train")
+    for path in (*PAGES, *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))):
+        found = BY_PATH.findall(path.read_text())
+        assert not [name for name in found if name not in ALONE], f"{path}: say python -m"
 
 
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:

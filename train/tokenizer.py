@@ -1,6 +1,6 @@
 """Train the tokenizer of the demo model on generated dialogues, and write its files.
 
-    python train/tokenizer.py --output demo_model
+    python -m train.tokenizer --output demo_model
 
 The same seed and versions of `tokenizers` and of the generator give the same files.
 """
