@@ -15,6 +15,8 @@ BITS_PER_WORD = 32
 class ForcedTokens:
     """Implements `sched.request.Grammar` for one sequence of ids."""
 
+    is_free = False
+
     def __init__(self, token_ids: IntArray, vocab_size: int) -> None:
         self._token_ids = token_ids
         self._num_words = -(-vocab_size // BITS_PER_WORD)

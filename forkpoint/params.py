@@ -32,12 +32,14 @@ MAX_STOP_CHARS: Final = 4096  # all stop strings together; this much text may be
 MAX_BAD_WORDS: Final = 1024
 MAX_BAD_WORD_CHARS: Final = 16384  # all bad words together
 MAX_SALT_CHARS: Final = 1024
+MAX_THINKING_END_CHARS: Final = 1024
 
 # Thinking stands at the start of an answer and ends with `</think>`. "none": the answer has no thinking. "optional":
 # it has thinking if it begins with `<think>`. "open": it begins inside thinking, which the prompt has opened.
 Thinking: TypeAlias = Literal["none", "optional", "open"]
 THINK: Final = "<think>"
 THINK_END: Final = "</think>"
+THINKING_END: Final = f"\n{THINK_END}\n\n"  # the end of thinking as most chat templates write it
 
 _CHECK: Final = Checker(InvalidParamsError, "sampling parameter ")
 CHOICES: Final = "a list of texts (valid Unicode), not all of them empty"
@@ -111,6 +113,8 @@ class SamplingParams:
     leave room for `max_tokens`.
     `thinking` says whether the answer begins with thinking: `open` if the prompt has opened `<think>`, `optional` if
     the model may. Stop strings and `structured_outputs` then concern only what follows `</think>`.
+    Thinking ends after `thinking_token_budget` tokens (None or -1: no limit): `thinking_end`, a text with `</think>`,
+    then follows, whatever the model would say. Tokens of the tags and of that text do not count.
     `call_openings` are texts that open a tool call. An output that begins with one of them, after any thinking, need
     not match `structured_outputs`.
     None is taken for an empty text, list or mapping, and numpy's numbers for Python's. Raises InvalidParamsError for
@@ -155,6 +159,12 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     truncate_prompt_tokens: int | None = option(None, bounds=Bounds(-1, MAX_INT32), allowed=LAST_TOKENS)
     thinking: Thinking = "none"
+    thinking_token_budget: int | None = option(
+        None,
+        bounds=Bounds(-1, MAX_INT32),
+        allowed=f"None or -1 (no limit) or an integer from 0 to {MAX_INT32}",
+    )
+    thinking_end: str = option(THINKING_END, bounds=Bounds(1, MAX_THINKING_END_CHARS))
     call_openings: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -164,6 +174,8 @@ class SamplingParams:
         _CHECK.require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, LAST_TOKENS)
         least, most = self.min_tokens, self.max_tokens
         _CHECK.require(most is None or least <= most, "min_tokens", least, f"at most max_tokens={most}")
+        ends = THINK_END in self.thinking_end
+        _CHECK.require(ends, "thinking_end", self.thinking_end, f"a text with {THINK_END}")
         value = self.structured_outputs
         ok = value is None or isinstance(value, StructuredOutputsParams)
         _CHECK.require(ok, "structured_outputs", value, "None or StructuredOutputsParams(...)")
@@ -175,7 +187,13 @@ class SamplingParams:
     @property
     def restricts_tokens(self) -> bool:
         """Whether some token ids are excluded."""
-        return self.structured_outputs is not None or self.allowed_token_ids is not None or bool(self.bad_words)
+        named = self.allowed_token_ids is not None or bool(self.bad_words)
+        return self.structured_outputs is not None or named or self.limits_thinking
+
+    @property
+    def limits_thinking(self) -> bool:
+        """Whether the answer may think, but only for a number of tokens."""
+        return self.thinking != "none" and self.thinking_token_budget not in (None, -1)
 
     @property
     def has_penalties(self) -> bool:

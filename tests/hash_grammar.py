@@ -14,6 +14,8 @@ from tests.rolling_hash import mix
 class HashGrammar:
     """Allows four ids or fewer after each output; the output is whole after `length` of them."""
 
+    is_free = False
+
     def __init__(self, vocab_size: int, length: int) -> None:
         self.length = length
         self._vocab_size = vocab_size

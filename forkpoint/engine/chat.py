@@ -86,6 +86,7 @@ class ChatTemplate:
                 self._fault = f"the model's {_own_name(tokenizer)} {OVER_LIMIT}; give another with --chat-template"
                 LOGGER.warning("%s: %s; until then chats are refused", tokenizer.hf.name_or_path, self._fault)
         self._in_parts = probed.in_parts
+        self.thinking_end = probed.without_tools.thinking_end  # the text between the thinking and the content
         notation = notation_name(tool_call_parser, tokenizer, self.source)
         self._rewriters = {
             False: Rewriter(probed.without_tools, notation),

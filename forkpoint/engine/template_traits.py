@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from forkpoint.params import MAX_THINKING_END_CHARS, THINK_END, THINKING_END
+
 Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Message]], str | None]  # None if the template refuses the conversation
 ArgumentForm: TypeAlias = Literal["any", "mapping", "text"]
@@ -53,6 +55,7 @@ class TemplateTraits:
     text_with_calls: bool = True  # content and calls of one message
     text_before_calls: bool = True  # a message with content, then one with calls
     results_of_calls: bool = True  # the role `tool` after `tool_calls`
+    thinking_end: str = THINKING_END  # the text between the thinking of an answer and its content
     results_of_text: bool = True  # the role `tool` after an assistant message without `tool_calls`
 
 
@@ -77,8 +80,16 @@ def probe_traits(render: Render, *, in_parts: bool) -> TemplateTraits:
         user_repeats=probe.shows([*lead, user(FIRST), user(SECOND), answer(THIRD), user(FOURTH)]),
         assistant_repeats=probe.shows([*lead, user(FIRST), answer(SECOND), answer(THIRD), user(FOURTH)]),
         empty_answer=probe.shows([user(FIRST), answer(""), user(SECOND)]),
+        thinking_end=_thinking_end(probe),
         **_call_traits(probe),
     )
+
+
+def _thinking_end(probe: _Probe) -> str:
+    """Return the text between thinking and content, or the usual one if the template does not show thinking."""
+    text = probe.render([probe.user(FIRST), probe.answer(THIRD, reasoning_content=SECOND)])
+    end = (text or "").partition(SECOND)[2].partition(THIRD)[0]
+    return end if THINK_END in end and len(end) <= MAX_THINKING_END_CHARS else THINKING_END
 
 
 class _Probe:

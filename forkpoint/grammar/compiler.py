@@ -12,6 +12,7 @@ from typing import Any
 
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, StructuredOutputError
+from forkpoint.grammar.budget import ThinkingBudget
 from forkpoint.grammar.masks import TokenRules, bad_word_ids
 from forkpoint.grammar.source import BYTES_SPECIAL_ID, Description, slow_name
 from forkpoint.params import THINK, THINK_END, SamplingParams, StructuredOutputsParams
@@ -62,10 +63,14 @@ class GrammarCompiler:
         if not params.restricts_tokens:
             return None
         wanted, words = params.structured_outputs, []
+        budget: ThinkingBudget | None = None
         if self._tokenizer is not None:
             words = bad_word_ids(self._tokenizer, params.bad_words)
-        elif wanted is not None or params.bad_words:
-            name = "structured_outputs" if wanted is not None else "bad_words"
+            if params.limits_thinking:
+                budget = ThinkingBudget(params, self._tokenizer, self._tokenizer.tool_call_token_ids)
+        elif wanted is not None or params.bad_words or params.limits_thinking:
+            name = "bad_words" if params.bad_words else "thinking_token_budget"
+            name = "structured_outputs" if wanted is not None else name
             raise InvalidParamsError(f"{name} need a tokenizer; start without skip_tokenizer_init")
         rules = partial(
             TokenRules,
@@ -74,6 +79,7 @@ class GrammarCompiler:
             bad_words=words,
             stop_token_ids=frozenset(stop_token_ids),
             min_tokens=params.min_tokens,
+            budget=budget,
         )
         start, failure = rules, "no token can come"
         if wanted is not None:

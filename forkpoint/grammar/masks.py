@@ -12,8 +12,10 @@ import numpy.typing as npt
 
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import StructuredOutputError
+from forkpoint.grammar.budget import ThinkingBudget
 from forkpoint.grammar.schema import complaint_in_a_line
 from forkpoint.sched.plan import IntArray
+from forkpoint.sched.request import NUM_LOOK_AHEAD
 
 MAX_TOKEN_S = 2.0  # limit in seconds for following one token; ambiguous grammars take longer with every token
 Bits = npt.NDArray[np.uint32]
@@ -25,8 +27,9 @@ class TokenRules:
     `allowed` are the only ids that may come (None: all ids). `forbidden` ids may not. No sequence of `bad_words` may be
     completed within the output. `stop_token_ids` may not come before `min_tokens`. `matcher` is an llguidance.LLMatcher
     over `num_ids` ids that has not consumed a token. Without a matcher any text is allowed. The output is complete when
-    only one of `ends` may follow. Before `min_tokens` a stop token may come if the matcher allows nothing else. Raises
-    StructuredOutputError if nothing may come.
+    only one of `ends` may follow. Before `min_tokens` a stop token may come if the matcher allows nothing else. An id
+    that `budget` forces comes even if `allowed` or `bad_words` exclude it, but not against the matcher or `min_tokens`.
+    Raises StructuredOutputError if nothing may come.
     """
 
     def __init__(
@@ -41,7 +44,10 @@ class TokenRules:
         matcher: Any = None,
         num_ids: int = 0,
         ends: Collection[int] = (),
+        budget: ThinkingBudget | None = None,
     ) -> None:
+        self._budget = budget
+        self._has_only_budget = matcher is None and allowed is None and not forbidden and not bad_words
         self._matcher = matcher
         self._num_words = -(-num_ids // 32)
         self._ends, self._no_ends = frozenset(ends), ~id_bits(ends, vocab_size)
@@ -59,6 +65,10 @@ class TokenRules:
         self._num_tokens = 0
         self._clock = time.perf_counter
         self.mask = self._next()  # the ids that may come next, `[ceil(V / 32)]`; None: the output is complete
+
+    @property
+    def is_free(self) -> bool:
+        return self._has_only_budget and (self._budget is None or self._budget.is_far(NUM_LOOK_AHEAD))
 
     def accept(self, token_id: int) -> None:
         """Follow one more token. One of `ends` completes the output.
@@ -93,6 +103,8 @@ class TokenRules:
         other = copy(self)
         if self._matcher is not None:
             other._matcher = self._matcher.deep_copy()
+        if self._budget is not None:
+            other._budget = self._budget.copy()
         return other
 
     def _allows(self, token_id: int) -> bool:
@@ -105,15 +117,22 @@ class TokenRules:
                 f"token {token_id} does not go on with what structured_outputs ask for{self._reason()}"
             )
         self._num_tokens += 1
+        if self._budget is not None:
+            self._budget.accept(token_id)
         if self._most_before:
             self._latest = [*self._latest, token_id][-self._most_before :]
         self.mask = self._next()
 
     def _next(self) -> IntArray | None:
+        matched = self._matched() if self._matcher is not None else None
+        forced = self._forced(matched)
+        if forced is not None:
+            return forced
         bits = self._permitted
-        if self._matcher is not None:
-            bits = bits & self._matched()
+        if matched is not None:
+            bits = bits & matched
             if not (bits & self._no_ends).any():
+                assert self._matcher is not None
                 if self._matcher.is_accepting():
                     return None
                 raise StructuredOutputError(
@@ -130,6 +149,22 @@ class TokenRules:
             raise StructuredOutputError(
                 f"after {self._num_tokens} tokens, allowed_token_ids, bad_words and other parameters leave no token"
             )
+        mask: IntArray = bits.view(np.int32)
+        return mask
+
+    def _forced(self, matched: Bits | None) -> IntArray | None:
+        """Return the mask of the id that ends the thinking; None if no id is forced, or if that id may not come."""
+        budget = self._budget
+        if budget is None or budget.forced_id is None:
+            return None
+        bits = id_bits([budget.forced_id], 32 * len(self._permitted))
+        if matched is not None:
+            bits &= matched
+        if self._num_tokens < self._min_tokens:
+            bits &= self._no_stops
+        if not bits.any():
+            budget.stop()
+            return None
         mask: IntArray = bits.view(np.int32)
         return mask
 

@@ -171,7 +171,6 @@ class Admission:
         scheduled.expected = None
         self._running.start(scheduled)
         scheduled.prefill_end, scheduled.num_tokens_at_admission = prefill_end, request.num_tokens
-        scheduled.waits_for_output = scheduled.waits_for_output or request.grammar is not None
         scheduled.junctions = self._cache.count_query(scheduled.lease, request.num_tokens, hit)
         scheduled.record_hit(hit)
         self._cache.count_restored(scheduled.num_restored_tokens)

@@ -83,7 +83,7 @@ class PlanBuilder:
 
     def _add(self, scheduled: ScheduledRequest, tokens: IntArray, masks: Sequence[IntArray], *, decodes: bool) -> None:
         grammar = scheduled.request.grammar
-        if grammar is None or grammar.mask is None:
+        if grammar is None or grammar.is_free or grammar.mask is None:
             masks = ()
         else:
             masks = (grammar.mask, *masks)
@@ -172,7 +172,7 @@ class PlanBuilder:
             samples[i] = end >= scheduled.num_tokens_at_admission
             optimistic[i] = begin > scheduled.request.num_tokens
             if samples[i]:
-                assert work.masks or scheduled.request.grammar is None, "a request whose output is whole was planned"
+                assert work.masks or not scheduled.request.is_constrained, "a request whose output is whole was planned"
                 masks += enumerate(work.masks, num_positions)
                 num_positions += 1 + work.num_drafts
             reading = lease.advance(end, work.decodes)

@@ -58,7 +58,7 @@ class DraftPlanner:
         deterministic mode, the number of blocks.
         """
         request, end = scheduled.request, scheduled.lease.num_planned
-        if request.grammar is not None:
+        if request.is_constrained:
             return False
         if end > request.num_tokens:
             placed = request.params.min_tokens > len(request.output_token_ids)
@@ -89,7 +89,7 @@ class DraftPlanner:
         if drafts is None or not len(drafts):
             return None, ()
         masks: Sequence[IntArray] = ()
-        if request.grammar is not None:
+        if request.grammar is not None and request.is_constrained:
             masks = _masks_after(request.grammar, drafts.tolist())
             drafts = drafts[: len(masks)]
         if not self._cache.ensure_blocks(scheduled.lease, start + 1 + len(drafts)):

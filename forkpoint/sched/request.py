@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from forkpoint.outputs import CacheReport
 from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.sched.plan import IntArray, TokenLogprobs
 
+NUM_LOOK_AHEAD: Final = 64  # more outputs than may be in flight, with drafts, when a step is planned
+
 
 class Grammar(Protocol):
     """The rules for the outputs of one request. It has followed exactly the outputs that the request has."""
@@ -20,6 +22,10 @@ class Grammar(Protocol):
     @property
     def mask(self) -> IntArray | None:
         """The ids that may come next, as bits like in TokenMasks; None: the output is whole, and nothing may come."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any id may come next, and after any ids for the next NUM_LOOK_AHEAD outputs."""
 
     def accept(self, token_id: int) -> None:
         """Follow one more output. Not called once the mask is None.
@@ -38,7 +44,7 @@ class Request:
     It ends with `max_tokens` outputs, or with one of `stop_token_ids` once `min_tokens` are out; the end-of-sequence
     ids are among them unless `ignore_eos` is set. The caller declares the `breakpoints`, in tokens. An answer with one
     of `tool_call_token_ids` contains a tool call. Requests of a smaller `priority` run first. A request with a
-    `grammar` samples only once its earlier outputs are known.
+    `grammar` that is not free samples only once its earlier outputs are known.
     """
 
     id: str
@@ -74,6 +80,11 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and not self.prompt_logprobs_done
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether its grammar may exclude an id soon."""
+        return self.grammar is not None and not self.grammar.is_free
 
     @property
     def awaits_tool(self) -> bool:

@@ -20,8 +20,8 @@ class ScheduledRequest:
 
     The lease counts its planned and its confirmed tokens. Tokens `[0, prefill_end)` go through the prefill kernels, the
     others through the decode kernels. Tokens from `num_tokens_at_admission` on were sampled in this run. Only
-    `num_to_compute` tokens are ever computed: all but the last output. A row that `waits_for_output` is planned once
-    its last output is known, or early if the DraftPlanner allows it.
+    `num_to_compute` tokens are ever computed: all but the last output. A row that `waits_for_output`, or
+    whose request is constrained, is planned once its last output is known, or early if the DraftPlanner allows it.
     """
 
     request: Request

@@ -237,7 +237,7 @@ class Scheduler:
                 continue
             elif start >= scheduled.num_to_compute:
                 continue  # its last token is in flight
-            elif scheduled.waits_for_output:
+            elif scheduled.waits_for_output or scheduled.request.is_constrained:
                 if start < scheduled.request.num_tokens or scheduled in early:
                     self._plan_decode(builder, scheduled)
             elif start % BLOCK_SIZE and start > scheduled.num_tokens_at_admission and not lease.has_duplicates:

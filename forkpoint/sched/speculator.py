@@ -49,7 +49,7 @@ class Speculator(Drafter):
         drafts: IntArray | None = None
         if count:
             drafts = self._following(request, lease, count)
-        if count and self._by_model and request.grammar is None and (drafts is None or not len(drafts)):
+        if count and self._by_model and not request.is_constrained and (drafts is None or not len(drafts)):
             drafts = np.full(count, TO_DRAFT, np.int32)
         self._given[request.id] = NONE if drafts is None else drafts
         return drafts

@@ -81,7 +81,14 @@ class PreparedTurn(PreparedRequest):
         skips = params.skip_special_tokens and not shows_tags
         may_call = schemas is not None and not plan.forced
         openings = (notation.opening, *notation.tags) if may_call else ()
-        params = replace(params, thinking=thinking, call_openings=openings, skip_special_tokens=skips)
+        params = replace(
+            params,
+            thinking=thinking,
+            thinking_token_budget=body.thinking_token_budget,
+            thinking_end=texts.thinking_end,
+            call_openings=openings,
+            skip_special_tokens=skips,
+        )
         parser = partial(
             AnswerParser,
             reasoning=thinking != "none",

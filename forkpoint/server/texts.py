@@ -26,7 +26,7 @@ from forkpoint.engine.inputs import InputProcessor, Prompt
 from forkpoint.engine.pictures import remote_urls
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ConfigError, InvalidPromptError, QueueFullError, RequestTooLargeError
-from forkpoint.params import THINK_END, SamplingParams
+from forkpoint.params import THINK_END, THINKING_END, SamplingParams
 from forkpoint.server.body import parse
 from forkpoint.server.calls.reader import Notation
 from forkpoint.server.config import ServerConfig
@@ -154,6 +154,11 @@ class Texts:
         """The notation in which the model writes tool calls."""
         template = self._chat.source if self._chat is not None else ""
         return find_notation(self.config.tool_call_parser, self.tokenizer, template)
+
+    @property
+    def thinking_end(self) -> str:
+        """The text with which the chat template ends thinking."""
+        return self._chat.thinking_end if self._chat is not None else THINKING_END
 
     @cached_property
     def may_think(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -416,8 +417,45 @@ def start(
     return RealEngine(Engine(core, inputs), core, sched, probe, layout, options)
 
 
+def forced_ids(inputs: InputProcessor, params: SamplingParams, outputs: Sequence[int]) -> list[int]:
+    """The ids that have to come next after `outputs`, because the thinking has been long enough."""
+    if not params.limits_thinking:
+        return []
+    assert inputs.tokenizer is not None and params.thinking_token_budget is not None and params.thinking == "open"
+    text = b""
+    for num_thought in range(len(outputs) + 1):
+        if b"</think>" in text or inputs.tool_call_token_ids.intersection(outputs[:num_thought]):
+            return []
+        if num_thought >= params.thinking_token_budget and not ends_within_character(text):
+            begun = max(size for size in range(len("</think>")) if text.endswith(b"</think>"[:size]))
+            end = "</think>\n\n"[begun:]
+            if text and not begun and not text.endswith(b"\n"):
+                end = "\n" + end
+            ids = inputs.tokenizer.encode(end, add_special_tokens=False)
+            early = ids[: max(params.min_tokens - num_thought, 0)]
+            num_forced = next((i for i, token in enumerate(early) if token in params.stop_token_ids), len(ids))
+            return ids[len(outputs) - num_thought : num_forced]
+        if num_thought < len(outputs):
+            text += inputs.tokenizer.token_bytes(outputs[num_thought])
+    return []
+
+
+def ends_within_character(text: bytes) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(text)
+    return bool(decoder.getstate()[0])
+
+
+def is_forced(inputs: InputProcessor, request: Request) -> bool:
+    """Whether the end of the request's thinking was forced."""
+    outputs = request.output_token_ids
+    return any(forced_ids(inputs, request.params, outputs[:i]) for i in range(len(outputs)))
+
+
 def forbidden_ids(inputs: InputProcessor, params: SamplingParams, outputs: Sequence[int]) -> set[int]:
     """The ids that `allowed_token_ids` and `bad_words` exclude after `outputs`, worked out as vLLM does it."""
+    if forced := forced_ids(inputs, params, outputs):
+        return set(range(inputs.vocab_size)) - {forced[0]}
     forbidden: set[int] = set()
     if params.allowed_token_ids is not None:
         forbidden = set(range(inputs.vocab_size)).difference(params.allowed_token_ids)

@@ -19,7 +19,7 @@ from forkpoint.params import FinishReason, SamplingParams, StructuredOutputsPara
 from forkpoint.sched.request import Request
 from tests.engine.compare import Oracle, answer, check_restrictions, check_tokens_entered, compare, not_finite
 from tests.engine.drafters import RandomDrafter
-from tests.engine.real import LATENT, MODELS, SEEING, UNCUT, WITH_MTP, ModelBank, Options, start
+from tests.engine.real import LATENT, MODELS, SEEING, UNCUT, WITH_MTP, ModelBank, Options, is_forced, start
 from tests.image_models import IMAGE
 
 LONGEST_PROMPTS = (130, 300, 700)  # of an example; with the shortest, requests outgrow a tight arena as they decode
@@ -49,6 +49,7 @@ class Draw:
 
     def __init__(self, seed: int, models: Sequence[str]) -> None:
         self.rng = np.random.default_rng([20, seed])
+        self._thoughts = np.random.default_rng([23, seed])  # drawn apart, so that the rest is what it was
         self.seed, self.models = seed, models
         self.longest, self.most_outputs = self.pick(*zip(LONGEST_PROMPTS, MOST_OUTPUTS, strict=True))
 
@@ -150,6 +151,8 @@ class Draw:
             chosen["allowed_token_ids"] = self.ids(self.pick(20, 200), vocab)
         if SEEING in self.models and self.chance(0.15):
             chosen["structured_outputs"] = StructuredOutputsParams(regex="[a-z ]{2,40}[.]")
+        if self._thoughts.random() < 0.15:
+            chosen |= {"thinking": "open", "thinking_token_budget": int(self._thoughts.integers(90))}
         if self.chance(0.1):
             chosen["truncate_prompt_tokens"] = self.pick(-1, 100, self.between(1, prompt_len + 20))
         if self.chance(0.3):
@@ -418,6 +421,7 @@ class Example:
             stop_ids=sum(isinstance(c.stop_reason, int) for c in outputs),
             eos=sum(c.finish_reason is FinishReason.STOP and c.stop_reason is None for c in outputs),
             banned=sum(bool(request.params.bad_words) for request in requests),
+            ends_of_thinking=sum(is_forced(run.engine.inputs, request) for request in requests),
             allowed=sum(request.params.allowed_token_ids is not None for request in requests),
             prompt_logprobs=sum(o.prompt_logprobs is not None for o in run.outputs.values()),
             deterministic=options.deterministic,

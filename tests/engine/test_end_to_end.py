@@ -40,6 +40,7 @@ DRAWN = [
     "eos",
     "prompt_logprobs",
     "banned",
+    "ends_of_thinking",
     "allowed",
     "deterministic",
     "fp8",

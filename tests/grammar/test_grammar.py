@@ -405,7 +405,7 @@ def test_tokens_that_may_not_come_and_dead_ends_are_errors() -> None:
             setup.vocab_size,
             allowed=only,
             matcher=setup.compiler._matcher(
-                setup.compiler._description(StructuredOutputsParams(regex="c"), special_ids={})
+                setup.compiler._description(SamplingParams(), StructuredOutputsParams(regex="c"), {setup.eos})
             ),
             num_ids=setup.vocab_size,
             ends={setup.eos},

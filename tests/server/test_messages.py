@@ -187,7 +187,6 @@ def test_thinking_is_told_where_it_is_asked_for(thinker: RunningServer) -> None:
     assert silent.type == "text"
     asked: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
     [thought] = client.messages.create(**ask("Think", **asked)).content
-    assert thinker.log.count("requests have thinking.budget_tokens, which is ignored") == 1
     assert thought.type == "thinking" and thought.thinking and thought.signature == ""
     with client.messages.stream(**ask("Think", **asked)) as stream:
         kinds = [event.type for event in stream]

@@ -18,7 +18,7 @@ SCRIPTS = {
     "thinks of json": ["Let me see: {", "\n\nthinks of json", "</think>", "\n\n", '{"a":', " 1}"],
     "opens json": ["<think>", "\nLet me see: {\n", "\nopens json", "</think>\n\n", '{ "a"', ": 2}"],
     "says json": ['{"a"', ": 3", "}"],
-    "calls": ["I call f", "\n</think>\n\n", '{"name"', ': "f", "arguments": ', '{"a": 4}', "}"],
+    "calls": ["I call f", "\n\n</think>\n\n", '{"name"', ': "f", "arguments": ', '{"a": 4}', "}"],
     "thinks and calls": [
         "I call f",
         "</think>\n\n",
@@ -34,6 +34,8 @@ SCRIPTS = {
         "</parameter>\n</function>\n",
         "</tool_call>\n",
     ],
+    "thinks long": ["one ", "two ", "three ", "four</think>", "\n\nfive"],
+    "answers": ["It is ", "six."],
     "says on": [" and so ", "it goes."],
     "goes on": [" so it is.", "\n</think>", "\n\nDone."],
 }
@@ -50,7 +52,12 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer
     folder = tmp_path_factory.mktemp("thinking")
     drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
     with scripted_server(
-        folder, SCRIPTS, "--speculative-config", drafts, template=template, after={STARTS: "goes on", SAYS: "says on"}
+        folder,
+        SCRIPTS,
+        "--speculative-config",
+        drafts,
+        template=template,
+        after={STARTS: "goes on", SAYS: "says on", "\n": "answers"},
     ) as running:
         yield running
 
@@ -85,6 +92,21 @@ def test_stop_strings_of_chat_completions_concern_the_content(http: httpx2.Clien
     content, reasoning, ending = answer_of(http, body)
     assert (reasoning.strip(), content.strip()) == ("we ponder END:\n\nagain", "Answer: 4")
     assert (ending["finish_reason"], ending["stop_reason"]) == ("stop", "END:")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("budget", "expected"), [(2, ("one two", "It is six.")), (4, ("one two three four", "five"))])
+def test_a_budget_ends_the_thinking(http: httpx2.Client, stream: bool, budget: int, expected: tuple[str, str]) -> None:
+    think = {"think": True}
+    body = chat_body("thinks long", stream=stream, thinking_token_budget=budget, chat_template_kwargs=think)
+    content, reasoning, ending = answer_of(http, body)
+    assert (reasoning.strip(), content, ending["finish_reason"]) == (*expected, "stop")
+    turn = {"model": SERVED_NAME, "temperature": 0, "chat_template_kwargs": {"script": "thinks long", **think}}
+    answer = ask(http, "/v1/responses", turn | {"input": "hello", "thinking_token_budget": budget})
+    assert answer["output"][0]["content"][0]["text"].strip() == expected[0]
+    turn |= {"max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
+    answer = ask(http, "/v1/messages", turn | {"thinking": {"type": "enabled", "budget_tokens": budget}})
+    assert answer["content"][0]["thinking"].strip() == expected[0]
 
 
 def test_stop_strings_wait_for_thinking_that_the_model_opens(http: httpx2.Client) -> None:

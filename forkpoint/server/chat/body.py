@@ -83,6 +83,9 @@ class ThinkingFields(Body):
         None, description="passed to the chat template; also sets `enable_thinking`: false for `none`, otherwise true"
     )
     reasoning: ReasoningOptions | None = None
+    thinking_token_budget: int | None = bounded(
+        "thinking_token_budget", "end the reasoning after so many tokens; -1: no limit"
+    )
 
     def thinking_variables(self, thinking: ThinkingOptions | None = None) -> dict[str, Any]:
         """Return the variables of the chat template that follow from these fields and `thinking`.

@@ -35,7 +35,7 @@ class Tool(Body):
 
 
 class Thinking(ThinkingOptions):
-    """Whether the model thinks. `budget_tokens` is ignored, which is logged once."""
+    """Whether the model thinks, and for how many tokens at most (`budget_tokens`)."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -102,8 +102,8 @@ def chat_fields(body: CountTokensBody, note: Note) -> dict[str, Any]:
         fields["response_format"] = _response_format(output_format)
     if body.messages[-1].role == "assistant":  # this message is the beginning of the answer
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    if body.thinking is not None and body.thinking.budget_tokens is not None:
-        note("requests have thinking.budget_tokens, which is ignored; give max_tokens, or thinking disabled")
+    budget = body.thinking.budget_tokens if body.thinking is not None else None
+    fields["thinking_token_budget"] = budget if body.thinking_token_budget is None else body.thinking_token_budget
     if isinstance(body, MessagesBody):
         fields |= {"include_reasoning": body.shows_thinking, "stop": body.stop_sequences}
     return {name: value for name, value in fields.items() if value is not None}
