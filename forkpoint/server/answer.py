@@ -248,7 +248,8 @@ class AnswerParser:
             self._source.mark()
             self._source.at -= 0 if kind == "opening" else len(tag)
             bare, item = kind in ("tag", "bare"), kind == "item"
-            number = yield from self._events(self._calls.read(bare=bare, in_list=item, single=self._single))
+            reading = self._calls.read(bare=bare, in_list=item, single=self._single, in_thinking=self.in_reasoning)
+            number = yield from self._events(reading)
             if number:
                 self._source.unmark()
             else:

@@ -54,19 +54,20 @@ class CallsReader:
         self._closings = tuple(filter(None, (notation.closing, *notation.closings)))
 
     def read(
-        self, *, bare: bool = False, in_list: bool = False, single: bool = False
+        self, *, bare: bool = False, in_list: bool = False, single: bool = False, in_thinking: bool = False
     ) -> Generator[Event | None, None, int]:
         """Read calls and the tags that end them, and return their number. Even if it is 0, text may have been read.
 
         `bare`: no tag has come, so only calls of declared functions count. `in_list`: the call is in a list whose
-        earlier calls were not understood. `single`: read one call only.
+        earlier calls were not understood. `single`: read one call only. `in_thinking`: the first call counts only if
+        its function is declared, because models also think about calls that they do not make.
         """
         source, calls = self._source, list[Event]()
         number = 0
         while number == 0 or not single:
             source.mark()
             in_list |= yield from self._before_call(number, in_list)
-            is_call = yield from self._call(bare, calls)
+            is_call = yield from self._call(bare, calls, declared=bare or (in_thinking and number == 0))
             if not is_call:
                 source.rewind()
                 break
@@ -91,10 +92,11 @@ class CallsReader:
             return True
         return False
 
-    def _call(self, bare: bool, calls: list[Event]) -> Generator[Event | None, None, bool]:
+    def _call(self, bare: bool, calls: list[Event], *, declared: bool) -> Generator[Event | None, None, bool]:
         """Read one call, and return whether there is one. Its reported events are appended to `calls`.
 
-        A call of a declared function is reported while it comes, another call once it is whole.
+        A call of a declared function is reported while it comes, another call once it is whole. `declared`: another
+        call is not a call.
         """
         held: list[Event] = []
         is_certain = False
@@ -116,7 +118,7 @@ class CallsReader:
                 held = []
         if is_certain:
             return True
-        if is_whole and held and not bare and (yield from self._source.matched(AFTER_CALL)) is not None:
+        if is_whole and held and not declared and (yield from self._source.matched(AFTER_CALL)) is not None:
             yield from held
             calls += held
             return True
@@ -138,7 +140,7 @@ class CallsReader:
             number = 0
             while True:
                 yield from self._before_call(number, number > 0)
-                reading = self._call(False, again)
+                reading = self._call(False, again, declared=False)
                 is_call = yield from _silently(reading)
                 if not is_call:
                     break

@@ -30,13 +30,17 @@ class Tags:
     with its `key`. `value_end`: matches at a "<" where a value may end, with one of these groups: `closed` is the
     value's own closing tag, `another` begins the next parameter, and `restart` begins the next call. A restart counts
     only if the value has more tags that end a call than tags that begin one. `call_end`: the tag that ends the
-    function. With `own_lines`, the notation puts a line end before and after each value.
+    function. `inner`: the beginning of a call within a value. `inner_end`: the end of that call; with the group `last`
+    it is also the end of the answer, so the value ends before it. With `own_lines`, the notation puts a line end before
+    and after each value.
     """
 
     head: Ending
     parameter: regex.Pattern[str]
     value_end: Ending
     call_end: str
+    inner: regex.Pattern[str]
+    inner_end: Ending
     space: regex.Pattern[str]
     own_lines: bool
 
@@ -45,6 +49,10 @@ def _tags(head: str, parameter: str, value_close: str, call_end: str, space: str
     key = parameter.format(key=KEY)
     named_key = parameter.format(key=f"(?P<key>{KEY})")
     begins = f"{CALL}{space}(?:{head}{space}(?:{key}|{call_end}))".replace("?P<name>", "")
+    tags = rf"(?:{CALL}{space})?" if call_end != CALL_END else rf"{CALL}{space}"
+    inner = rf"{tags}{head}(?={space}(?:{key}|{call_end}))"
+    over = call_end if call_end == CALL_END else rf"{call_end}(?:{space}{CALL_END})?"
+    inner_end = rf"(?P<last>(?:{value_close}{space})?{over}{space}{END})|{over}"
     structure, json = f"{key}|{call_end}|{CALL_END}|{CALL}", ""
     ends = [
         f"(?P<another>{named_key})",
@@ -59,6 +67,8 @@ def _tags(head: str, parameter: str, value_close: str, call_end: str, space: str
         regex.compile(space + named_key),
         Ending.compile("|".join([f"(?P<closed>{value_close}){space}(?:{structure}|{END})", *ends])),
         call_end,
+        regex.compile(inner),
+        Ending.compile(inner_end),
         regex.compile(f"{space}(?={call_end})"),
         own_lines,
     )
@@ -187,6 +197,7 @@ class _Value:
     strict: bool  # give the call up if another one begins in the value
     ended: bool = False
     _is_closed: bool = False  # ended by its own closing tag
+    _depth: int = 0  # calls that have begun in the value and not ended
     _balance: int = 0  # tags in the value that begin a call, minus tags that end one
     _is_first: bool = field(default=True)
 
@@ -203,7 +214,7 @@ class _Value:
                     return
                 if self.strict and source.text.startswith(CALL, source.at):
                     return
-                text = source.take(source.at + 1)
+                text = source.take((yield from self._inner_tags_end()))
             else:
                 end = source.text.find("<", source.at)
                 text = source.take(end if end >= 0 else len(source.text))
@@ -223,9 +234,24 @@ class _Value:
         if held:
             yield held
 
+    def _inner_tags_end(self) -> Generator[None, None, int]:
+        """Return the position after the tags here that begin or end a call within the value, or after this "<"."""
+        source = self.site.source
+        if self._depth and (ends := (yield from source.matched(self.tags.inner_end))) is not None:
+            self._depth -= 1
+            return ends.end()
+        if (begins := (yield from source.matched(self.tags.inner))) is not None:
+            self._depth += 1
+            return begins.end()
+        return source.at + 1
+
     def _is_end(self) -> Generator[None, None, bool]:
         """Return whether the value ends at this "<". The value's own closing tag is read, any other tag is not."""
         source = self.site.source
+        if self._depth:
+            found = yield from source.matched(self.tags.inner_end)
+            if found is None or found["last"] is None:
+                return False
         found = yield from source.matched(self.tags.value_end)
         if found is None:
             self._balance += source.text.startswith(CALL, source.at)

@@ -30,6 +30,13 @@ LING = [
         called("run", command="a </tool_call> <b> </arg_value> c"),
     ),
     condition(
+        "Ling, example calls in a value",
+        "ling3",
+        f"{ling('run', command=ling('run', command='ls') + ling('now') + '!', note='x')}\n{ling('now')}",
+        called("run", command=ling("run", command="ls") + ling("now") + "!", note="x"),
+        called("now"),
+    ),
+    condition(
         "Ling, value unclosed",
         "ling3",
         "<tool_call>run\n<arg_key>command</arg_key>\n<arg_value>ls\n<arg_key>note</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.server.conditions.condition import LS, PWD, condition, hermes, tagged, xml
+from tests.server.conditions.condition import LS, PWD, called, condition, hermes, tagged, xml
 
 THINKING = [
     condition("thinking", "hermes", "hm\n</think>\n\nSo.", content="So.", reasoning="hm", inside=True),
@@ -68,6 +68,30 @@ THINKING = [
         "It is `<tool_call>quoted</tool_call>` here.</think>So",
         content="So",
         reasoning="It is `<tool_call>quoted</tool_call>` here.",
+        inside=True,
+    ),
+    condition(
+        "whole call of an unknown function in the thinking",
+        "qwen3_coder",
+        f"One writes {tagged(xml('ls', 'other'))} there.</think>So",
+        content="So",
+        reasoning=f"One writes {tagged(xml('ls', 'other'))} there.",
+        inside=True,
+    ),
+    condition(
+        "whole JSON call of an unknown function in the thinking",
+        "hermes",
+        'It is\n<tool_call>{"name": "other", "arguments": {"a": 1}}</tool_call>\nthen.</think>So',
+        content="So",
+        reasoning='It is\n<tool_call>{"name": "other", "arguments": {"a": 1}}</tool_call>\nthen.',
+        inside=True,
+    ),
+    condition(
+        "unknown function behind a known one in the thinking",
+        "qwen3_coder",
+        f"{tagged(xml('ls'))}\n{tagged(xml('ls', 'other'))}",
+        LS,
+        called("other", command="ls"),
         inside=True,
     ),
     condition(

@@ -54,6 +54,23 @@ XML = [
         tagged(xml("a </tool_call> b </function> c")),
         called("run", command="a </tool_call> b </function> c"),
     ),
+    *(
+        condition(
+            f"example calls in a value: {name}",
+            "qwen3_coder",
+            f"{tagged(xml(value))}\n{tagged(xml('pwd'))}",
+            called("run", command=value),
+            PWD,
+        )
+        for name, value in {
+            "one": tagged(xml("ls")),
+            "one with text": f"Write\n{tagged(xml('ls', 'other'))}\nto list.",
+            "two": f"{tagged(xml('ls'))}\n{tagged(xml('pwd'))}\n",
+            "one in another": tagged(xml(f"a {tagged(xml('ls'))} b")),
+            "no outer tags": f"so: {xml('ls')}",
+            "no parameters": f"{tagged('<function=now></function>')} tells the time",
+        }.items()
+    ),
     condition(
         "a beginning in a value",
         "qwen3_coder",
