@@ -239,10 +239,10 @@ class _Value:
         source = self.site.source
         if self._depth and (ends := (yield from source.matched(self.tags.inner_end))) is not None:
             self._depth -= 1
-            return ends.end()
+            return int(ends.end())
         if (begins := (yield from source.matched(self.tags.inner))) is not None:
             self._depth += 1
-            return begins.end()
+            return int(begins.end())
         return source.at + 1
 
     def _is_end(self) -> Generator[None, None, bool]:
