@@ -47,7 +47,7 @@ class HashGrammar:
 
 
 def allowed_ids(masks: TokenMasks | None) -> dict[int, list[int]]:
-    """Of each masked position, by its index among the sampled ones."""
+    """Return the allowed ids of each masked position, keyed by its index among the sampled ones."""
     if masks is None:
         return {}
     bits = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little")

@@ -108,7 +108,7 @@ class HashMemory:
         return self._block_position[used].ravel()[:end], self._block_roll[used].ravel()[:end]
 
     def write_keys(self, blocks: IntArray, start: int, rolls: list[int]) -> None:
-        """Of the tokens of a row from `start` on."""
+        """Store the keys of a row's tokens from `start` on."""
         size = BLOCK_SIZE
         positions = np.arange(start, start + len(rolls), dtype=np.int32)
         at = blocks[positions // size], positions % size

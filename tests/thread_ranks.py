@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where threads put their tensors."""
+    """The place where threads put their tensors for each other."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)

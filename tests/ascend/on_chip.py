@@ -36,7 +36,7 @@ SAME = re.compile(r"= (memref\.(subview|cast|reinterpret_cast|expand_shape|colla
 
 
 class _Names:
-    """Which names stand for the same buffer."""
+    """Maps names of the same buffer to one name."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
@@ -53,7 +53,7 @@ class _Names:
 
 
 def _num_bytes(kind: str) -> int:
-    """Of a `memref<4x8xf32..>`; 0 for one of unknown size, which is part of another."""
+    """Return the bytes of a `memref<4x8xf32..>`; 0 for one of unknown size, which is part of another."""
     *sizes, element = kind.removeprefix("memref<").split(",")[0].rstrip(">").split("x")
     return 0 if "?" in sizes else math.prod(map(int, sizes)) * SIZES[element]
 

@@ -43,7 +43,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one model. `experts` are (number, of a token, inner, hidden)."""
+    """The sizes of one model. `experts` are (number, experts per token, inner, hidden)."""
 
     name: str
     dtype: torch.dtype
@@ -298,7 +298,7 @@ def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Ca
 
 
 def _products_in_fp8(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Of a device without 8-bit floats."""
+    """Yield products in FP8 for a device without 8-bit floats."""
     if traits_of(HOST).has_fp8:
         return
     own = s.recurrence.mixed_dim

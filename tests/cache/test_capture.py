@@ -1,4 +1,4 @@
-"""Which positions of a chunk are candidates for a checkpoint, and why."""
+"""Tests which positions of a chunk are candidates for a checkpoint, and why."""
 
 from __future__ import annotations
 

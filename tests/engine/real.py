@@ -144,7 +144,8 @@ class Options:
 
     @property
     def has_equal_bits(self) -> bool:
-        """As one rank alone: torch's products may add up otherwise where a matrix has fewer rows."""
+        """Whether all ranks give the bits of one rank: torch's products may add up otherwise in a matrix of fewer
+        rows."""
         return self.deterministic and (self.num_ranks == 1 or self.cpu_ops == "cpp")
 
     @property
@@ -184,7 +185,7 @@ class ModelBank:
         return self.models(options)[0]
 
     def models(self, options: Options) -> list[Model]:
-        """Of all ranks."""
+        """Return the models of all ranks."""
         size = options.num_ranks
         key = (*replace(options, kernel_block_sizes=()).numbers.items(), options.mtp, size)
         if key not in self._models:

@@ -235,7 +235,7 @@ def test_preemption(bench: Bench, async_scheduling: bool) -> None:
 
 
 def test_tiny_arena(bench: Bench) -> None:
-    """So little room that requests wait for each other, and what is cached gives way."""
+    """The arena is so small that requests wait for each other, and cached blocks and states are evicted."""
     layout = bench.serve().layout
     serving = bench.serve(num_pages=layout.num_pages_for(4 * 64, 3) + 1)
     for index in range(6):

@@ -115,7 +115,8 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
 
 
 def undecided(stops: list[str], text: str) -> int:
-    """As the words say it: the longest end of the text, shorter than the longest stop string, that begins one."""
+    """Return the length of the longest end of the text that begins a stop string and is shorter than the longest
+    one."""
     longest = max(map(len, stops))
     sizes = [n for n in range(1, min(longest, len(text) + 1)) if any(stop.startswith(text[-n:]) for stop in stops)]
     return max(sizes, default=0)

@@ -48,7 +48,7 @@ def test_values_that_raise_when_asked_for_their_integer_are_refused() -> None:
 
 
 def test_requests_know_what_opens_a_tool_call() -> None:
-    """Of the openings that models use, those that the vocabulary has; the engine's own process is told as well."""
+    """Requests get those openings of models' tool calls that the vocabulary has, also in the engine's own process."""
     plain = byte_level()
     assert plain.tool_call_token_ids == frozenset()
     plain.hf.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})

@@ -19,7 +19,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprob
 
 
 def _answers(folder: Path, **options: Any) -> list[Any]:
-    """Of prompts that are sent twice, in an arena too small for all that they leave."""
+    """Return the answers to prompts that are sent twice, in an arena too small for all their blocks."""
     numbers: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": 9 << 17, "max_num_batched_tokens": 128}
     chosen = {"cpu_ops": "torch", "deterministic": True, "log_level": "error", "num_threads": 1, **numbers, **options}
     with LLM(str(folder), device="cpu", **chosen) as llm:

@@ -106,7 +106,7 @@ def test_drafts_are_those_of_a_cold_run(bank: ModelBank, model: str) -> None:
 
 
 def draft_well(run: RealEngine, answers: dict[int, list[int]]) -> None:
-    """Of what the layer drafted most is put right on the device: `answers` by the length of the prompt."""
+    """Correct most of the layer's drafts on the device. `answers` are keyed by the length of the prompt."""
     runner, chance = run.probe.inner, np.random.default_rng(5)
     drafts, records = runner._drafts, runner._records
     assert isinstance(drafts, DraftGraphs) and records is not None
@@ -143,9 +143,11 @@ STOPS_LATE = [{"min_tokens": 30, "stop_token_ids": list(range(20, 400)), **kind}
 def test_a_device_plans_before_its_results(
     bank: ModelBank, deterministic: bool, interval: int, host: bool, kinds: list[dict[str, Any]]
 ) -> None:
-    """Where a step starts is worked out where its drafts are verified: ids and log-probabilities bit for bit, or ids
-    alone; the next turns go on from states that were saved at boundaries which a step might not have come to. Rows
-    whose parameters ask how many outputs there are wait for that."""
+    """The device computes where a step starts when it verifies the drafts before it.
+
+    Ids and log-probabilities are equal bit for bit, or ids alone. The next turns resume from states that were saved at
+    boundaries which a step might not have reached. Rows whose parameters need the number of outputs wait for it.
+    """
     params = [SamplingParams(seed=5, max_tokens=60, ignore_eos=True, logprobs=2, **kind) for kind in kinds]
     prompts = [[4 + (j * j + 3 * j + i) % 250 for j in range(50 + 31 * i)] for i in range(2)]
     ops = "cpp" if host and CPP else "torch"

@@ -70,7 +70,7 @@ class Deployed:
 
 
 def children(pid: int) -> list[int]:
-    """Of all threads of a process."""
+    """Return the children of all threads of a process."""
     return [
         int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
     ]

@@ -59,7 +59,7 @@ def oracle(model: Any, ids: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("family_name", [*FEW, "kimi_linear"])
 def test_no_request_waits_for_a_compiler(family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first prompts of all lengths, however they are sampled."""
+    """The first prompts of all lengths compile nothing, however they are sampled."""
     write_checkpoint(tmp_path, family_name, dtype=torch.bfloat16, max_position_embeddings=20000)
     compiled: list[str] = []
     with start(tmp_path, max_model_len=20000, kv_cache_memory_bytes=1 << 30) as llm:
@@ -83,7 +83,8 @@ def prompt_errors(llm: LLM, ids: list[int], want: Tensor) -> Tensor:
 
 
 def write_family(folder: Path, name: str) -> Any:
-    """As `write_checkpoint`. The gated norm of older releases of transformers takes all groups of a row for one."""
+    """Write a checkpoint as `write_checkpoint` does. In older releases of transformers the gated norm treats all groups
+    of a row as one."""
     options = {"mamba2": "n_groups", "bamba": "mamba_n_groups"}
     options |= dict.fromkeys(("granite_hybrid", "granite_moe"), "mamba_n_groups")
     norm = inspect.signature(transformers.models.mamba2.modeling_mamba2.MambaRMSNormGated)

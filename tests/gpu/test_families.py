@@ -36,7 +36,7 @@ def test_logits_are_those_of_torch(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp8_is_no_worse_than_torch_in_bfloat16(family: str, tmp_path: Path) -> None:
-    """Where activations are rounded to FP8 too, errors may be a few times as large."""
+    """If activations are rounded to FP8 too, errors may be a few times as large."""
     write_checkpoint(tmp_path / "widened", family)
     put_in_fp8(tmp_path / "widened", tmp_path / "fp8", "block")
     want = on_cpu(tmp_path / "fp8", "float32").log_softmax(-1)

@@ -46,7 +46,7 @@ def test_logits_are_those_of_torch_and_in_fp8_those_of_the_widened_weights(famil
 
 
 def test_embeddings_that_are_read_again_outlive_norms_that_add_in_place(tmp_path: Path) -> None:
-    """As those of GPUs do, from the second layer on."""
+    """Norms on GPUs add in place from the second layer on."""
     write_checkpoint(tmp_path, "zamba2", layers_block_type=["mamba"] * 3 + ["hybrid"] * 2 + ["mamba"] * 4)
     ops = torch_table()
 

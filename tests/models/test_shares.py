@@ -34,7 +34,7 @@ ALIKE = {
 
 
 def logits(folder: Path, ranks: Ranks, **options: Any) -> tuple[Tensor, int]:
-    """Of a prompt in two chunks and two tokens more, and the bytes of a slot and a block together."""
+    """Return the logits of a prompt in two chunks and two more tokens, and the bytes of a slot and a block together."""
     ops = select_table("auto", ranks.gathers or options.pop("deterministic", False), False)
     model = load_model(folder, ops=ops, ranks=ranks, **options)
     driver = Driver(model, num_blocks=8, num_slots=4)

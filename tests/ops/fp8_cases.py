@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def scaled(*shape: int, layout: str, dtype: torch.dtype, device: torch.device = CPU) -> ScaledMatrix:
-    """By block; with a scale for each row of a block, as joints off the blocks have them; or one for each row."""
+    """Return a random FP8 matrix with scales by block, by row, or by row and block as joined matrices may have."""
     weight = torch.randn(*shape) * shape[-1] ** -0.5 * torch.exp(torch.randn(*shape[:-1], 1))
     made = quantise(weight.to(device, dtype))
     if layout == "block":

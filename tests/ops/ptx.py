@@ -171,7 +171,7 @@ def permuted(a: Lanes, b: Lanes, choice: Lanes) -> Lanes:
 
 
 def result(warp: Warp, parts: list[str], operands: list[str]) -> Lanes:
-    """Of what neither branches nor touches memory."""
+    """Return the result of an instruction that neither branches nor touches memory."""
     name, of = parts[0], kind(parts[-1]) if parts[-1] != "f32" else np.dtype(np.float32)
 
     def given(*kinds: Any) -> list[Lanes]:

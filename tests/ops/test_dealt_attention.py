@@ -64,7 +64,8 @@ class Case:
         return caches[0], caches[1], index
 
     def answers(self, ranks: Ranks) -> Tensor:
-        """Of a layer whose keys are dealt, and of one in a group of its own that each rank keeps whole."""
+        """Return the outputs of a layer whose keys are dealt, and of a layer in its own group that each rank keeps
+        whole."""
         q = self.tensors()[0]
         deal = Deal(ranks.rank, ranks.size, self.interleave)
         dealt = attend_dealt(q, *self.group(deal, self.kernel_block, 2), SCALE, ranks)

@@ -39,7 +39,7 @@ def test_every_code_is_widened_exactly() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [1, 18, 130])
 def test_products(rows: int, layout: str) -> None:
-    """Of one row, of few, and of so many that the matrix is widened first; halves that end with blocks, and not."""
+    """Products of one row, of a few, and of so many that the matrix is widened first. Halves end at a block or not."""
     torch.manual_seed(rows)
     x = torch.randn(rows, WIDTH).to(DEVICE, torch.bfloat16)
     for outputs in (256, 208):

@@ -98,7 +98,8 @@ class Rows:
         return attention_index(queries, kv_lens, self.table, none, decodes, lines)
 
     def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """By the table's own operator, which leaves keys without norm and rotation as they are."""
+        """Store keys and values with the table's own operator, which leaves keys unchanged without norm and
+        rotation."""
         at = torch.zeros(len(k), dtype=torch.int64, device=DEVICE)
         self.ops.qk_norm_rope_write(k.clone(), k.clone(), v, None, None, at, *self.caches, slots, self.scales)
 

@@ -46,7 +46,7 @@ class _Rows:
         self.slots = [-1, 1, 2]
 
     def index(self, sizes: list[int]) -> tuple[RecordIndex, dict[int, tuple[int, int]]]:
-        """Of a step of so many tokens a row, and what is to be found in which slot: (row, position)."""
+        """Return the index of a step with these tokens per row, and the (row, position) that each slot has to hold."""
         count = len(FIRST)
         due = [
             max(written, at // self.interval * self.interval) for at, written in zip(self.at, self.written, strict=True)
@@ -158,7 +158,7 @@ def _run(table: str, shape: Recurrence, decay: str, most: int, interval: int, al
 
 
 def test_rows_with_drafts_may_be_padded_to_as_many_as_there_are_tokens() -> None:
-    """As in graphs of steps that prefill."""
+    """Graphs of steps that prefill pad rows like this."""
     shape, most, num_rows, found = FEW[0], 3, 8, []
     case = recurrence_case(num_rows, shape, "slow", torch.bfloat16)
     start = padded_pool(2, (shape.num_v_heads, shape.value_dim, shape.key_dim))
@@ -229,7 +229,7 @@ def test_a_draft_that_is_not_finite_counts_for_none_before_it() -> None:
 
 
 def test_a_row_of_no_tokens_leaves_nothing_behind_those_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the convolution is in the launch, gates of a token behind them are not there."""
+    """If the launch runs the convolution too, there are no gates after the last row's tokens."""
     spec, width, interval, found = Recurrence(1, 2, 16, 8), 4, 8, []
     plain = Tensor.new_empty
 

@@ -89,7 +89,7 @@ def test_mamba2_is_transformers() -> None:
 
 @torch.no_grad()
 def test_a_constant_step_of_one_is_lightning_attention() -> None:
-    """As in MiniMax: the softplus of 0.5413 is 1."""
+    """MiniMax has a constant step, and the softplus of 0.5413 is 1."""
     config = MiniMaxConfig(hidden_size=48, num_attention_heads=4, head_dim=16, num_local_experts=2, block_size=64)
     theirs = MiniMaxLightningAttention(config, 1).eval()
     q, k, v = F.silu(theirs.qkv_proj(x := torch.randn(1, 100, 48)))[0].view(100, 4, 48).split(16, -1)

@@ -1,4 +1,4 @@
-"""Which tokens may be sampled: the reference against a definition by brute force, and against transformers."""
+"""Tests which tokens may be sampled: the reference against a brute-force definition, and against transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def columns(cuts: list[Cut], uniform: list[float]) -> SamplingColumns:
 
 
 def probabilities(row: Tensor, cut: Cut) -> Tensor:
-    """Of each id, in float64: the definition, one class of equal logits after the other."""
+    """Return the probability of each id in float64, by the definition, one class of equal logits after the other."""
     x = row.double()
     weights = torch.exp((x - x.max()) / cut.temperature)
     kept = x >= row.max() + torch.tensor(cut.reach, dtype=torch.float32)

@@ -25,7 +25,7 @@ SIZE = 3
 
 
 def come(inbox: Tensor, rank: int, x: Tensor, number: int, by_row: bool = False) -> None:
-    """As if `rank` had sent `x`, so that who comes first need not wait."""
+    """Write to the inbox as if `rank` had sent `x`, so that the first rank need not wait."""
     words = x.reshape(-1).view(torch.int32).long() & 0xFFFFFFFF | number << 32
     for program, piece in enumerate(words.split(x.shape[-1] // 2 if by_row else words_each(len(words)))):
         place = (((number & 1) * PROGRAMS + program) * SIZE + rank) * WORDS

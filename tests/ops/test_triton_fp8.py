@@ -59,7 +59,7 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype, narrows: bool = False) 
 
 
 def rounded(x: Tensor) -> Tensor:
-    """As `narrow` rounds it."""
+    """Round x as `narrow` does."""
     codes, scales = narrow(x, 128)
     return (codes.double() * scales.repeat_interleave(128, 1)[:, : x.shape[1]])[: len(x)]
 
@@ -274,7 +274,7 @@ def test_what_products_read_is_rounded_as_it_is_made(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("layout", ["block", "channel"])
 def test_two_matrices_in_one_launch(layout: str) -> None:
-    """Of one row: the bits of the first are those of a launch of its own."""
+    """With one row, the bits of the first product are those of its own launch."""
     torch.manual_seed(0)
     x, first = torch.randn(1, 256).to(DEVICE, torch.bfloat16), scaled(136, 256, layout=layout, dtype=torch.bfloat16)
     packed, beside = OURS.prepare_linear(first, None), OURS.prepare_linear(torch.randn(7, 256).to(x), None)

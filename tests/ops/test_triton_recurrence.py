@@ -97,7 +97,7 @@ def test_shapes(shape: Recurrence) -> None:
 
 @pytest.mark.parametrize("shape", [SMALL, KEYS], ids=str)
 def test_segments_in_parts_are_those_of_one_launch(shape: Recurrence, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a device whose launches have few programs."""
+    """A device whose launches have few programs runs segments in parts."""
     case, pool = moved(recurrence_case(140, shape, "slow")), pool_for(shape)
     other = copy_pool(pool)
     index = on_device(segments([5, 70, 65], [1, -1, 2], [0, 3, -1], [[], [(64, 4)], [(65, 5)]]))

@@ -95,7 +95,7 @@ def test_catching_up(drafts: bool, has_kv: bool, most: int, padding: int) -> Non
 
 @pytest.mark.parametrize("width", [40, 1030])
 def test_newest_hidden_states(width: int) -> None:
-    """Of rows with pending tokens and without, bit for bit; windows lie apart."""
+    """Rows with and without pending tokens match the reference bit for bit. Windows are not contiguous."""
     pool, records = torch.randn(5, 2, width + 8)[:, -1, :width].bfloat16(), torch.randn(4, MOST, width).bfloat16()
     given = (pool, records, longs([4, 0, 2]), longs([1, 3, 0]), longs([0, 3, 1]))
     want = reference.newest(*given)

@@ -90,7 +90,7 @@ def test_logits_that_are_all_negative() -> None:
 
 
 def test_the_copy_has_the_nearest_numbers() -> None:
-    """Of four bits and a row's scale, in the order of columns that a byte's halves have."""
+    """The copy has four bits and a scale for each row. Its columns are in the order of a byte's halves."""
     weight = head(FEW, 2 * UNIT, padding=24)
     named = Shortlist(weight, FEW)
     codes, scales = named._codes[:FEW].cpu().long(), named._scales[:FEW].cpu() / 64
@@ -125,7 +125,7 @@ def test_what_is_no_number_finds_an_id_all_the_same(value: float) -> None:
 
 
 def test_nearly_all_ids_are_those_of_the_head_where_logits_lie_close_together() -> None:
-    """Of random states; the copy alone finds few of them."""
+    """The states are random. The copy alone would find few of the ids."""
     torch.manual_seed(0)
     num_ids = 248_320 if ON_GPU else 4 * 16 * TILE.value
     weight, hidden = head(num_ids, UNIT), torch.randn(128, UNIT).to(DEVICE, torch.bfloat16)

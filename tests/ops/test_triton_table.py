@@ -1,4 +1,4 @@
-"""Which operators Triton serves, and that a machine without a GPU never loads it."""
+"""Tests which operators Triton serves, and that a machine without a GPU never loads it."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ def test_tokens_that_pad_a_recorded_step_become_zeros() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="the tests above run what is compiled")
 def test_compiled_for_a_gpu_rows_with_drafts_have_the_bits_of_plain_decodes() -> None:
-    """Which product is fused with which sum is the compiler's choice in each kernel; the interpreter fuses none."""
+    """The compiler chooses in each kernel which product is fused with which sum. The interpreter fuses none."""
     cases = "triton and (recurrence or scan or convolution) and not dtype1"  # whose states hide last bits
     command = [sys.executable, "-m", "pytest", "-p", "tests.ops.on_ptx", __file__, "-k", cases]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})

@@ -1,4 +1,4 @@
-"""Where requests go, by what replicas publish."""
+"""Tests where requests go, given what replicas publish."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def arena(request: pytest.FixtureRequest) -> ArenaBuffer:
 
 
 def views(arena: ArenaBuffer, kind: MoveKind) -> list[torch.Tensor]:
-    """By block or slot; a block's kernel blocks in a row."""
+    """Return views by block or slot. A block's kernel blocks are one dimension."""
     if kind is MoveKind.SLOT:
         return [pool for *_, pool in arena.states]
     return [view.unflatten(0, (arena.num_blocks, arena.layout.kernel_blocks)) for view in arena.block_views]

@@ -94,7 +94,7 @@ class Replays:
             value[...] = old
 
     def submit(self, windows: tuple[int, ...], chunks: tuple[int, ...]) -> SubmittedStep:
-        """Of each kind the last rows, so that their numbers are not their places."""
+        """Submit the last rows of each kind, so that their numbers differ from their places."""
         plan, known = list[Row](), self.runner.batch.rows
         for row, size in enumerate(windows, 2 - len(windows)):
             given = (self.ends[row], [-1, *[TO_DRAFT] * (size - 1)], self.slots[row], self.slots[row])

@@ -286,7 +286,7 @@ def test_sampled_ids_are_counted() -> None:
 
 
 def test_counts_take_their_room_at_once() -> None:
-    """So that what was left for them beside the arena is all that they ever need."""
+    """The room that is left for the counts next to the arena is all that they ever need."""
     params, counts = SamplingParams(presence_penalty=1.0), TokenCounts(9, VOCAB, CpuPlatform())
     row(SamplingParams(), counts=counts)
     assert counts.table.numel() == 0

@@ -69,8 +69,8 @@ class GoingAhead(Drafting):
 
 
 class Noted(GoingAhead):
-    """Of each row that goes ahead, whether one block has all that it may compute, however many drafts in flight
-    count."""
+    """Notes for each optimistic row whether one block holds all that it may compute, however many drafts in flight are
+    accepted."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

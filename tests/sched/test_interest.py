@@ -14,7 +14,7 @@ words = st.text("ab", max_size=6)
 
 
 def history(word: str) -> list[BlockHash]:
-    """As chained hashes: each stands for all up to its end."""
+    """Return hashes like chained ones: each stands for all tokens up to its end."""
     return [BlockHash(word[:end].encode()) for end in range(1, len(word) + 1)]
 
 

@@ -1,4 +1,4 @@
-"""Where drafts come from, and how many of them are worth their time."""
+"""Tests where drafts come from, and how many of them are worth their time."""
 
 from __future__ import annotations
 

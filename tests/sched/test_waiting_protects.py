@@ -51,7 +51,7 @@ def test_what_waiting_requests_resume_from_stays(name: str, policy: str) -> None
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_nothing_stays_expected(name: str) -> None:
-    """By requests that ran, and by those that left the queue. The first of them waits for nobody."""
+    """Requests that ran, and requests that left the queue, expect nothing any more. The first waits for no other."""
     harness = filled(name, "cost")
     for index in range(4):
         harness.add(f"again {index}", np.concatenate([PROMPTS["one"], tokens(index, 10)]))

@@ -48,7 +48,7 @@ KEY = {"Authorization": "Bearer k"}
 
 
 def test_all_is_there_under_the_prefix_and_without_it(client: httpx2.Client) -> None:
-    """As proxies send it on that take the prefix off, and as those that do not."""
+    """Some proxies remove the prefix from the path, and others keep it."""
     for prefix in ("/models/one", ""):
         page = client.get(prefix + "/")
         assert page.status_code == 200 and 'src="static/main.js"' in page.text

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("openai_client.mjs")
 
 
 def node_modules() -> Path | None:
-    """Where the package is: named by OPENAI_NODE_MODULES, or installed globally."""
+    """Return the folder of the package: the one that OPENAI_NODE_MODULES names, or the global one."""
     folders = [os.environ.get("OPENAI_NODE_MODULES", "")]
     if shutil.which("npm"):
         folders.append(subprocess.run(["npm", "root", "-g"], capture_output=True, text=True).stdout.strip())

@@ -166,7 +166,7 @@ def test_one_that_dies_of_a_grammar_ends_its_request_alone(slow: RunningServer) 
 
 
 def test_readers_shield_the_engine_and_end_with_the_server(tiny_model: Path, tmp_path: Path) -> None:
-    """Where memory runs out they go first. Nothing is left after the server was killed."""
+    """If memory runs out, readers are killed first. Nothing is left after the server was killed."""
     running = start_server(tiny_model, tmp_path, "--chat-template", SLOW).wait_ready()
     pool = ThreadPoolExecutor(1)
     answer = pool.submit(chat, running)

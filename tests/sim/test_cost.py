@@ -59,7 +59,8 @@ def test_more_work_takes_longer() -> None:
 
 
 def test_a_step_with_drafts_costs_its_tokens_and_one_pass_over_the_states() -> None:
-    """By hand: 3 drafts in each of 8 rows are 32 tokens to the products, the head and attention, and 8 states."""
+    """Compare with values by hand: 3 drafts in each of 8 rows are 32 tokens for products, head and attention, and 8
+    states."""
     model, shape = CostModel(QWEN3_5_9B, H200), QWEN3_5_9B
     load = StepLoad(num_decodes=8, num_drafts=24, decode_kv_tokens=32 * 1000, num_sampled=32)
     parts, plain = model.parts(load), model.parts(replace(load, num_drafts=0, decode_kv_tokens=8000, num_sampled=8))

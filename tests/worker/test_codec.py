@@ -30,7 +30,7 @@ PARAMS = [
 
 @functools.cache
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Of any type that a plan or a result declares."""
+    """Return values of any type that a plan or a result declares."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is SamplingParams:
         return st.sampled_from(PARAMS)
@@ -61,7 +61,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Of the same types, too; NaN is NaN."""
+    """Return whether both are equal and of the same types. NaN equals NaN."""
     if type(first) is not type(second):
         return False
     if isinstance(first, np.ndarray):
