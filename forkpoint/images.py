@@ -21,7 +21,8 @@ DIGEST_BYTES: Final = 32
 class ImageSpan:
     """The placeholder tokens of one image: `[start, end)` of a prompt, `num_rows` rows of `num_columns` tokens.
 
-    `pixels` `[height, width, 3]` are what the vision tower reads. `digest` identifies the pixels and their shape.
+    The vision tower reads `pixels` at once: `[height, width, 3]` of a picture or a part of one, or `[frames, height,
+    width, 3]` of consecutive frames of a video. `digest` identifies the pixels and their shape.
     """
 
     start: int
@@ -33,8 +34,8 @@ class ImageSpan:
     @classmethod
     def of(cls, start: int, pixels: PixelArray, token_side: int) -> ImageSpan:
         """Return the span of an image whose tokens stand for squares of `token_side` pixels."""
-        height, width, _ = pixels.shape
-        content = struct.pack("<II", height, width) + pixels.tobytes()
+        *_, height, width, _ = pixels.shape
+        content = struct.pack(f"<{pixels.ndim}I", pixels.ndim, *pixels.shape[:-1]) + pixels.tobytes()
         digest = blake2b(content, digest_size=DIGEST_BYTES, person=b"forkpoint-image").digest()
         return cls(start, height // token_side, width // token_side, digest, pixels)
 

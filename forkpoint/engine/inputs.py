@@ -15,7 +15,10 @@ import numpy.typing as npt
 from forkpoint.checks import shown
 from forkpoint.config import StructuredOutputsConfig
 from forkpoint.engine.image_processor import NO_IMAGES, ImageProcessor
+from forkpoint.engine.placeholders import Expansion, expand, image_expansions, video_expansions
 from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.engine.videos import EXAMPLE as VIDEO_EXAMPLE
+from forkpoint.engine.videos import Video, read_videos
 from forkpoint.errors import InvalidParamsError, InvalidPromptError
 from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.images import ImageSpan
@@ -162,18 +165,24 @@ class InputProcessor:
         ]
 
     def _prompt_of_mapping(self, given: Mapping[str, object], params: SamplingParams | None) -> Prompt:
-        """Read a prompt and its images. The placeholders of images count as one token each until they are expanded."""
+        """Read a prompt, its images and its videos. A placeholder counts as one token until it is expanded."""
         key = next((key for key in ("prompt_token_ids", "prompt") if given.get(key) is not None), None)
         if key is None:
             raise InvalidPromptError(f"a prompt dict needs 'prompt' or 'prompt_token_ids'; it has {shown(list(given))}")
         inner: Any = given[key]
-        pictures = _pictures(given.get("multi_modal_data"))
-        if not pictures:
+        pictures, videos = _media(given.get("multi_modal_data"))
+        if not pictures and not videos:
             return self.prompt(inner, params)
         if self.images is None:
             raise InvalidPromptError(NO_IMAGES)
         processor = self.images.with_kwargs(processor_kwargs(given.get("mm_processor_kwargs")))
-        return self.prompt(with_images(self.prompt(inner), processor, pictures), params)
+        prompt, started_s = self.prompt(inner), time.perf_counter()
+        expansions = list[Expansion]()
+        if pictures:
+            expansions += image_expansions(prompt.token_ids, processor, pictures)
+        if videos:
+            expansions += video_expansions(prompt.token_ids, processor, videos, self.tokenizer)
+        return self.prompt(_expanded(prompt, expansions, processor.settings.token_side, started_s), params)
 
     def _check_ids(self, token_ids: np.ndarray[tuple[int, ...], np.dtype[np.integer]]) -> None:
         if not len(token_ids):
@@ -239,40 +248,19 @@ def with_images(
     The placeholders are the tokens at `places`, or all image tokens of the prompt if that is None. `details` are the
     pictures' own `detail`. Raises InvalidPromptError if there are more or fewer placeholders than pictures.
     """
-    token_id = processor.settings.image_token_id
-    at = np.flatnonzero(prompt.token_ids == token_id).tolist() if places is None else list(places)
-    if len(at) != len(pictures):
-        raise InvalidPromptError(
-            f"the prompt has {len(at)} placeholders for images (token id {token_id}) and {len(pictures)} images; give "
-            "one placeholder for each image"
-        )
     started_s = time.perf_counter()
-    images, ends = list[ImageSpan](), list[int]()
-    pieces, done, num_tokens = list[npt.ArrayLike](), 0, 0
-    counts = np.ones(len(prompt.token_ids), np.int64)
-    for place, parts in zip(at, processor.parts_of(pictures, details), strict=True):
-        pieces.append(prompt.token_ids[done:place])
-        num_tokens += place - done
-        start = num_tokens
-        for part in parts:
-            if isinstance(part, int):
-                pieces.append([part])
-                num_tokens += 1
-            else:
-                image = ImageSpan.of(num_tokens, part, processor.settings.token_side)
-                images.append(image)
-                pieces.append([token_id] * image.num_tokens)
-                num_tokens = image.end
-        counts[place], done = num_tokens - start, place + 1
-        ends.append(num_tokens)
-    pieces.append(prompt.token_ids[done:])
-    positions = np.concatenate(([0], np.cumsum(counts)))
-    moved = {int(positions[position]) for position in prompt.breakpoints} | set(ends)
+    expansions = image_expansions(prompt.token_ids, processor, pictures, places, details)
+    return _expanded(prompt, expansions, processor.settings.token_side, started_s)
+
+
+def _expanded(prompt: Prompt, expansions: Sequence[Expansion], token_side: int, started_s: float) -> Prompt:
+    found = expand(prompt.token_ids, expansions, token_side)
+    moved = {int(found.positions[position]) for position in prompt.breakpoints} | set(found.ends)
     return replace(
         prompt,
-        token_ids=np.concatenate([np.asarray(piece, np.int32) for piece in pieces]),
+        token_ids=found.token_ids,
         breakpoints=tuple(sorted(moved)),
-        images=tuple(images),
+        images=found.images,
         images_s=time.perf_counter() - started_s,
     )
 
@@ -286,18 +274,18 @@ def processor_kwargs(given: object) -> Mapping[str, Any] | None:
     return given
 
 
-def _pictures(data: object) -> list[Any]:
-    """Return the images of `multi_modal_data`. Raises InvalidPromptError for data of another kind."""
+def _media(data: object) -> tuple[list[Any], list[Video]]:
+    """Return the images and the videos of `multi_modal_data`. Raises InvalidPromptError for data of another kind."""
     if data is None:
-        return []
-    if not isinstance(data, Mapping) or set(data) - {"image"}:
+        return [], []
+    if not isinstance(data, Mapping) or set(data) - {"image", "video"}:
         raise InvalidPromptError(
-            f"multi_modal_data={shown(data)} is not understood; give {{'image': a PIL image or a list of them}}"
+            f"multi_modal_data={shown(data)} is not understood; give {{'image': a PIL image or a list of them}}, or "
+            f"{{'video': {VIDEO_EXAMPLE}}}"
         )
     found = data.get("image")
-    if found is None:
-        return []
-    return list(found) if isinstance(found, list | tuple) else [found]
+    pictures = list(found) if isinstance(found, list | tuple) else [found]
+    return [each for each in pictures if found is not None], read_videos(data.get("video"))
 
 
 def sequence_id(request_id: str, index: int) -> str:

@@ -10,11 +10,10 @@ from typing import Any, ClassVar, Final, Self
 
 from forkpoint.checks import read_json
 from forkpoint.errors import InvalidPromptError, ModelFolderError
-from forkpoint.image_families.settings import MAX_SIDE, ImageSettings, Values, View
+from forkpoint.image_families.settings import MAX_SIDE, ImageSettings, Values, View, check_aspect
 
 MAX_VIEW_TOKENS: Final = 4096
 MAX_TILES: Final = 100
-MAX_ASPECT: Final = 200  # of the longer side to the shorter one; the model's own processor has no limit
 START, END, THUMBNAIL = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"
 
 
@@ -80,11 +79,7 @@ class Lfm2VlImages(ImageSettings):
         return replace(self, **values)
 
     def layout(self, height: int, width: int) -> list[View | int]:
-        if max(height, width) > MAX_ASPECT * min(height, width):
-            raise InvalidPromptError(
-                f"an image has {width}x{height} pixels; its longer side may be at most {MAX_ASPECT} times the "
-                "shorter one"
-            )
+        check_aspect(height, width)
         whole = View.whole(*self._resized(height, width))
         parts: list[View | int] = [whole]
         if self.do_image_splitting and self._is_large(height, width):

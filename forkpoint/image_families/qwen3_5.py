@@ -1,20 +1,29 @@
-"""Images of Qwen3.5 and 3.6: one view, of about the picture's own size."""
+"""Images and videos of Qwen3.5 and 3.6: one view, of about the picture's own size, and pairs of frames."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
-from forkpoint.errors import InvalidPromptError
-from forkpoint.image_families.settings import MAX_PIXELS, MAX_SIDE, ImageSettings, Values, View
+from forkpoint.image_families.settings import (
+    MAX_PIXELS,
+    MAX_SIDE,
+    ImageSettings,
+    Values,
+    VideoSettings,
+    View,
+    check_aspect,
+    read_processor,
+)
 
 DEFAULT_MAX_PIXELS: Final = 1 << 22  # 4,096 tokens; the tower's attention grows with the square
-MAX_ASPECT: Final = 200  # of the longer side to the shorter one, as in the model's own processor
 # What the processors of published folders say. The names of the two areas speak of edges.
 DEFAULT_SIZE: Final[Mapping[str, int]] = {"shortest_edge": 1 << 16, "longest_edge": 1 << 24}
+DEFAULT_VIDEO_SIZE: Final[Mapping[str, int]] = {"shortest_edge": 4096, "longest_edge": 25165824}
+TOKEN_IDS: Final = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +38,7 @@ class Qwen35Images(ImageSettings):
     @classmethod
     def read(cls, folder: Path, config: Values, processor: Values) -> Self:
         vision, size = config.inner("vision_config"), processor.inner("size", DEFAULT_SIZE)
-        return cls(
+        found = cls(
             image_token_id=config.integer("image_token_id", None, 2**31 - 1, 0),
             patch_size=vision.integer("patch_size", 16, MAX_SIDE),
             merge_size=vision.integer("spatial_merge_size", 2, MAX_SIDE),
@@ -38,6 +47,27 @@ class Qwen35Images(ImageSettings):
             mean=processor.channels("image_mean"),
             std=processor.channels("image_std", above=0.0),
         )
+        if any(config.values.get(name) is None for name in TOKEN_IDS):
+            return found
+        token_id, start_id, end_id = (config.integer(name, None, 2**31 - 1, 0) for name in TOKEN_IDS)
+        size = read_processor(folder, "video").inner("size", DEFAULT_VIDEO_SIZE)
+        video = VideoSettings(
+            token_id=token_id,
+            start_id=start_id,
+            end_id=end_id,
+            num_frames=vision.integer("temporal_patch_size", 2, 16, 2),
+            side=found.token_side,
+            min_pixels=size.integer("shortest_edge", None, 2**40),
+            max_pixels=size.integer("longest_edge", None, 2**62),
+            max_frame_pixels=found.max_pixels,
+        )
+        return replace(found, video=video)
+
+    def _replaced(self, given: Mapping[str, Any]) -> Self:
+        found = replace(self, **given)
+        if self.video is None:
+            return found
+        return replace(found, video=replace(self.video, max_frame_pixels=found.max_pixels))
 
     def layout(self, height: int, width: int) -> list[View | int]:
         return [View.whole(*self.resized(height, width))]
@@ -45,12 +75,8 @@ class Qwen35Images(ImageSettings):
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width that an image is resized to: multiples of a token's side, of about the same shape
         and with an area within the bounds. Raises InvalidPromptError for an image that is too narrow."""
-        side, longer, shorter = self.token_side, max(height, width), min(height, width)
-        if longer > MAX_ASPECT * shorter:
-            raise InvalidPromptError(
-                f"an image has {width}x{height} pixels; its longer side may be at most {MAX_ASPECT} times the "
-                "shorter one"
-            )
+        side = self.token_side
+        check_aspect(height, width)
         new_height, new_width = round(height / side) * side, round(width / side) * side
         if new_height * new_width > self.max_pixels:
             scale = math.sqrt(height * width / self.max_pixels)

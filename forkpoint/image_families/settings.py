@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 from forkpoint.checks import read_json, shown
-from forkpoint.errors import ConfigError, ModelFolderError
+from forkpoint.errors import ConfigError, InvalidPromptError, ModelFolderError
 
 MAX_PIXELS: Final = 1 << 24  # of a resized image: 16,384 tokens, more than a second of a GPU
 MAX_SIDE: Final = 1024  # of a patch; wider ones are a broken file
 LOW_DETAIL_TOKENS: Final = 256  # the most tokens of an image with low detail
+MAX_ASPECT: Final = 200  # of the longer side to the shorter one, as in Qwen's own processor
 HALVES: Final = (0.5, 0.5, 0.5)
 
 
@@ -34,6 +36,44 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VideoSettings:
+    """How a family's videos become tokens: `num_frames` frames at a time, as one image of `token_id`s.
+
+    `start_id` and `end_id` are the tokens around each image, after the time as text. Frames are resized to multiples
+    of `side` pixels. `min_pixels` and `max_pixels` bound the pixels of all frames, `max_frame_pixels` those of one.
+    """
+
+    token_id: int
+    start_id: int
+    end_id: int
+    num_frames: int
+    side: int
+    min_pixels: int
+    max_pixels: int
+    max_frame_pixels: int
+
+    def resized(self, count: int, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width that `count` frames are resized to. Raises InvalidPromptError for frames that are
+        too narrow."""
+        side = self.side
+        if height < side or width < side:
+            scale = max(side / height, side / width)
+            height, width = int(height * scale), int(width * scale)
+        check_aspect(height, width)
+        count = max(count, self.num_frames)
+        padded = round(count / self.num_frames) * self.num_frames
+        most = min(self.max_pixels, self.max_frame_pixels * count)
+        new_height, new_width = round(height / side) * side, round(width / side) * side
+        if padded * new_height * new_width > most:
+            scale = math.sqrt(count * height * width / most)
+            new_height, new_width = (max(side, math.floor(n / scale / side) * side) for n in (height, width))
+        elif padded * new_height * new_width < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (count * height * width))
+            new_height, new_width = (math.ceil(n * scale / side) * side for n in (height, width))
+        return new_height, new_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSettings(ABC):
     """A family's settings. Sizes are in pixels.
 
@@ -51,6 +91,7 @@ class ImageSettings(ABC):
     max_pixels: int
     mean: tuple[float, float, float] = HALVES
     std: tuple[float, float, float] = HALVES
+    video: VideoSettings | None = None  # None: the model reads no videos
 
     @property
     def token_side(self) -> int:
@@ -151,12 +192,24 @@ class Values:
         return Values({**(defaults or {}), **given}, f"{self.where}: {name}")
 
 
-def read_processor(folder: Path) -> Values:
-    """Return the image processor's settings; empty without a file. Raises ModelFolderError."""
-    for name in ("preprocessor_config.json", "processor_config.json"):
+def check_aspect(height: int, width: int) -> None:
+    """Raises InvalidPromptError for an image that is too narrow."""
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise InvalidPromptError(
+            f"an image has {width}x{height} pixels; its longer side may be at most {MAX_ASPECT} times the shorter one"
+        )
+
+
+def read_processor(folder: Path, kind: str = "image") -> Values:
+    """Return the settings of the image or video processor; empty without a file. Raises ModelFolderError."""
+    own = {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}[kind]
+    for name in (own, "processor_config.json"):
         path = folder / name
         if path.is_file():
             found = read_json(path)
-            inner = found.get("image_processor")
-            return Values(inner if isinstance(inner, dict) else found, str(path))
-    return Values({}, str(folder / "preprocessor_config.json"))
+            inner = found.get(f"{kind}_processor")
+            if isinstance(inner, dict):
+                return Values(inner, str(path))
+            if name == own:
+                return Values(found, str(path))
+    return Values({}, str(folder / own))

@@ -133,7 +133,7 @@ class Qwen35Tower(VisionTower):
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
         settings, merge = self.config.settings, self.config.settings.merge_size
-        height, width, _ = pixels.shape
+        *_, height, width, _ = pixels.shape
         num_rows, num_columns = height // settings.patch_size, width // settings.patch_size
         # The patches of a token are neighbours in the sequence.
         places = torch.cartesian_prod(torch.arange(num_rows), torch.arange(num_columns)).view(
@@ -151,9 +151,9 @@ class Qwen35Tower(VisionTower):
     def _cut(self, pixels: Tensor, num_rows: int, num_columns: int) -> Tensor:
         """Return the normalised patches `[patches, channels * frames * side * side]`."""
         patch, merge = self.config.settings.patch_size, self.config.settings.merge_size
-        x = self.normalised(pixels).view(num_rows // merge, merge, patch, num_columns // merge, merge, patch, 3)
-        x = x.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)  # token row, token column, row, column, channel, frame, ..
-        x = x.expand(*x.shape[:5], self.config.num_frames, patch, patch)
+        x = self.normalised(pixels).view(-1, num_rows // merge, merge, patch, num_columns // merge, merge, patch, 3)
+        x = x.permute(1, 4, 2, 5, 7, 0, 3, 6)  # token row, token column, row, column, channel, frame, ..
+        x = x.expand(*x.shape[:5], self.config.num_frames, patch, patch)  # a picture is its own second frame
         return x.reshape(num_rows * num_columns, -1).to(self.dtype)
 
     def _learned(self, row: Tensor, num_rows: int, column: Tensor, num_columns: int) -> Tensor:

@@ -57,7 +57,10 @@ class VisionTower(ABC):
 
     @abstractmethod
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return the embeddings `[tokens, out_size]` of an image `[height, width, 3]` uint8, row after row."""
+        """Return the embeddings `[tokens, out_size]` of an image `[height, width, 3]` uint8, row after row.
+
+        A tower that reads videos also takes frames `[frames, height, width, 3]`.
+        """
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return pixels in fp32, normalised by channel, on the tower's device."""

@@ -236,7 +236,11 @@ def test_what_is_refused_says_why(folder: tuple[Path, Any]) -> None:
         for given, says in [
             (prompt({"image": [good, good]}), "1 placeholders for images (token id 250) and 2 images"),
             (prompt({"image": good}, [5, 6]), "0 placeholders"),
-            (prompt({"video": good}), "is not understood; give {'image': a PIL image or a list of them}"),
+            (
+                prompt({"sound": good}),
+                "is not understood; give {'image': a PIL image or a list of them}, or {'video': ",
+            ),
+            (prompt({"video": good}), "is not a video; give an array [frames, height, width, 3] of uint8"),
             (prompt({"image": "cat.png"}), "'cat.png' is not an image"),
             (prompt({"image": [good] * 3}, [IMAGE] * 3), "at most 2 are allowed (--limit-mm-per-prompt)"),
             (prompt({"image": wide}), "6432x32 pixels; its longer side may be at most 200 times the shorter one"),

@@ -1,0 +1,111 @@
+"""Frames of videos, as vLLM's `multi_modal_data` has them, to the pixels that a vision tower reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from forkpoint.checks import shown
+from forkpoint.engine.image_processor import MAX_REQUEST_PIXELS
+from forkpoint.errors import InvalidPromptError
+from forkpoint.image_families.settings import VideoSettings
+from forkpoint.images import PixelArray
+
+MAX_FRAMES: Final = 768  # of all videos of a prompt
+DEFAULT_FPS: Final = 2.0  # frames a second that the model's own processor samples
+EXAMPLE: Final = "an array [frames, height, width, 3] of uint8, a list of frames, or (frames, {'fps': 2.0})"
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """Frames `[frames, height, width, 3]` and the time of each in seconds."""
+
+    frames: PixelArray
+    times_s: Sequence[float]
+
+    @classmethod
+    def read(cls, given: object) -> Video:
+        """Read frames, or a pair of frames and vLLM's metadata. Raises InvalidPromptError."""
+        metadata: object = {}
+        if isinstance(given, tuple) and len(given) == 2 and not hasattr(given[1], "shape"):
+            given, metadata = given
+        frames = _frames(given)
+        return cls(frames, _times(metadata, len(frames)))
+
+    def parts(self, settings: VideoSettings, encode: Callable[[str], Sequence[int]]) -> list[PixelArray | int]:
+        """Return the pixels of each pair of frames, after the time as text, between the tokens that stand around it.
+
+        Raises InvalidPromptError for frames that are too narrow.
+        """
+        from PIL import Image
+
+        count, height, width, _ = self.frames.shape
+        num_missing = -count % settings.num_frames
+        new_height, new_width = settings.resized(count, height, width)
+        size, images = (new_width, new_height), map(Image.fromarray, self.frames)
+        frames = [np.asarray(image.resize(size, Image.Resampling.BICUBIC)) for image in images]
+        frames += frames[-1:] * num_missing
+        times = [*self.times_s, *self.times_s[-1:] * num_missing]
+        parts: list[PixelArray | int] = []
+        for start in range(0, len(frames), settings.num_frames):
+            group = slice(start, start + settings.num_frames)
+            first, *_, last = times[group]
+            parts += encode(f"<{(first + last) / 2:.1f} seconds>")
+            parts += [settings.start_id, np.stack(frames[group]), settings.end_id]
+        return parts
+
+
+def read_videos(given: object) -> list[Video]:
+    """Return the videos of `multi_modal_data`: one, or a list of them. Raises InvalidPromptError."""
+    if given is None:
+        return []
+    several = isinstance(given, list) and given and (isinstance(given[0], tuple) or np.ndim(given[0]) == 4)
+    videos = [Video.read(each) for each in given] if isinstance(given, list) and several else [Video.read(given)]
+    num_frames = sum(len(video.frames) for video in videos)
+    num_pixels = sum(video.frames.size // 3 for video in videos)
+    if num_frames > MAX_FRAMES or num_pixels > MAX_REQUEST_PIXELS:
+        raise InvalidPromptError(
+            f"the videos of the prompt have {num_frames} frames with {num_pixels} pixels; at most {MAX_FRAMES} frames "
+            f"and {MAX_REQUEST_PIXELS} pixels are read"
+        )
+    return videos
+
+
+def _frames(given: object) -> PixelArray:
+    if isinstance(given, list | tuple) and given and all(hasattr(frame, "convert") for frame in given):
+        given = [np.asarray(frame.convert("RGB")) for frame in given[: MAX_FRAMES + 1]]
+    try:
+        frames = np.asarray(given)
+    except ValueError:
+        raise InvalidPromptError(f"the frames of a video differ in size; give {EXAMPLE}") from None
+    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not frames.size:
+        raise InvalidPromptError(f"{shown(given)} is not a video; give {EXAMPLE}")
+    return frames
+
+
+def _times(metadata: object, count: int) -> list[float]:
+    """Return the times of frames by their indices and the rate of the video."""
+    if not isinstance(metadata, Mapping):
+        raise InvalidPromptError(f"the metadata of a video are {shown(metadata)}; give {EXAMPLE}")
+    fps: Any = metadata.get("fps")
+    indices: Any = metadata.get("frames_indices")
+    if fps is None:
+        fps = DEFAULT_FPS
+    if indices is None:
+        indices = range(count)
+    if not _is_number(fps) or fps <= 0:
+        raise InvalidPromptError(f"the metadata of a video have fps={shown(fps)}; a positive number is needed")
+    if not isinstance(indices, Sequence | np.ndarray) or len(indices) != count or not all(map(_is_number, indices)):
+        raise InvalidPromptError(
+            f"the metadata of a video have frames_indices={shown(indices)}; a number for each of the {count} frames is "
+            "needed"
+        )
+    return [float(index) / float(fps) for index in indices]
+
+
+def _is_number(value: Any) -> bool:
+    is_real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return is_real and abs(float(value)) < 1e9
