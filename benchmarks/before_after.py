@@ -1,10 +1,11 @@
-"""Times the lines of the pages of operators in several checkouts on one card, in turns.
+"""Times the cases of the operator pages in several checkouts on one card, in turns.
 
     python benchmarks/before_after.py ../before . . [--pages gpu_ops gpu_attention]
 
-A checkout that is named twice shows what a difference is worth. A case is made and recorded in each checkout's own
-process, which all stay; then each replays its graph for 20 ms, one after another, in several rounds. The table has the
-medians of a call, and the share by which the others take longer than the first; what is above 1 % is said again below.
+A checkout that is named twice shows how much times vary by chance. Each checkout has its own process, which compiles
+and records every case and stays. Then each process replays its graph for 20 ms, one after another, in several rounds.
+The table has the median time of a call, and by how much the others are slower than the first. Cases that are more than
+1 % slower are repeated below the table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What reading one slot and writing another saves over copying states first: `python -m benchmarks.copy_free`.
+"""Measures what reading one slot and writing another saves over copying states first: `python -m benchmarks.copy_free`.
 
-The state operators of all recurrent layers of the 9B model in one CUDA graph, three ways: every row stays in its slot
-(no boundary), every row reads one slot and writes another (a boundary without a copy), and one `state_copy` of all
-layers before rows that stay in their slots (a boundary with a copy).
+The state operators of all recurrent layers of the 9B model run in one CUDA graph, in three ways. Every row stays in its
+slot (no boundary). Every row reads one slot and writes another (a boundary without a copy). Or one `state_copy` of all
+layers precedes rows that stay in their slots (a boundary with a copy).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CPU speed side by side: forkpoint, transformers and vLLM on one checkpoint, alternating in one run."""
+"""Compares CPU speed: forkpoint, transformers and vLLM run one checkpoint, alternating in one run."""
 
 from __future__ import annotations
 

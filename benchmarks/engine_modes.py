@@ -1,4 +1,4 @@
-"""What `--deterministic` costs: the 131 M-parameter model, both modes taking turns in one process."""
+"""Measures what `--deterministic` costs: both modes run the 131 M-parameter model in turns in one process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Sums over GPUs, norms of sums, and gathers, by our kernels, by torch and by NCCL: `python -m benchmarks.exchanges`.
+"""Times all-reduces, norms of sums and gathers over GPUs, by our kernels, torch and NCCL: `python -m
+benchmarks.exchanges`.
 
-bfloat16, microseconds of one in a graph of many, medians of the first rank; each is compared with NCCL's first.
+Times are microseconds of one call in a graph of many, medians of the first rank, in bfloat16. Each result is first
+compared with NCCL's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A published shape with dummy weights on one GPU, beside its floor: `python -m benchmarks.family_speed CONFIG.json`.
+"""Measures a published shape with dummy weights on one GPU: `python -m benchmarks.family_speed CONFIG.json`.
 
-Prompts, batches and repeats are those of `benchmarks.gpu_9b`. The floor of a step counts its matrix products at the
-measured matrix rate, or the weights that they read at the copy rate, whichever is more; likewise attention's products,
-in the form with fewer operations, or the keys that it reads; and its states, read and written. Of experts, those are
-read that are met where each token chooses at random.
+Prompts, batches and repeats are those of `benchmarks.gpu_9b`. Each time stands next to its floor. The floor of a step
+adds up three parts. The first is its matrix products at the measured matrix rate, or their weights at the copy rate,
+whichever takes longer. The second is attention's products in the form with fewer operations, or the keys that it reads,
+in the same way. The third is its states, read and written. The weights of experts are those that tokens meet if each
+chooses at random.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replay a made-up workload on running replicas, and say beside it what the simulator expects of them.
+"""Replays a synthetic workload on running replicas, and prints the simulator's prediction next to it.
 
 python -m benchmarks.fleet agents:sessions=16 --url http://127.0.0.1:8000 --model demo_model --memory 0.0625
 """

@@ -1,7 +1,8 @@
-"""`recurrence_prefill` beside flash-linear-attention's `chunk_gated_delta_rule`: `python -m benchmarks.gdn_peers`.
+"""Compares `recurrence_prefill` with flash-linear-attention's `chunk_gated_delta_rule`: `python -m
+benchmarks.gdn_peers`.
 
-Both get the same tokens and initial states and give outputs and fp32 final states; theirs gets its gates computed.
-Needs the packages fla-core and einops; their kernels are tuned when first called.
+Both get the same tokens and initial states, and return outputs and fp32 final states. Theirs gets computed gates. This
+needs the packages fla-core and einops, whose kernels are tuned at their first call.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Times the kernels of the other state layers: `python -m benchmarks.gpu_families [--only NAME]`.
 
-Shapes of Nemotron-3-Nano (Mamba-2), Kimi-Linear (KDA, latent attention) and Jamba-1.5-Mini (Mamba-1). Times are medians
-inside CUDA graphs, as in `benchmarks.gpu_ops`. Steps stand beside the time in which what they read and write is copied,
-prompts beside flash-linear-attention's and mamba-ssm's kernels on the same tokens, where those can be imported:
+The shapes are those of Nemotron-3-Nano (Mamba-2), Kimi-Linear (KDA, latent attention) and Jamba-1.5-Mini (Mamba-1).
+Times are medians inside CUDA graphs, as in `benchmarks.gpu_ops`. Steps stand next to the time of copying what they read
+and write. Prompts stand next to the kernels of flash-linear-attention and mamba-ssm on the same tokens, if these can be
+imported:
 
     pip install fla-core einops; tar xf mamba_ssm-*.tar.gz   # its Triton files alone, so on PYTHONPATH, not built
     nvcc ... benchmarks/peers/selective_scan.cu              # says how; named by --selective-scan
 
-Their kernels are tuned when first called.
+Their kernels are tuned at their first call.
 """
 
 from __future__ import annotations

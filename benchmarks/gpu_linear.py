@@ -1,6 +1,6 @@
-"""Times matrix products and experts on a GPU beside the vendor's library: `python -m benchmarks.gpu_linear`.
+"""Times matrix products and experts on a GPU next to the vendor's library: `python -m benchmarks.gpu_linear`.
 
-Times are medians of calls inside a CUDA graph that take turns over more weights than the cache holds. The floor is
+Times are medians of calls inside a CUDA graph that alternate between more weights than the cache holds. The floor is
 the weights' bytes over the measured copy rate, or operations over the measured bfloat16 matrix rate, whichever is more.
 """
 

@@ -1,9 +1,9 @@
-"""The same work for forkpoint and for vLLM, each under a Python that has it: dummy weights, token ids, `LLM.generate`.
+"""Runs the same work in forkpoint or vLLM, under a Python that has it: dummy weights, token ids, `LLM.generate`.
 
     python -m benchmarks.gpu_peer forkpoint --drafts 3
     python benchmarks/gpu_peer.py vllm --config nemotron.json --gib 44 --parts first_token,decode
 
-Greedy; clocks are read around the calls. `docs/benchmarks/gpu_9b.md` has answers of both.
+Sampling is greedy, and clocks are read around the calls. `docs/benchmarks/gpu_9b.md` has results of both.
 """
 
 from __future__ import annotations

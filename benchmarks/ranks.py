@@ -1,9 +1,9 @@
-"""One model on several devices beside one: `python -m benchmarks.ranks PART`.
+"""Compares one model on several devices with one device: `python -m benchmarks.ranks PART`.
 
-bits: with --deterministic, ids and log-probabilities of a trained model on one device and on several, compared; then a
-rank is killed under load; with --config, those of that shape with dummy weights. speed: the 9B shape, or another, with
-dummy weights, by the protocol of `benchmarks.gpu_9b`. agents: the same with two drafts of the model's MTP layer, of
-which a set share is right, and conversations that hit.
+`bits` compares ids and log-probabilities of a trained model with --deterministic, or of a shape with dummy weights with
+--config. Then it kills a rank under load. `speed` measures the 9B shape, or another, with dummy weights, by the
+protocol of `benchmarks.gpu_9b`. `agents` does the same with two drafts of the model's MTP layer, of which a set share
+is right, and with conversations that hit.
 """
 
 from __future__ import annotations

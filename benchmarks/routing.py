@@ -1,4 +1,4 @@
-"""How long a router decides, with as many published blocks as a large cache has.
+"""Measures how long a router takes to decide, with as many published blocks as a large cache has.
 
 python -m benchmarks.routing
 """

@@ -1,6 +1,6 @@
-"""Host cost of the scheduler: milliseconds per step with many running requests, and of one long lookup.
+"""Measures the scheduler's time on the host: milliseconds per step with many running requests, and of one long lookup.
 
-No model runs: the results are random tokens for the rows that each plan samples.
+No model runs. The results are random tokens for the rows that each plan samples.
 """
 
 from __future__ import annotations

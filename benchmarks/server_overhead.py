@@ -1,9 +1,9 @@
-"""What the server costs over the engine alone: the same requests through both, in turns, in one run.
+"""Measures what the server costs over the engine alone, with the same requests through both, in turns, in one run.
 
     python -m benchmarks.server_overhead
 
-The engine alone runs in this process, through `LLM.generate`; the server runs as people run it, read by as many
-streams at once as there are rows. CPU seconds per process tell what a busy machine does to the clock.
+The engine alone runs in this process, through `LLM.generate`. The server runs as people run it, and as many clients
+read streams at once as there are rows. CPU seconds per process show how much other programs delay the wall clock.
 """
 
 from __future__ import annotations

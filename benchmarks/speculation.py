@@ -1,4 +1,5 @@
-"""`python -m benchmarks.speculation`: long greedy answers without drafts and with them, taking turns, ids compared."""
+"""`python -m benchmarks.speculation`: compares long greedy answers with drafts to those without, in turns, with their
+ids."""
 
 from __future__ import annotations
 

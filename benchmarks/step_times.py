@@ -1,7 +1,7 @@
-"""Times of single steps of the 9B shape on a GPU, for the simulator: `python -m benchmarks.step_times OUT.json`.
+"""Times single steps of the 9B shape on a GPU, for the simulator: `python -m benchmarks.step_times OUT.json`.
 
-Dummy weights, default options. A step's time is that between two results while the device is kept busy, its load
-is read off its plan; loads that are nearly equal are one line, with the median.
+Weights are dummy, and options are the defaults. A step's time is the time between two results while the device is kept
+busy. Its load is read from its plan. Nearly equal loads form one line, with the median.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The 9B shape on one GPU, measured beside its floor in one run: `python -m benchmarks.gpu_9b`.
+"""Measures the 9B shape on one GPU next to its floor in one run: `python -m benchmarks.gpu_9b`.
 
-Dummy weights, `LLM.generate`, one process, one set of flags, wall clock, medians; decode rates are batch x 128 over
-t(129 tokens) - t(1 token). With --profile: where the time of each kind of step goes instead.
+It uses dummy weights, `LLM.generate`, one process, one set of flags, wall-clock time and medians. Decode rates are
+batch x 128 over t(129 tokens) - t(1 token). With --profile it prints where the time of each kind of step goes instead.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
-"""What drafts bring to the 9B shape, or another, on one GPU: `python -m benchmarks.gpu_9b.drafts`.
+"""Measures what drafts gain on the 9B shape, or another, on one GPU: `python -m benchmarks.gpu_9b.drafts`.
 
-Dummy weights cannot be guessed, so acceptance is set: at each position of a window with the given probability,
-whatever was sampled there, as vLLM's `synthetic` rejection does. All work is done; the text means nothing. Ids are
-compared apart from that: with `--deterministic`, drafts that are right with those probabilities, and plain decoding in
-the same run. Decode rates are batch x 128 over t(257 tokens) - t(129 tokens), medians: with drafts rows end one after
-the other, the later the longer answers are; and those of the steps of all rows behind their 128th tokens. With a chance
-of 0, drafts are as many as the engine thinks worth it. Small batches are asked several times as often: chance makes
-their rates.
+Dummy weights cannot be guessed, so the acceptance is set. Each position of a window is accepted with the given
+probability, whatever was sampled there, as in vLLM's `synthetic` rejection. All work is done, and only the text is
+meaningless.
+
+Ids are compared separately. With `--deterministic`, drafts that are right with those probabilities are compared with
+plain decoding in the same run.
+
+Decode rates are medians of batch x 128 over t(257 tokens) - t(129 tokens). With drafts rows end one after the other,
+the later the longer answers are. A second rate therefore covers only steps in which all rows run and are beyond their
+128th tokens. If a probability is 0, the engine chooses the number of drafts. Small batches are repeated several times
+as often, because their rates depend on chance.
 """
 
 from __future__ import annotations
