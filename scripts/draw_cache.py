@@ -1,8 +1,9 @@
-"""Draw what the cache holds after a conversation and its fork: docs/images/cache.svg, from a run of the demo model.
+"""Draws the contents of the cache after a conversation and its fork: docs/images/cache.svg, from a run of the demo
+model.
 
     python -m scripts.draw_cache [--output FILE]
 
-Blocks, checkpoints and reused tokens are read from the engine's prefix tree and from its answers; nothing is made up.
+Blocks, checkpoints and reused tokens are read from the engine's prefix tree and from its answers. Nothing is made up.
 """
 
 from __future__ import annotations

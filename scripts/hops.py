@@ -1,6 +1,6 @@
-"""How far one steady decode step goes: distinct functions, files, and changes of file from call to call.
+"""Measures how far one steady decode step goes: distinct functions, files, and changes of file from call to call.
 
-Counts the package's own code outside `models` and `ops`, in a step of one greedy request of the demo model on the
+It counts the package's own code outside `models` and `ops`, in a step of one greedy request of the demo model on the
 CPU. `--calls` lists the calls in their order.
 
     python -m scripts.hops [--calls]

@@ -1,11 +1,11 @@
-"""lm-eval against a server, with a cold cache and a warm one: every score has to be the same.
+"""Runs lm-eval against a server with a cold cache and with a warm one. Every score has to be the same.
 
     forkpoint serve MODEL --port 8000 --enable-dev-endpoints
     python -m scripts.lm_eval_cold_warm --url http://127.0.0.1:8000 --tokenizer MODEL
 
-Runs `local-completions` (choices scored by the log-probabilities of an echoed prompt, and generation) and
-`local-chat-completions` (generation) on tasks made on the spot. Exit code 1 where a score, a log-probability or an
-answer differs, where the warm run reused nothing, or where scoring read the cache. Needs `pip install lm-eval[api]`.
+It runs `local-completions` (choices scored by the log-probabilities of an echoed prompt, and generation) and
+`local-chat-completions` (generation) on tasks that it writes itself. The exit code is 1 if a score, a log-probability
+or an answer differs, if the warm run reused nothing, or if scoring read the cache. Needs `pip install lm-eval[api]`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Load on a server: many streams, some left in the middle, bad bodies between them; then nothing may be left over.
+"""Puts load on a server: many streams, some aborted, and bad bodies between them. Then nothing may be left over.
 
     python -m scripts.load_server                      # a server of its own with the demo model, 256 streams, 60 s
     python -m scripts.load_server --url http://HOST    # one that runs with --enable-dev-endpoints
 
-Exit code 1 and a list of what went wrong where a good request fails, a bad one is not refused, or blocks, slots,
-open requests or memory are left over.
+The exit code is 1, with a list of problems, if a good request fails, a bad one is not refused, or blocks, slots, open
+requests or memory are left over.
 """
 
 from __future__ import annotations

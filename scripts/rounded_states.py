@@ -1,9 +1,12 @@
-"""Do questions that are hard for the demo model notice that states are rounded? `python -m scripts.rounded_states`
+"""Measures whether hard questions notice that states are rounded: `python -m scripts.rounded_states`.
 
-Dialogues beyond any in training: six names are tracked, up to a dozen moves each between two answers, so that the
-state has to hold what no message says. After every turn up to two names that moved twice or more are asked for. Every
-question resumes from the last boundary, and the state there is read as it is, or rounded: once, when the question reads
-it; or always, each checkpoint as it is made, so that all that follows is computed from rounded states.
+The demo model reads dialogues that are harder than any in its training. Six names are tracked, with up to a dozen moves
+each between two answers, so the state has to hold what no message says. After every turn up to two names that moved
+twice or more are asked for.
+
+Every question resumes from the last boundary. The state there is read unchanged, or rounded. It is rounded once, when
+the question reads it, or always. Then each checkpoint is rounded when it is stored, so that all later tokens are
+computed from rounded states.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Memory of a server over many small requests, which must not grow.
+"""Measures the memory of a server over many small requests, which must not grow.
 
     python -m scripts.steady_memory                    # 20,000 requests, the demo model
     python -m scripts.steady_memory --requests 2000
 
-Prompts differ, a few at a time share a prefix, the number of rows changes all the time. Prints the memory of each
-process after every tenth of the requests; exit code 1 where the last tenths hold over `--max-growth` more than the
-first ones after the warm-up, or anything is left over.
+Prompts differ, a few at a time share a prefix, and the number of rows changes all the time. Prints the memory of each
+process after every twentieth of the requests. The exit code is 1 if the last parts need over `--max-growth` more than
+the first ones after the warm-up, or if anything is left over.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Build the wheel, install it into an environment of its own, and use it: `python -m scripts.try_wheel`.
+"""Builds the wheel, installs it into an environment of its own, and uses it: `python -m scripts.try_wheel`.
 
-The new environment sees the packages of the interpreter that runs this, forkpoint apart, so that nothing is fetched.
+The new environment sees the packages of the interpreter that runs this, except forkpoint, so that nothing is fetched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`python -m studies.ablation TRACE...`: what each rule of the default policies is worth.
+"""`python -m studies.ablation TRACE...`: measures what each rule of the default policies is worth.
 
-A rule is switched off by a subclass that overrides it; its lines are those of what it takes in the package. Prints
-"rule, lines, points of hit rate": what is lost without the rule, for each trace and size.
+A rule is switched off by a subclass that overrides it. Its lines are those that implement it in the package. Prints
+"rule, lines, points of hit rate": the points that are lost without the rule, for each trace and size.
 """
 
 from __future__ import annotations

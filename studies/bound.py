@@ -1,15 +1,15 @@
-"""How much any policy could reuse: an upper bound that knows the future.
+"""Computes how much any policy could reuse: an upper bound that knows the future.
 
-Requests are served one after another. Between request k and k + 1 a cache of M bytes holds blocks (64 tokens of
-keys and values) and states. A hit of p tokens by request i needs every block of the prefix, and the state at p,
-held since the last earlier request whose tokens pass there, because nobody else could have made them since. For
-any prices lambda_k >= 0 of a byte held between k and k + 1,
+Requests are served one after another. Between request k and k + 1 a cache of M bytes holds blocks (64 tokens of keys
+and values) and states. A hit of p tokens by request i needs every block of the prefix, and the state at p. They must be
+held since the last earlier request whose tokens pass there, because no other request could have computed them since.
+For any prices lambda_k >= 0 of a byte held between k and k + 1,
 
     hits <= M * sum_k lambda_k + sum_i max(0, max_p(worth_i(p) - price of what the hit at p has held)),
 
-because a gap of a block or state ends in one request, so that nothing is charged twice, and because what is held
-never exceeds M (weak Lagrangian duality). Every choice of prices gives a bound; `clairvoyant_bound` looks for a low
-one. It relaxes three things: holding may be fractional, running requests need no room, and states may be
+because a gap of a block or state ends in one request, so that nothing is charged twice, and because the held bytes
+never exceed M (weak Lagrangian duality). Every choice of prices gives a bound, and `clairvoyant_bound` looks for a low
+one. The bound relaxes three things: entries may be held in fractions, running requests need no room, and states may be
 placed with hindsight.
 """
 

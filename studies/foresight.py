@@ -1,8 +1,9 @@
-"""What to keep if all requests were known beforehand, under everything else that binds the engine.
+"""Decides what to keep if all requests are known beforehand, under everything else that limits the engine.
 
-Scheduler, arena, pages and tree are the engine's own. But a state is stored only where a later request is going to
-resume, and the entry gives way that saves the fewest tokens for its bytes and the time until that request comes:
-Belady's rule for entries of unequal size and worth. What it reaches can be reached; it is not proven to be the most.
+Scheduler, arena, pages and tree are the engine's own. But a state is stored only where a later request will resume. The
+evicted entry is the one that saves the fewest tokens for its bytes and the time until that request comes. This is
+Belady's rule for entries of unequal size and worth. Its hit rate can be reached, but it is not proven to be the
+highest.
 """
 
 from __future__ import annotations

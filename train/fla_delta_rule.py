@@ -1,7 +1,7 @@
 """The gated delta rule through flash-linear-attention 0.6 on an NVIDIA GPU.
 
-Triton 3.4 to 3.7.0 miscompile one kernel of its backward pass for Hopper GPUs, and the library refuses to run it
-there. That step has no sequential part; here it is done with matrix products.
+Triton 3.4 to 3.7.0 miscompile one kernel of its backward pass for Hopper GPUs, and the library refuses to run it there.
+That step has no sequential part, so it is done here with matrix products.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Qwen3-Next for training: transformers' parameter names, whole rows at once, no cache.
 
-Activations are in `compute_dtype`, parameters in fp32 and cast where they are used. Tokens are flat, `N = B * T`, in
-all that looks at one token (or, in the convolution, at a few before it): such code has one shape whatever the row
-length, and is compiled once. Only attention and the delta rule see rows.
+Activations are in `compute_dtype`. Parameters are in fp32 and cast when they are used. Tokens are flat, `N = B * T`, in
+all code that works on one token (or, in the convolution, on a few before it). Such code has the same shapes for every
+row length, so it is compiled once. Only attention and the delta rule work on rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`python -m train.mtp`: teach the MTP head of a finished model to draft several tokens, all else as it is.
+"""`python -m train.mtp`: trains the MTP head of a finished model to draft several tokens, without other changes.
 
-The model itself writes the texts: dialogues are begun by the generator and gone on with by the model, every other one
-greedily. At each token and step the head learns the model's own distribution there. Runs on a GPU or, slowly, a CPU.
+The model itself writes the texts. The generator begins dialogues and the model continues them, every other one
+greedily. At each token and step the head learns the model's own distribution there. Runs on a GPU or, slowly, on a CPU.
 """
 
 from __future__ import annotations

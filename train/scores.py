@@ -1,7 +1,7 @@
-"""Scores of a model on whole dialogues: answers right, and drafts of the MTP head accepted.
+"""Scores a model on whole dialogues: right answers, and accepted drafts of the MTP head.
 
-One forward pass over a dialogue scores all of its answers: an answer is what greedy decoding says if and only if, with
-the answer itself as input, the largest logit names each of its tokens in turn.
+One forward pass over a dialogue scores all of its answers. Greedy decoding gives an answer if and only if, with the
+answer itself as input, the largest logit names each of its tokens in turn.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Wild requests on a server, beside a stream that must not notice them.
+"""Sends wild requests to a server, next to a stream that must not notice them.
 
     python -m scripts.fuzz                        # a server of its own with the demo model, 10,000 requests
     python -m scripts.fuzz --requests 500 --seed 3
     python -m scripts.fuzz --url http://HOST      # one that runs with --enable-dev-endpoints
 
-Exit code 1 and a list of what went wrong where the server dies, a request is answered by an unforeseen error, the
-victim's text changes, anything is left over, or the victim waits longer between tokens than beside good requests.
+The exit code is 1, with a list of problems, if the server dies, a request is answered by an unforeseen error, or the
+victim's text changes. It is also 1 if anything is left over, or the victim waits longer between tokens than next to
+good requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""vLLM's prefix cache for hybrid models ("align" mode), as its rules read in version 0.33.
+"""Emulates vLLM's prefix cache for hybrid models ("align" mode), by the rules of version 0.33.
 
-One pool of equally large ids: an id is a page in every layer of one group. A block of `block_tokens` tokens takes
-one id of the attention group; a state takes one id of each state group. All ids share one LRU list.
+There is one pool of ids of equal size. An id is a page in every layer of one group. A block of `block_tokens` tokens
+takes one id of the attention group. A state takes one id of each state group. All ids share one LRU list.
 """
 
 from __future__ import annotations
