@@ -46,8 +46,7 @@ class HostTier:
 
         Nothing is stored if that would evict entries of the tier that are worth more.
         """
-        if node.condemned:
-            return
+        assert not node.condemned, "condemned entries are dropped, not evicted"
         top, missing = self._split(node)
         if self._has_private and any(map(is_private, missing)):
             return

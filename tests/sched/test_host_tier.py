@@ -40,6 +40,14 @@ def flood(harness: Harness, prompt: np.ndarray, salt: str = "") -> None:
     raise AssertionError("the prompt is still in the arena")
 
 
+def empty_arena(harness: Harness) -> None:
+    """Evict all that eviction can take."""
+    store = harness.sched.cache.store
+    while store.evict_least():
+        pass
+    store._give_blocks(store._evict_dead(1 << 20))
+
+
 def evicted(harness: Harness, seed: int = 0, **options: object) -> np.ndarray:
     """A prompt that was asked once and lies in the host tier alone."""
     prompt = tokens(seed, 641)
@@ -175,16 +183,53 @@ def test_garbage_leaves_the_host_tier_with_the_request_that_made_it() -> None:
     assert in_tier(harness, prompt) is None
 
 
+def test_a_restored_copy_of_garbage_is_not_found_either() -> None:
+    harness = tight()
+    prompt = tokens(0, 641)
+    bad = harness.add("bad", prompt, 60)
+    while not bad.output_token_ids:
+        harness.step()
+    harness.sched._preempt(harness.sched._running.requests[0])
+    empty_arena(harness)
+    while bad.resume_cache is None:
+        harness.step()
+    assert bad.resume_cache.num_restored_tokens > 0
+    harness.runner.non_finite_requests.add("bad")
+    harness.run()
+    assert in_arena(harness, prompt) == 0 and in_tier(harness, prompt) is None
+
+
 def test_answers_that_one_request_alone_can_find_are_not_stored() -> None:
     harness = tight(deterministic=True)
-    prompt = tokens(0, 120)
-    harness.ask("first", prompt, 200)
-    history = harness.requests["first"].all_token_ids()
-    flood(harness, prompt)
-    found = in_tier(harness, history)
-    assert found is not None and found.depth == len(prompt) // 64
-    tier = harness.sched.cache.tier
-    assert tier is not None and all(node.depth <= 11 for node in tier.store.tree.nodes())
+    request = harness.add("first", tokens(0, 120), 200)
+    while len(request.output_token_ids) < 150:
+        harness.step()
+    tier, nodes = harness.sched.cache.tier, list(harness.sched.cache.store.tree.nodes())
+    assert tier is not None and max(node.depth for node in nodes) == 4
+    for node in nodes:
+        tier.keep(node, node.checkpoint)
+    assert [node.depth for node in tier.store.tree.nodes()] == [1]
+    harness.run()
+
+
+@pytest.mark.parametrize("layout", ["several slots a page", "one each"])
+def test_a_restore_gives_its_memory_to_running_requests(layout: str) -> None:
+    harness = tight(layout, loaded_at_once=ONE_UNIT)
+    prompt = evicted(harness)
+    harness.add("running", tokens(1, 100), 600)
+    harness.step()
+    harness.add("waits", next_turn(prompt), 2)
+    restoring = harness.sched.cache.restoring
+    assert restoring is not None
+    while restoring.current is None or restoring.current.node.depth < 9:
+        harness.step()
+    restoring.loaded_at_once = 0  # the copies stop, and the other request needs the memory before they go on
+    while restoring.current is not None:
+        assert harness.step()
+    restoring.loaded_at_once = ONE_UNIT
+    harness.run()
+    harness.check_output("running")
+    harness.check_output("waits")
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
