@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from forkpoint.checks import Bounds, Checker
 from forkpoint.cli.result_file import ResultFile
-from forkpoint.config import SchedulerConfig, checked
+from forkpoint.config import GIB, MAX_HOST_GIB, SchedulerConfig, checked
 from forkpoint.errors import ConfigError
 from forkpoint.routing.router import ROUTERS
 from forkpoint.sim.cases import Case, CaseResult, SystemFactory, run_cases
@@ -27,7 +27,7 @@ from forkpoint.sim.table import case_rows, markdown
 from forkpoint.sim.trace import Trace
 from forkpoint.sim.workload import WORKLOADS, make_workload
 
-GIB = 1 << 30
+GB: Final = 10**9
 MAX_REPLICAS: Final = 4096
 SCALES: Final = Bounds(0.0, 1e9)
 _CHECK: Final = Checker(ConfigError)
@@ -62,6 +62,20 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument(
         "--memory", default="32", metavar="GIB", help="memory for keys, values and states; several: 8,16,32"
+    )
+    where.add_argument(
+        "--host-memory",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help=f"host tier of the systems {ENGINE}, for what the memory cannot keep (default: none)",
+    )
+    where.add_argument(
+        "--host-rate",
+        type=float,
+        default=H200.host_bandwidth / GB,
+        metavar="GB/S",
+        help="speed of its copies, which delay the steps that carry them (default: 50, as over PCIe 5)",
     )
     where.add_argument(
         "--systems",
@@ -103,12 +117,33 @@ def make_cases(options: argparse.Namespace, traces: Sequence[Trace], factory: Sy
     """Return a case for every trace, amount of memory and system. Raises ConfigError."""
     _CHECK.integer("replicas", options.replicas, 1, MAX_REPLICAS)
     scheduler, shape = read_scheduler(options), _shape(options)
+    host_memory = _CHECK.number("host_memory", options.host_memory, Bounds(0.0, MAX_HOST_GIB))
+    rate = _CHECK.number("host_rate", options.host_rate, Bounds(0.0, 1e6, above=True))
+    device = replace(H200, host_bandwidth=rate * GB)
     return [
-        Case(trace, shape, H200, system, memory, scheduler, options.replicas, options.router, factory)
+        Case(
+            trace,
+            shape,
+            device,
+            with_host_memory(system, host_memory),
+            memory,
+            scheduler,
+            options.replicas,
+            options.router,
+            factory,
+        )
         for trace in traces
         for memory in _memory_bytes(options.memory)
         for system in options.systems.split(";")
     ]
+
+
+def with_host_memory(system: str, gib: float) -> str:
+    """Return the system's name with a host tier of that size, if it can have one and has none of its own."""
+    head, _, own = system.partition(":")
+    if not gib or head != ENGINE or "host_memory=" in own:
+        return system
+    return f"{head}:{','.join(filter(None, (own, f'host_memory={gib:g}')))}"
 
 
 def run(cases: Sequence[Case], jobs: int) -> list[CaseResult]:

@@ -15,7 +15,8 @@ class StepLoad:
     Prefill: `prefill_tokens` in `num_segments` chunks, with `prefill_pairs` (query, key) pairs. Decode: `num_decodes`
     rows that attend to `decode_kv_tokens` keys in total, with `num_drafts` drafts to verify. A draft attends to all
     keys before it; a row's state is read and written once. `num_saves` states are stored in addition to the rows' own,
-    and `copied_bytes` are moved by compaction or by copies of states before the step.
+    and `copied_bytes` are moved by compaction or by copies of states before the step. `host_bytes` go to the host tier
+    and come from it.
     """
 
     prefill_tokens: int = 0
@@ -27,6 +28,7 @@ class StepLoad:
     num_sampled: int = 0
     copied_bytes: int = 0
     num_drafts: int = 0
+    host_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -42,6 +44,7 @@ class StepParts(NamedTuple):
     prefill_states: float
     decode_states: float
     moved: float
+    host: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Device:
     """A device's measured ceilings, and the share of them that each kind of work reaches.
 
     `flops` are operations per second, `bandwidth` is bytes per second, `step_s` is the time of a step outside kernels.
+    `host_bandwidth`, bytes per second between device and host memory, is an assumption: that of PCIe 5.
     The shares are fitted to docs/benchmarks/simulator/steps_h200.json. A share above 1 means that the layers' products
     run faster than the product that measured the ceiling.
     """
@@ -63,6 +67,8 @@ class Device:
     prefill_states: float = 0.165
     decode_states: float = 0.77
     moved: float = 0.77
+    host: float = 1.0
+    host_bandwidth: float = 50e9
     step_s: float = 0.0008
 
 
@@ -92,6 +98,7 @@ class CostModel:
             prefill_states=load.prefill_tokens * shape.state_flops_per_token / device.flops,
             decode_states=2 * load.num_decodes * slot_bytes / device.bandwidth,
             moved=(tokens * shape.moved_bytes_per_token + stored + 2 * load.copied_bytes) / device.bandwidth,
+            host=load.host_bytes / device.host_bandwidth,
         )
 
     def step_s(self, load: StepLoad) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.errors import RequestTooLargeError
 from forkpoint.params import SamplingParams
-from forkpoint.sched.plan import IntArray, MoveKind, StepPlan, StepResult
+from forkpoint.sched.plan import IntArray, Move, MoveKind, MoveRoute, StepPlan, StepResult
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sim.acceptance import SetAcceptance
@@ -33,6 +34,7 @@ class EngineOptions:
     policy: EvictionPolicy | None = None
     capture: CapturePolicy | None = None
     drafter: SetAcceptance | None = None
+    num_host_pages: int = 0
 
 
 class EngineReplica:
@@ -132,13 +134,13 @@ class EngineReplica:
         counters.blocks_evicted = cache.blocks_evicted
         counters.num_preemptions = stats.num_preemptions
         counters.lost_tokens = dict(cache.lost_tokens)
+        counters.restored_tokens = cache.host_hit_tokens
         return counters
 
 
 def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
     """Return the work of a plan."""
-    rows, num_decodes, num_moves = plan.rows, plan.num_decodes, len(plan.moves)
-    num_moved_slots = sum(move.kind is MoveKind.SLOT for move in plan.moves)
+    rows, num_decodes = plan.rows, plan.num_decodes
     start, lens = rows.start[num_decodes:].astype(np.int64), rows.num_tokens[num_decodes:]
     decoded, ends = rows.num_tokens[:num_decodes], (rows.start + rows.num_tokens)[:num_decodes].astype(np.int64)
     num_drafts = int(rows.num_drafts.sum())
@@ -150,6 +152,12 @@ def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
         decode_kv_tokens=int((decoded * (2 * ends - decoded + 1)).sum()) // 2,
         num_saves=len(rows.save_slots),
         num_sampled=len(plan.sampled_rows) + num_drafts,
-        copied_bytes=num_moved_slots * layout.slot_bytes + (num_moves - num_moved_slots) * layout.block_bytes,
+        copied_bytes=_num_bytes((move for move in plan.moves if move.route is MoveRoute.ARENA), layout),
         num_drafts=num_drafts,
+        host_bytes=_num_bytes((move for move in plan.moves if move.route is not MoveRoute.ARENA), layout),
     )
+
+
+def _num_bytes(moves: Iterable[Move], layout: CacheLayout) -> int:
+    """Return the bytes of the units that are copied."""
+    return sum(layout.slot_bytes if move.kind is MoveKind.SLOT else layout.block_bytes for move in moves)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from forkpoint.cache.policies import CAPTURE, EVICTION
-from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.config import GIB, CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.sim.acceptance import SetAcceptance
 from forkpoint.sim.engine_replica import EngineOptions, EngineReplica
@@ -35,10 +35,10 @@ def make_system(
 def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig) -> EngineOptions:
     """Read the options of a simulated engine, such as `capture=NAME,eviction=NAME` ('': the defaults).
 
-    A name may also be `module:Class`. With `acceptance_length=2.4`, rows have `num_speculative_tokens=3` drafts. Raises
-    ConfigError."""
+    A name may also be `module:Class`. With `acceptance_length=2.4`, rows have `num_speculative_tokens=3` drafts.
+    `host_memory=64` is the size of a host tier in GiB. Raises ConfigError."""
     config, layout = CacheConfig(), shape.layout
-    chosen = {"capture": config.capture_policy, "eviction": config.eviction_policy, **DRAFTS}
+    chosen = {"capture": config.capture_policy, "eviction": config.eviction_policy, "host_memory": "0", **DRAFTS}
     for option in filter(None, options.split(",")):
         kind, _, value = option.partition("=")
         if kind not in chosen:
@@ -56,7 +56,19 @@ def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler
         policy=EVICTION.find(chosen["eviction"])(),
         capture=CAPTURE.find(chosen["capture"])(),
         drafter=_drafter(*(chosen[name] for name in DRAFTS)),
+        num_host_pages=_num_host_pages(chosen["host_memory"], layout.page_bytes),
     )
+
+
+def _num_host_pages(gib: str, page_bytes: int) -> int:
+    """Return the pages of a host tier of so many GiB, as text; 0: there is none. Raises ConfigError."""
+    try:
+        num_bytes = int(float(gib) * GIB)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"host_memory={gib} is not a number; give GiB, such as 64") from None
+    if num_bytes and num_bytes < 2 * page_bytes:
+        raise ConfigError(f"host_memory={gib}: {num_bytes} bytes hold no two pages of {page_bytes}; give more")
+    return num_bytes // page_bytes
 
 
 def _drafter(length: str, num_drafts: str) -> SetAcceptance | None:

@@ -30,6 +30,7 @@ class ReplicaCounters:
     states_evicted: int = 0
     blocks_evicted: int = 0
     num_preemptions: int = 0
+    restored_tokens: int = 0  # the reused tokens that came from the host tier
     lost_tokens: dict[str, int] = field(default_factory=dict)
 
 

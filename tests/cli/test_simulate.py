@@ -24,6 +24,18 @@ def test_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert all(0 < result["hit_rate"] < 1 and result["ttft_p95_s"] > 0 for result in results)
 
 
+def test_a_host_tier_keeps_what_the_memory_does_not(tmp_path: Path) -> None:
+    out, results = tmp_path / "results.json", []
+    for flags in ([], ["--host-memory", "16"], ["--host-memory", "16", "--host-rate", "1"]):
+        arguments = ["simulate", "chat:sessions=20", "--memory", "2", "--json", str(out), "--jobs", "1", *flags]
+        assert main(arguments) == 0
+        results.append(json.loads(out.read_text())[0])
+    alone, tier, slow = results
+    assert alone["restored_tokens"] == 0 < tier["restored_tokens"] and alone["system"] == "forkpoint"
+    assert tier["system"] == "forkpoint:host_memory=16"
+    assert tier["hit_rate"] > alone["hit_rate"] and slow["ttft_mean_s"] > tier["ttft_mean_s"]
+
+
 def test_dtypes_change_the_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, results = tmp_path / "results.json", []
     kept = (["--kv-cache-dtype", "fp8"], ["--mamba-ssm-cache-dtype", "bfloat16"], ["--quantization", "fp8"])

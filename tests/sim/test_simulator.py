@@ -72,8 +72,8 @@ def shown(plan: StepPlan) -> tuple[object, ...]:
 
 
 class Watched(HashRunner):
-    def __init__(self, layout: CacheLayout, num_pages: int) -> None:
-        super().__init__(layout, num_pages, VOCAB)
+    def __init__(self, layout: CacheLayout, num_pages: int, num_host_pages: int) -> None:
+        super().__init__(layout, num_pages, VOCAB, num_host_pages)
         self.plans: list[tuple[object, ...]] = []
 
     def submit(self, plan: StepPlan):  # type: ignore[no-untyped-def]
@@ -82,13 +82,18 @@ class Watched(HashRunner):
 
 
 @settings(max_examples=25, deadline=None)
-@given(name=st.sampled_from(HYBRIDS), asks=asks_strategy(), tokens=st.integers(1400, 6000))
-def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: int) -> None:
+@given(
+    name=st.sampled_from(HYBRIDS),
+    asks=asks_strategy(),
+    tokens=st.integers(1400, 6000),
+    num_host_pages=st.sampled_from([0, 8, 300]),
+)
+def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: int, num_host_pages: int) -> None:
     """The same requests at the same steps: every plan is the same, block by block and slot by slot."""
     layout = LAYOUTS[name]
     num_pages = layout.num_pages_for(tokens, 4) + 1
-    scheduler = Scheduler(layout, num_pages, CacheConfig(), SCHEDULER, cost=COST)
-    runner = Watched(layout, num_pages)
+    scheduler = Scheduler(layout, num_pages, CacheConfig(), SCHEDULER, cost=COST, num_host_pages=num_host_pages)
+    runner = Watched(layout, num_pages, num_host_pages)
     core = EngineCore(scheduler, runner)
     requests = {}
     for index, ask in enumerate(asks):
@@ -106,7 +111,8 @@ def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: i
         core.step()
         step += 1
 
-    system = EngineReplica(EngineOptions(layout, num_pages, CacheConfig(), SCHEDULER, COST))
+    options = EngineOptions(layout, num_pages, CacheConfig(), SCHEDULER, COST, num_host_pages=num_host_pages)
+    system = EngineReplica(options)
     plans = []
     plan_step = system.sched.schedule
 
@@ -198,7 +204,7 @@ def test_drafts_change_what_is_cached_and_when_nothing_else() -> None:
         ("acceptance_length=nan,num_speculative_tokens=3", "with 3 drafts give 1 to 4"),
         ("acceptance_length=x", "no numbers"),
         ("num_speculative_tokens=64", "give 1 to 63"),
-        ("acceptance=2", "no option 'acceptance=2' of forkpoint; give capture=..., eviction=..., acceptance_length"),
+        ("acceptance=2", "no option 'acceptance=2' of forkpoint; give capture=..., eviction=..., host_memory=..., acc"),
     ],
 )
 def test_drafts_that_cannot_be(options: str, says: str) -> None:
