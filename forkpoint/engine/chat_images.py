@@ -33,7 +33,11 @@ class ChatImages:
         placeholder: str,
         fetched: Mapping[str, bytes] = NONE_FETCHED,
     ) -> None:
-        """`placeholder` is what the template writes for an image. `fetched` has the files behind URLs."""
+        """`placeholder` is what the template writes for an image. `fetched` has the files behind URLs.
+
+        Raises InvalidPromptError for too many images.
+        """
+        processor.check_count(sum(1 for message in messages for _ in image_parts(message)))  # before any is read
         self._processor, self._placeholder, self._fetched = processor, placeholder, fetched
         self._pictures: list[Any] = []
         self._details: list[object] = []
@@ -49,7 +53,6 @@ class ChatImages:
     def take(self, part: Mapping[str, Any]) -> str:
         """Remember the picture of an image part, and return the character that stands for it. Raises
         InvalidPromptError."""
-        self._processor.check_count(len(self._pictures) + 1)
         self._pictures.append(picture_of(part, self._fetched))
         self._details.append(detail_of(part))
         return self._mark

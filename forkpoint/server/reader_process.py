@@ -23,11 +23,11 @@ from typing import Final
 from forkpoint.errors import EngineStoppedError, ForkpointError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.server.errors import HTTPError, to_http
+from forkpoint.server.reader_answers import PackedAnswer
 from forkpoint.server.texts import Facts, Prepare, Texts
 from forkpoint.worker.child import HANDLED_SIGNALS, signals_blocked
 
 HEAD: Final = struct.Struct("!QQ")  # number of bytes of the pickled function, and of the data
-LENGTH: Final = struct.Struct("!Q")  # number of bytes of the pickled answer
 MAX_GROWTH_BYTES: Final = 4 * 2**30  # memory that a reader may allocate; its request fails beyond it
 # Half of the engine threads' stack: a grammar that does not overflow a reader's stack does not overflow theirs.
 MAX_STACK_BYTES: Final = 4 * 2**20
@@ -139,22 +139,24 @@ def _bound_memory() -> None:
 
 def _read_requests(texts: Texts, own: socket.socket) -> None:
     stream = own.makefile("rwb")
+    answer = PackedAnswer(b"")
     while len(head := stream.read(HEAD.size)) == HEAD.size:
+        answer.close()  # the API process has read it
         num_function_bytes, num_data_bytes = HEAD.unpack(head)
         prepare: Prepare[object] = pickle.loads(stream.read(num_function_bytes))
         answer = _answer(prepare, texts, stream.read(num_data_bytes))
-        stream.write(LENGTH.pack(len(answer)) + answer)
+        stream.write(answer.message)
         stream.flush()
 
 
-def _answer(prepare: Prepare[object], texts: Texts, data: bytes) -> bytes:
-    """Return the pickled result of `prepare`, or a pickled `Failed` with the error to answer with."""
+def _answer(prepare: Prepare[object], texts: Texts, data: bytes) -> PackedAnswer:
+    """Return the result of `prepare`, or a `Failed` with the error to answer with."""
     try:
-        return pickle.dumps(prepare(texts, data), pickle.HIGHEST_PROTOCOL)
+        return PackedAnswer.of(prepare(texts, data))
     except RecursionError:
         error = HTTPError(400, "a value in the body is nested too deeply to be read; give it flatter")
     except MemoryError:
         error = HTTPError(400, "the request takes too much memory to read; send less")
     except Exception as raised:
         error = to_http(raised, "reading a request")
-    return pickle.dumps(Failed(error))
+    return PackedAnswer.of(Failed(error))

@@ -24,7 +24,8 @@ from typing import Any, Final, TypeVar
 
 from forkpoint.errors import EngineStoppedError, ForkpointError, RequestFailedError
 from forkpoint.server.lanes import Lane
-from forkpoint.server.reader_process import HEAD, LENGTH, EndReader, Failed, StartReader, fork_loader
+from forkpoint.server.reader_answers import receive_answer
+from forkpoint.server.reader_process import HEAD, EndReader, Failed, StartReader, fork_loader
 from forkpoint.server.texts import Facts, Prepare, Texts
 
 SMALL_BYTES: Final = 64 * 2**10  # requests of at most this size use the lane with the highest priority
@@ -49,8 +50,7 @@ class _Reader:
         for part in parts:
             self.outbox.write(part)
         await self.outbox.drain()
-        (num_bytes,) = LENGTH.unpack(await self.inbox.readexactly(LENGTH.size))
-        return pickle.loads(await self.inbox.readexactly(num_bytes))
+        return await receive_answer(self.inbox)
 
 
 class Readers:

@@ -46,7 +46,8 @@ def decoder(kind: Any) -> Callable[[bytes], Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
+        data = value.data if value.flags.c_contiguous and value.nbytes else value.tobytes()  # without a copy of images
+        return value.dtype.str, value.shape, data
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be sent to another process")

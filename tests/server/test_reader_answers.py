@@ -1,0 +1,48 @@
+"""Answers of readers: what arrives equals what was sent, and large arrays pass the socket by."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forkpoint.server.reader_answers import CAN_SHARE, LEAST_SHARED_BYTES, PackedAnswer, receive_answer
+
+
+def received(message: bytes) -> Any:
+    async def receive() -> Any:
+        inbox = asyncio.StreamReader()
+        inbox.feed_data(message)
+        inbox.feed_eof()
+        return await receive_answer(inbox)
+
+    return asyncio.run(receive())
+
+
+def test_answers_arrive_as_they_were_sent() -> None:
+    large = np.arange(LEAST_SHARED_BYTES, dtype=np.uint8).reshape(64, -1)
+    answer = {"small": np.arange(7), "large": large, "turned": large.T[::2], "twice": [large, large], "text": "x" * 999}
+    packed = PackedAnswer.of(answer)
+    found = received(packed.message)
+    packed.close()
+    assert found["text"] == answer["text"] and found["twice"][0] is found["large"]
+    for name in ("small", "large", "turned"):
+        assert (found[name] == answer[name]).all()
+    found["large"][0, 0] = 5  # as any array that was received
+
+
+@pytest.mark.skipif(not CAN_SHARE, reason="this system has no anonymous shared memory")
+def test_large_arrays_are_in_shared_memory_that_goes_with_them() -> None:
+    image = np.zeros((2048, 2048, 3), np.uint8)
+    open_files = len(os.listdir("/proc/self/fd"))
+    packed = PackedAnswer.of((image, image.copy()))
+    assert len(packed.message) < 1000
+    found = received(packed.message)
+    packed.close()
+    assert len(os.listdir("/proc/self/fd")) <= open_files + 1  # mmap keeps a descriptor of its own
+    assert found[0].shape == image.shape and not found[1].any()
+    del found
+    assert len(os.listdir("/proc/self/fd")) == open_files
