@@ -85,8 +85,8 @@ class Lfm2VlOracle:
                 if isinstance(view, int):
                     ids.append(view)
                 else:
-                    views.append(view)
-                    ids += [IMAGE] * (view.shape[0] * view.shape[1] // 1024)
+                    views.append(view.pixels)
+                    ids += [IMAGE] * (view.pixels.shape[0] * view.pixels.shape[1] // 1024)
         x = torch.tensor([[*ids, *outputs]])
         logits = model(input_ids=x, use_cache=False, **_inputs(views)).logits[0].float()
         return x[0].tolist(), logits

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,9 +12,10 @@ import numpy as np
 
 from forkpoint.checks import shown
 from forkpoint.config import EngineConfig
+from forkpoint.engine.resized_pictures import Parts, PictureFile, ResizedPictures
 from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.image_families.settings import ImageSettings, View
-from forkpoint.images import PixelArray
+from forkpoint.images import ImageSpan
 from forkpoint.obs.logs import LOGGER
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class ImageProcessor:
 
     settings: ImageSettings
     max_images: int
+    kept: ResizedPictures = field(default_factory=ResizedPictures, repr=False, compare=False)
 
     @classmethod
     def load(cls, config: EngineConfig) -> ImageProcessor | None:
@@ -85,8 +88,8 @@ class ImageProcessor:
             raise InvalidPromptError(f"an image has detail={shown(detail)}; give one of {names}")
         return replace(self, settings=self.settings.low_detail())
 
-    def parts_of(self, pictures: Sequence[Any], details: Sequence[object] = ()) -> list[list[PixelArray | int]]:
-        """Return the parts of each PIL image: the ids of special tokens, and the pixels `[height, width, 3]` of views.
+    def parts_of(self, pictures: Sequence[Any], details: Sequence[object] = ()) -> list[Parts]:
+        """Return the parts of each picture, a PIL image or a PictureFile.
 
         `details` are the images' own `detail`; without them each image gets the full one. Raises InvalidPromptError
         for too many or too large ones, and for a picture that cannot be decoded.
@@ -102,8 +105,10 @@ class ImageProcessor:
         own = [self.with_detail(detail) for detail in details] or [self] * len(pictures)
         return [processor._parts(picture) for processor, picture in zip(own, pictures, strict=True)]
 
-    def _parts(self, picture: Image) -> list[PixelArray | int]:
+    def _parts(self, picture: Image | PictureFile) -> Parts:
         """Return the parts of a picture, which is turned upright, put on white and resized."""
+        if isinstance(picture, PictureFile):
+            return self.kept.get(picture.digest, self.settings, partial(self._parts, picture.image))
         from PIL.Image import Resampling
 
         filtering = Resampling[self.settings.resampling]
@@ -112,13 +117,14 @@ class ImageProcessor:
         except (OSError, SyntaxError, ValueError, EOFError) as error:
             raise InvalidPromptError(f"an image cannot be decoded: {error}; send it again") from error
         resized: dict[tuple[int, int], Image] = {}
-        parts: list[PixelArray | int] = []
+        parts = list[ImageSpan | int]()
         for part in self.settings.layout(upright.height, upright.width):
             if isinstance(part, View):
                 size = (part.width, part.height)
                 if size not in resized:
                     resized[size] = upright.resize(size, filtering)
-                parts.append(np.array(resized[size].crop(part.box)))
+                pixels = np.array(resized[size].crop(part.box))
+                parts.append(ImageSpan.of(0, pixels, self.settings.token_side))
             else:
                 parts.append(part)
         return parts
@@ -127,6 +133,8 @@ class ImageProcessor:
 def check_picture(picture: Any) -> int:
     """Return the number of pixels of a PIL image. Raises InvalidPromptError for an image of another kind, and for one
     that is too large to be decoded."""
+    if isinstance(picture, PictureFile):
+        picture = picture.image
     size = getattr(picture, "size", None)
     if not hasattr(picture, "convert") or not isinstance(size, tuple):
         raise InvalidPromptError(f"{shown(picture)} is not an image; give PIL images")

@@ -182,7 +182,7 @@ class InputProcessor:
             expansions += image_expansions(prompt.token_ids, processor, pictures)
         if videos:
             expansions += video_expansions(prompt.token_ids, processor, videos, self.tokenizer)
-        return self.prompt(_expanded(prompt, expansions, processor.settings.token_side, started_s), params)
+        return self.prompt(_expanded(prompt, expansions, started_s), params)
 
     def _check_ids(self, token_ids: np.ndarray[tuple[int, ...], np.dtype[np.integer]]) -> None:
         if not len(token_ids):
@@ -250,11 +250,11 @@ def with_images(
     """
     started_s = time.perf_counter()
     expansions = image_expansions(prompt.token_ids, processor, pictures, places, details)
-    return _expanded(prompt, expansions, processor.settings.token_side, started_s)
+    return _expanded(prompt, expansions, started_s)
 
 
-def _expanded(prompt: Prompt, expansions: Sequence[Expansion], token_side: int, started_s: float) -> Prompt:
-    found = expand(prompt.token_ids, expansions, token_side)
+def _expanded(prompt: Prompt, expansions: Sequence[Expansion], started_s: float) -> Prompt:
+    found = expand(prompt.token_ids, expansions)
     moved = {int(found.positions[position]) for position in prompt.breakpoints} | set(found.ends)
     return replace(
         prompt,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from forkpoint.checks import shown
 from forkpoint.engine.conversation import is_image
 from forkpoint.engine.image_processor import check_picture
+from forkpoint.engine.resized_pictures import PictureFile
 from forkpoint.errors import InvalidPromptError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ REMOTE: Final = ("http://", "https://")
 NONE_FETCHED: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
-def picture_of(part: Mapping[str, Any], fetched: Mapping[str, bytes] = NONE_FETCHED) -> Image:
+def picture_of(part: Mapping[str, Any], fetched: Mapping[str, bytes] = NONE_FETCHED) -> Image | PictureFile:
     """Return the picture of a part of a message. `fetched` has the files behind URLs.
 
     Raises InvalidPromptError, which never shows the data.
@@ -84,7 +85,7 @@ def _data_of(url: str) -> bytes:
         raise InvalidPromptError(f"an image's data URL is not valid base64; give {EXAMPLE}") from None
 
 
-def _open(data: bytes) -> Image:
+def _open(data: bytes) -> PictureFile:
     """Read the header alone, which shows whether the picture is small enough to be decoded."""
     from PIL import Image, UnidentifiedImageError
 
@@ -97,4 +98,4 @@ def _open(data: bytes) -> Image:
             f"an image of {len(data)} bytes is broken, or in none of the formats {', '.join(FORMATS)}"
         ) from None
     check_picture(found)
-    return found
+    return PictureFile.of(found, data)

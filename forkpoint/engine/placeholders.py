@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,20 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from forkpoint.engine.image_processor import ImageProcessor
+from forkpoint.engine.resized_pictures import Parts
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.engine.videos import Video
 from forkpoint.errors import InvalidPromptError
-from forkpoint.images import ImageSpan, PixelArray
+from forkpoint.images import ImageSpan
 from forkpoint.sched.plan import IntArray
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What replaces the tokens `[start, end)` of a prompt: token ids, and pixels, whose tokens are `token_id`."""
+    """What replaces the tokens `[start, end)` of a prompt: token ids, and spans, whose tokens are `token_id`."""
 
     start: int
     end: int
-    parts: Sequence[PixelArray | int]
+    parts: Parts
     token_id: int
 
 
@@ -90,8 +91,8 @@ class Expanded:
     positions: npt.NDArray[Any]
 
 
-def expand(token_ids: IntArray, expansions: Iterable[Expansion], token_side: int) -> Expanded:
-    """Replace tokens of a prompt, in their order. A token of an image stands for a square of `token_side` pixels."""
+def expand(token_ids: IntArray, expansions: Iterable[Expansion]) -> Expanded:
+    """Replace tokens of a prompt, in their order."""
     images, ends = list[ImageSpan](), list[int]()
     pieces, done, num_tokens = list[npt.ArrayLike](), 0, 0
     counts = np.ones(len(token_ids), np.int64)
@@ -104,7 +105,7 @@ def expand(token_ids: IntArray, expansions: Iterable[Expansion], token_side: int
                 pieces.append([part])
                 num_tokens += 1
             else:
-                image = ImageSpan.of(num_tokens, part, token_side)
+                image = replace(part, start=num_tokens)
                 images.append(image)
                 pieces.append([each.token_id] * image.num_tokens)
                 num_tokens = image.end

@@ -10,9 +10,10 @@ import numpy as np
 
 from forkpoint.checks import shown
 from forkpoint.engine.image_processor import MAX_REQUEST_PIXELS
+from forkpoint.engine.resized_pictures import Parts
 from forkpoint.errors import InvalidPromptError
 from forkpoint.image_families.settings import VideoSettings
-from forkpoint.images import PixelArray
+from forkpoint.images import ImageSpan, PixelArray
 
 MAX_FRAMES: Final = 768  # of all videos of a prompt
 DEFAULT_FPS: Final = 2.0  # frames a second that the model's own processor samples
@@ -35,8 +36,8 @@ class Video:
         frames = _frames(given)
         return cls(frames, _times(metadata, len(frames)))
 
-    def parts(self, settings: VideoSettings, encode: Callable[[str], Sequence[int]]) -> list[PixelArray | int]:
-        """Return the pixels of each pair of frames, after the time as text, between the tokens that stand around it.
+    def parts(self, settings: VideoSettings, encode: Callable[[str], Sequence[int]]) -> Parts:
+        """Return the spans of pairs of frames, each after the time as text, between the tokens that stand around it.
 
         Raises InvalidPromptError for frames that are too narrow.
         """
@@ -49,12 +50,12 @@ class Video:
         frames = [np.asarray(image.resize(size, Image.Resampling.BICUBIC)) for image in images]
         frames += frames[-1:] * num_missing
         times = [*self.times_s, *self.times_s[-1:] * num_missing]
-        parts: list[PixelArray | int] = []
+        parts = list[ImageSpan | int]()
         for start in range(0, len(frames), settings.num_frames):
             group = slice(start, start + settings.num_frames)
             first, *_, last = times[group]
             parts += encode(f"<{(first + last) / 2:.1f} seconds>")
-            parts += [settings.start_id, np.stack(frames[group]), settings.end_id]
+            parts += [settings.start_id, ImageSpan.of(0, np.stack(frames[group]), settings.side), settings.end_id]
         return parts
 
 

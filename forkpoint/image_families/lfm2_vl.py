@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
@@ -33,7 +33,7 @@ class Lfm2VlImages(ImageSettings):
     max_tiles: int
     tile_size: int
     tolerance: float
-    special_ids: Mapping[str, int]
+    special_ids: Mapping[str, int] = field(hash=False)
 
     @property
     def max_tokens(self) -> int:

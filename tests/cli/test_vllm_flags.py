@@ -35,8 +35,8 @@ def test_a_script_for_vllm_is_taken_and_told_what_changes_nothing() -> None:
         "--block-size changes nothing here: a block has 64 tokens",
         "-O changes nothing here: CUDA graphs are recorded unless --enforce-eager is given",
         "--hf-token changes nothing here: the hub's token is that of HF_TOKEN, or of `hf auth login`",
-        "--mm-processor-cache-gb changes nothing here: resized images are not kept; --encoder-cache-size bounds the "
-        "encoded ones",
+        "--mm-processor-cache-gb changes nothing here: each reader keeps 64 MiB of resized images; "
+        "--encoder-cache-size bounds the encoded ones",
     ]
     assert notice_lines(parse("serve MODEL --no-enable-lora -pp 1")) == []
 

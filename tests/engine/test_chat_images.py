@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 
 from forkpoint import LLM, SamplingParams
+from forkpoint.engine import image_processor
 from forkpoint.engine.image_processor import ImageProcessor
+from forkpoint.engine.resized_pictures import ResizedPictures
 from forkpoint.errors import InvalidPromptError
 from forkpoint.image_families.qwen3_5 import Qwen35Images
+from forkpoint.images import ImageSpan
 from tests.image_models import CHAT_IDS, picture, prompt_of, write_chat_model
 
 PAD, START, END = (CHAT_IDS[f"{name}_token_id"] for name in ("image", "vision_start", "vision_end"))
@@ -112,7 +116,10 @@ def test_typed_placeholders_stay_text(llm: LLM) -> None:
     assert llm.render_chat([user(typed)]).images == ()
 
 
-def test_the_next_turn_reuses_the_images(llm: LLM) -> None:
+def test_the_next_turn_reuses_the_images(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decodes the new picture alone, and hits in the tokens of the one before."""
+    decoded, upright = list[Any](), image_processor._upright_rgb
+    monkeypatch.setattr(image_processor, "_upright_rgb", lambda image: (decoded.append(image.size), upright(image))[1])
     params = SamplingParams(temperature=0.0, max_tokens=4)
     runner: Any = llm._engine.core._runner  # type: ignore[attr-defined]
     first = [user("what is this? " * 9, url_part(picture(5, 320, 320)))]
@@ -121,6 +128,27 @@ def test_the_next_turn_reuses_the_images(llm: LLM) -> None:
     later = [*first, {"role": "assistant", "content": "noise"}, user("and this?", url_part(picture(6, 96, 96)))]
     output = llm.chat(later, params, use_tqdm=False)[0]
     assert output.num_cached_tokens >= 192 and runner._encoded.num_runs == runs + 1
+    assert decoded == [(320, 320), (96, 96)]
+    bounds = [{"max_pixels": 65536}, {"max_pixels": 65536}, None]
+    sizes = [llm.render_chat(first, mm_processor_kwargs=each).images[0].num_tokens for each in bounds]
+    assert sizes == [64, 64, 100] and len(decoded) == 3, "other settings give other pixels"
+
+
+def test_resized_pictures_are_kept_within_a_bound() -> None:
+    kept, sizes, num_resized = ResizedPictures(max_bytes=6000), (1, 2, 1, 3, 1, 2), list[int]()
+
+    def resize(value: int) -> list[ImageSpan]:
+        num_resized.append(value)
+        return [ImageSpan.of(0, np.full((32, 32, 3), value, np.uint8), 32)]  # 3072 bytes
+
+    for value in sizes:
+        (span,) = kept.get(bytes([value]), SETTINGS, partial(resize, value))
+        assert isinstance(span, ImageSpan) and span.pixels[0, 0, 0] == value
+    assert num_resized == [1, 2, 1, 3, 1, 2], "one of them fits"
+    roomy = ResizedPictures(max_bytes=7000)
+    for value in sizes:
+        roomy.get(bytes([value]), SETTINGS, partial(resize, value))
+    assert num_resized[6:] == [1, 2, 3, 2], "the least recently used one goes first"
 
 
 def test_what_is_refused_says_why_and_shows_no_data(llm: LLM) -> None:
@@ -156,7 +184,8 @@ def test_a_bomb_is_refused_by_its_header(llm: LLM) -> None:
 
 def pixels(image: Any) -> Any:
     ((found,),) = ImageProcessor(SETTINGS, 1).parts_of([image])
-    return found
+    assert isinstance(found, ImageSpan)
+    return found.pixels
 
 
 def test_pictures_are_upright_on_white_and_scaled() -> None:

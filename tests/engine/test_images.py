@@ -171,6 +171,31 @@ def test_a_batch_of_texts_and_images_gives_what_each_gives_alone(folder: tuple[P
         assert completions(llm, prompts, 30) == alone
 
 
+def test_an_image_without_finite_embeddings_fails_alone(
+    folder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others in the step go on, and its embeddings are not kept for the next request."""
+    broken, good = picture(1, 96, 96), picture(2, 96, 96)
+    prompts: list[list[Part]] = [[INTRO, broken, QUESTION], [INTRO, good, QUESTION], [OTHER]]
+    with engine(folder[0]) as llm:
+        alone = completions(llm, prompts, 8)
+        llm.reset_prefix_cache()
+        encoded: Any = llm._engine.core._runner._encoded  # type: ignore[attr-defined]
+        tower, bad = encoded._tower, float(np.array(broken).sum())
+
+        def failing(pixels: Any) -> Any:
+            found = tower(pixels)
+            return found * float("nan") if float(pixels.sum()) == bad else found
+
+        monkeypatch.setattr(encoded, "_tower", failing)
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        found = [output.outputs[0] for output in llm.generate([prompt_of(each) for each in prompts], params)]
+        assert "non-finite logits" in str(found[0].error)
+        assert [list(each.token_ids) for each in found[1:]] == alone[1:]
+        monkeypatch.setattr(encoded, "_tower", tower)
+        assert completions(llm, prompts, 8) == alone
+
+
 def test_drafts_change_no_token(tmp_path: Path) -> None:
     write_vision_checkpoint(tmp_path, mtp=True)
     prompts = [[INTRO, picture(1, 320, 448), QUESTION], [INTRO, picture(1, 320, 448), QUESTION], [OTHER]]

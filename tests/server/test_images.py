@@ -37,6 +37,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         "127.0.0.1",
         "--device",
         "cpu",
+        "--max-stored-responses-bytes",
+        "1000000",
         "--kv-events-config",
         json.dumps(events),
     ]
@@ -227,6 +229,16 @@ def test_results_of_tools_may_be_images(http: httpx2.Client) -> None:
     assert response["usage"]["input_tokens"] == usage["prompt_tokens"]
     assert response["usage"]["input_tokens_details"]["image_tokens"] == 4
     assert post(http, "/v1/responses/input_tokens", input=items)["input_tokens"] == usage["prompt_tokens"]
+
+
+def test_stored_responses_count_their_images(http: httpx2.Client) -> None:
+    """A response whose images alone are larger than the bound is not stored."""
+    for side, status in (64, 200), (640, 404):
+        url = chat_part(encoded(picture(5, side, side)))["image_url"]["url"]
+        items = [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
+        smaller = {"mm_processor_kwargs": {"max_pixels": 65536}}
+        name = post(http, "/v1/responses", input=items, max_output_tokens=1, **smaller)["id"]
+        assert http.get(f"/v1/responses/{name}").status_code == status
 
 
 def test_requests_bound_the_size_of_their_images(http: httpx2.Client) -> None:
