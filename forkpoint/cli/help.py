@@ -7,25 +7,11 @@ import difflib
 from typing import Final
 
 SCREEN: Final = 30  # --help of a parser with more options shows an overview
-FIRST: Final = (
-    "--model",
-    "--prompt",
-    "--config",
-    "--host",
-    "--port",
-    "--url",
-    "--api-key",
-    "--served-model-name",
-    "--max-model-len",
-    "--max-num-seqs",
-    "--dtype",
-    "--kv-cache-dtype",
-    "--gpu-memory-utilization",
-    "--tensor-parallel-size",
-    "--speculative-config",
-    "--max-tokens",
-    "--temperature",
-)
+# The options that the overview of a large parser shows, in this order.
+_FIRST: Final = """
+--model --prompt --config --host --port --url --api-key --served-model-name --max-model-len --max-num-seqs --dtype --kv-
+cache-dtype --gpu-memory-utilization --tensor-parallel-size --speculative-config --max-tokens --temperature
+"""
 LIST, ALL = "listgroup", "all"
 
 
@@ -34,7 +20,7 @@ def overview(parser: argparse.ArgumentParser) -> str:
     others."""
     if len(_options(parser)) <= SCREEN:
         return parser.format_help()
-    shown = [action for name in FIRST for action in _options(parser) if name in action.option_strings]
+    shown = [action for name in _FIRST.split() for action in _options(parser) if name in action.option_strings]
     hidden = len(_options(parser)) - len(shown)
     text = _rendered(parser, {"arguments": _positionals(parser), "most used options": shown}, heading=True)
     return (

@@ -47,22 +47,11 @@ _ON: Final = """
 attn_output_gate block_use_swiglu mamba_use_mlp no_kda_lora rms_norm use_conv_bias use_pos_enc use_rope
 """
 # Fields of rotary positions that apply only to some rope_type. They are checked where that type is read.
-ROTARY: Final = (
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "factor",
-    "finetuned",
-    "high_freq_factor",
-    "low_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    "original_max_position_embeddings",
-    "rope_theta",
-    "rope_type",
-    "truncate",
-    "type",
-)
+_ROTARY: Final = """
+attention_factor beta_fast beta_slow factor finetuned high_freq_factor low_freq_factor mscale mscale_all_dim
+original_max_position_embeddings rope_theta rope_type truncate type
+"""
+ROTARY: Final = frozenset(_ROTARY.split())
 HARMLESS: Final = frozenset(_HARMLESS.split())
 CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
     **dict.fromkeys(_OFF.split(), (False,)),

@@ -14,6 +14,12 @@ from forkpoint.models.mamba2 import Mamba2Config
 from forkpoint.models.moe import MoEConfig
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+# Fields of parts that only some of the models have.
+_UNNEEDED = """
+attention_head_dim expand mamba_expand moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size n_group
+n_routed_experts n_shared_experts norm_eps norm_topk_prob num_experts_per_tok partial_rotary_factor rope_theta
+routed_scaling_factor topk_group
+"""
 
 
 class NemotronH(Model):
@@ -34,24 +40,7 @@ class NemotronH(Model):
         "mamba_dt_limit": "time_step_limit",
     }
     config_class: ClassVar = "nemotron_h.NemotronHConfig"
-    unneeded_fields: ClassVar = (
-        "attention_head_dim",
-        "expand",
-        "mamba_expand",
-        "moe_intermediate_size",
-        "moe_latent_size",
-        "moe_shared_expert_intermediate_size",
-        "n_group",
-        "n_routed_experts",
-        "n_shared_experts",
-        "norm_eps",
-        "norm_topk_prob",
-        "num_experts_per_tok",
-        "partial_rotary_factor",
-        "rope_theta",
-        "routed_scaling_factor",
-        "topk_group",
-    )
+    unneeded_fields: ClassVar = _UNNEEDED.split()
     weight_names: ClassVar = BACKBONE
 
     @classmethod
