@@ -103,7 +103,7 @@ def read_kimi(site: Site) -> CallReader:
 
 def _arguments(site: Site, *, strict: bool = False) -> CallReader:
     """Read the object with the arguments, and return whether it was written in full."""
-    arguments = JsonText(site.strict_stop if strict else site.stop)
+    arguments = JsonText(site.strict_stop if strict else site.stop, site.inner)
     yield from arguments.read(site.source)
     sound = arguments.done and arguments.sound
     if not site.source.is_cut_here:
@@ -116,7 +116,7 @@ def _read_whole(site: Site) -> CallReader:
     source = site.source
     if not source.may_hold or (yield from source.matched(OBJECT)) is None:
         return False
-    value = JsonText(site.strict_stop)
+    value = JsonText(site.strict_stop, site.inner)
     parts = []
     for part in value.read(source):
         if part is None:

@@ -73,13 +73,16 @@ class JsonText:
     colons, bare words, and quotes within strings that are not escaped. The text from `read` and then `close` is always
     valid JSON.
 
-    `stop`: text at which even a string ends, such as the tags that end a call.
+    `stop`: text at which even a string ends, such as the tags that end a call. `inner`: tags in a string, in the groups
+    `begin` and `end`; between them `stop` does not count, because the string holds an example of a call.
     """
 
-    def __init__(self, stop: Ending | None = None) -> None:
+    def __init__(self, stop: Ending | None = None, inner: regex.Pattern[str] | None = None) -> None:
         self.done = False
         self.sound = True
         self._stop = stop
+        self._inner = inner
+        self._depth = 0  # tags that have begun in the string being read and not ended
         self._stack: list[str] = []  # brackets that are open
         self._ends: list[str] = []  # how each of them is closed
         self._expected = VALUE
@@ -144,7 +147,7 @@ class JsonText:
         elif char in "\"'":
             source.at += 1
             yield self._begin() + '"'
-            self._quote = char
+            self._quote, self._depth = char, 0
         else:
             yield from self._word(source)
 
@@ -248,11 +251,15 @@ class JsonText:
         if char == "\\":
             yield from self._escape(source)
         elif char == "<":
-            found = (yield from source.matched(self._stop)) if self._stop is not None else None
-            if found is not None:
+            if self._stop is not None and not self._depth and (yield from source.matched(self._stop)) is not None:
                 return False
-            source.at += 1
-            yield char
+            tag = (yield from source.matched(self._inner)) if self._inner is not None else None
+            if tag is None:
+                yield source.take(source.at + 1)
+            else:
+                self._depth += 1 if tag["begin"] is not None else -1
+                self._depth = max(self._depth, 0)
+                yield escaped(source.take(tag.end()))
         elif char == self._quote:
             yield from self._quote_mark(source)
         else:  # a control character or a quote of the other kind

@@ -48,7 +48,9 @@ class CallsReader:
         opening, closing = regex.escape(notation.opening), regex.escape(notation.closing)
         begins = "|".join([rf"{opening}{SPACE}[\[{{<]", *map(regex.escape, notation.tags)])
         over = f"{closing}{SPACE}(?:{begins}|{END})"
-        self._tagged = Site(source, self.functions, Ending.compile(over), Ending.compile(f"{over}|{opening}"), opening)
+        inner = regex.compile(rf"(?P<begin>{opening}{SPACE}[\[{{<])|(?P<end>{closing})") if closing else None
+        strict = Ending.compile(f"{over}|{opening}")
+        self._tagged = Site(source, self.functions, Ending.compile(over), strict, opening, inner)
         never = Ending.compile("(?!)")
         self._bare = Site(source, self.functions, never, never, opening, needs_arguments=True)
         self._closings = tuple(filter(None, (notation.closing, *notation.closings)))

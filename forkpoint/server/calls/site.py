@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import regex
+
 from forkpoint.server.calls.incoming import Ending, Incoming
 from forkpoint.server.calls.schema_types import Functions
 
@@ -28,6 +30,7 @@ class Site:
     """The text and the rules by which a reader reads a call.
 
     `stop`: text at which a string that never ends is given up. `strict_stop`: the same for a call that is not certain.
+    `inner`: the tags that begin and end a call within a string, in the groups `begin` and `end`; None to ignore them.
     `needs_arguments`: an object without arguments is not a call, because no tag shows that it is one.
     """
 
@@ -36,6 +39,7 @@ class Site:
     stop: Ending
     strict_stop: Ending
     opening: str
+    inner: regex.Pattern[str] | None = None
     needs_arguments: bool = False
 
     def resolve(self, written: str) -> tuple[str, bool]:

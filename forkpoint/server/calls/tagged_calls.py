@@ -144,7 +144,7 @@ def _read_tagged(site: Site, tags: Tags) -> CallReader:
 def _read_json_in_tags(site: Site, function: str, declared: bool, tags: Tags) -> CallReader:
     """Read `<function=name>{...}</function>`, which mixes two notations."""
     yield Named(function)
-    arguments = JsonText(site.stop if declared else site.strict_stop)
+    arguments = JsonText(site.stop if declared else site.strict_stop, site.inner)
     yield from arguments.read(site.source)
     sound = arguments.done and arguments.sound
     if not site.source.is_cut_here:

@@ -11,6 +11,20 @@ JSON = [
     condition("two JSON calls", "hermes", tagged(hermes("ls")) + tagged(hermes("pwd")), LS, PWD),
     condition("JSON list", "hermes", f"<tool_call>[{hermes('ls')}, {hermes('pwd')}]</tool_call>", LS, PWD),
     condition("two objects in one", "hermes", tagged(f"{hermes('ls')}\n{hermes('pwd')}"), LS, PWD),
+    *(
+        condition(
+            f"example calls in a string: {name}",
+            "hermes",
+            f"{tagged(hermes(value))}\n{tagged(hermes('pwd'))}",
+            called("run", command=value),
+            PWD,
+        )
+        for name, value in {
+            "one": f"so: {tagged(hermes('ls'))}",
+            "two": f"<tool_call>{hermes('ls')}</tool_call><tool_call>{hermes('pwd')}</tool_call>",
+            "two of tags": f"<tool_call>{xml('ls')}</tool_call> <tool_call>{xml('pwd')}</tool_call> so",
+        }.items()
+    ),
     condition(
         "no closing between JSON calls", "hermes", f"<tool_call>\n{hermes('ls')}\n{tagged(hermes('pwd'))}", LS, PWD
     ),
