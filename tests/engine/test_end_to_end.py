@@ -29,7 +29,6 @@ DRAWN = [
     "replaced_tables",
     "stored",
     "restored",
-    "restored_deterministic",
     "restored_with_drafts",
     "restored_by_ranks",
     "copied",
