@@ -118,6 +118,7 @@ TEMPLATE = """{%- macro show(content, system) -%}
 {%- if 'image' in part or 'image_url' in part or part.type == 'image' -%}
 {%- if system -%}{{ raise_exception('System message cannot contain images.') }}{%- endif -%}
 <|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>
 {%- else -%}{{ part.text }}{%- endif -%}
 {%- endfor -%}{%- endif -%}
 {%- endmacro -%}
@@ -126,7 +127,15 @@ TEMPLATE = """{%- macro show(content, system) -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
 CHAT_IDS = {"image_token_id": 310, "video_token_id": 311, "vision_start_token_id": 312, "vision_end_token_id": 313}
-NAMES = {300: "im_start", 301: "im_end", 302: "endoftext", 310: "image_pad", 312: "vision_start", 313: "vision_end"}
+NAMES = {
+    300: "im_start",
+    301: "im_end",
+    302: "endoftext",
+    310: "image_pad",
+    311: "video_pad",
+    312: "vision_start",
+    313: "vision_end",
+}
 
 
 def write_chat_model(folder: Path) -> Any:

@@ -146,7 +146,7 @@ class ChatTemplate:
         images: ChatImages | None = None
         if self._images is not None and self._placeholder and has_images(messages):
             processor = self._images.with_kwargs(processor_kwargs(mm_processor_kwargs))
-            images = ChatImages(messages, processor, self._placeholder, fetched)
+            images = ChatImages(messages, processor, self._tokenizer, fetched)
         take = None if images is None else images.take
         read = [read_message(message, in_parts=self._in_parts, take_image=take) for message in messages]
         rewritten = self._rewriters[bool(tools)].rewrite(read)

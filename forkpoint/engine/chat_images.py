@@ -1,4 +1,4 @@
-"""The images of a conversation, on their way through message rewriting and a chat template.
+"""The images and videos of a conversation, on their way through message rewriting and a chat template.
 
 Rewriting works on texts, so an image is a character there that no text of the conversation has. Before the template
 renders, the character becomes an image part again, for which the template writes the model's placeholder. A placeholder
@@ -7,55 +7,83 @@ that somebody typed is another character meanwhile, so it stays text.
 
 from __future__ import annotations
 
+import re
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
-from forkpoint.engine.conversation import Message
+from forkpoint.engine.conversation import VIDEO_PART, Message, is_media
 from forkpoint.engine.image_processor import ImageProcessor
-from forkpoint.engine.inputs import Prompt, with_images
+from forkpoint.engine.inputs import Prompt, expanded
 from forkpoint.engine.pictures import NONE_FETCHED, detail_of, image_parts, picture_of
+from forkpoint.engine.placeholders import image_expansions, video_expansions
 from forkpoint.engine.rewriting import Rewritten
+from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.engine.videos import Video, check_videos
 from forkpoint.errors import InvalidPromptError
 
 PRIVATE_USE: Final = range(0xE000, 0xF900)  # characters that have no meaning of their own
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Images, or videos. A template writes `placeholder`, a token, for a part of the type `name`.
+
+    In texts, the character `mark` stands for a part, and `typed` for a placeholder that somebody typed.
+    """
+
+    name: str
+    placeholder: str
+    token_id: int
+    mark: str
+    typed: str
+    given: list[Any]  # the pictures or videos so far
+
+
 class ChatImages:
-    """Reads the images of one conversation, in their order."""
+    """Reads the images and videos of one conversation, in their order."""
 
     def __init__(
         self,
         messages: Sequence[Message],
         processor: ImageProcessor,
-        placeholder: str,
+        tokenizer: Tokenizer,
         fetched: Mapping[str, bytes] = NONE_FETCHED,
     ) -> None:
-        """`placeholder` is what the template writes for an image. `fetched` has the files behind URLs.
-
-        Raises InvalidPromptError for too many images.
-        """
+        """`fetched` has the files behind URLs. Raises InvalidPromptError for too many images."""
         processor.check_count(sum(1 for message in messages for _ in image_parts(message)))  # before any is read
-        self._processor, self._placeholder, self._fetched = processor, placeholder, fetched
-        self._pictures: list[Any] = []
+        self._processor, self._tokenizer, self._fetched = processor, tokenizer, fetched
         self._details: list[object] = []
         used = set().union(*map(set, _texts(list(messages))))
         unused = (character for character in map(chr, PRIVATE_USE) if character not in used)
-        try:
-            self._mark, self._typed = islice(unused, 2)
-        except ValueError:
-            raise InvalidPromptError(
-                "the conversation has all private-use characters; leave some of them out"
-            ) from None
+        self._kinds: dict[str, _Kind] = {}
+        for name, token_id in media_token_ids(processor).items():
+            try:
+                mark, typed = islice(unused, 2)
+            except ValueError:
+                raise InvalidPromptError(
+                    "the conversation has all private-use characters; leave some of them out"
+                ) from None
+            placeholder = tokenizer.decode([token_id], skip_special_tokens=False)
+            if placeholder:
+                self._kinds[name] = _Kind(name, placeholder, token_id, mark, typed, [])
 
     def take(self, part: Mapping[str, Any]) -> str:
-        """Remember the picture of an image part, and return the character that stands for it. Raises
+        """Remember the picture or video of a part, and return the character that stands for it. Raises
         InvalidPromptError."""
-        self._pictures.append(picture_of(part, self._fetched))
+        if part.get("type") == VIDEO_PART:
+            if VIDEO_PART not in self._kinds:
+                raise InvalidPromptError("the model reads no videos; leave parts of the type 'video' out")
+            kind = self._kinds[VIDEO_PART]
+            kind.given.append(Video.read(part.get("video")))
+            check_videos(kind.given)
+            return kind.mark
+        self._kinds["image"].given.append(picture_of(part, self._fetched))
         self._details.append(detail_of(part))
-        return self._mark
+        return self._kinds["image"].mark
 
     def in_parts(self, rewritten: Rewritten) -> Rewritten:
         """Return the conversation with image parts, and without typed placeholders."""
@@ -70,7 +98,9 @@ class ChatImages:
     def _hidden(self, value: Any) -> Any:
         """Replace placeholders in all texts."""
         if isinstance(value, str):
-            return value.replace(self._placeholder, self._typed)
+            for kind in self._kinds.values():
+                value = value.replace(kind.placeholder, kind.typed)
+            return value
         if isinstance(value, Mapping):
             return {name: self._hidden(each) for name, each in value.items()}
         return [self._hidden(each) for each in value] if isinstance(value, list | tuple) else value
@@ -78,58 +108,79 @@ class ChatImages:
     def _with_parts(self, message: dict[str, Any]) -> dict[str, Any]:
         content = message["content"]
         texts = [part["text"] for part in content] if isinstance(content, list) else [content]
-        if not any(self._mark in text for text in texts):
+        names = {kind.mark: kind.name for kind in self._kinds.values()}
+        marks = re.compile(f"([{''.join(names)}])")
+        if not any(marks.search(text) for text in texts):
             return message
         parts: list[dict[str, str]] = []
         for text in texts:
-            first, *others = text.split(self._mark)
-            parts += _text_part(first)
-            for other in others:
-                parts += [{"type": "image"}, *_text_part(other)]
+            for piece in marks.split(text):
+                if piece in names:
+                    parts.append({"type": names[piece]})
+                elif piece:
+                    parts.append({"type": "text", "text": piece})
         return {**message, "content": parts}
 
     def shown_text(self, rendered: str) -> str:
         """Return the text of the prompt, with typed placeholders in their places."""
-        return rendered.replace(self._typed, self._placeholder)
+        for kind in self._kinds.values():
+            rendered = rendered.replace(kind.typed, kind.placeholder)
+        return rendered
 
     def shown_at(self, rendered: str, at: int) -> int:
         """Return where a position of `rendered` is in the text of the prompt."""
-        return at + (len(self._placeholder) - 1) * rendered.count(self._typed, 0, at)
+        kinds = self._kinds.values()
+        return at + sum((len(kind.placeholder) - 1) * rendered.count(kind.typed, 0, at) for kind in kinds)
 
     def prompt(self, prompt: Prompt, rendered: str, offsets: Sequence[tuple[int, int]]) -> Prompt:
-        """Return the prompt of a conversation with the tokens of its images. `offsets` are those of its tokens in its
-        text. Raises InvalidPromptError if the template does not show all images."""
-        places = []
-        at = rendered.find(self._placeholder)
-        while at >= 0:
-            places.append(self.shown_at(rendered, at))
-            at = rendered.find(self._placeholder, at + len(self._placeholder))
-        if len(places) != len(self._pictures):
-            raise InvalidPromptError(
-                f"the chat template shows {len(places)} of the {len(self._pictures)} images of the conversation; put "
-                "images where it shows them, such as in the last user message"
-            )
+        """Return the prompt of a conversation with the tokens of its images and videos. `offsets` are those of its
+        tokens in its text. Raises InvalidPromptError if the template does not show all of them."""
+        started_s = time.perf_counter()
         starts = [start for start, _ in offsets]
-        tokens = [bisect_left(starts, place) for place in places]
-        token_id = self._processor.settings.image_token_id
-        if any(token >= len(starts) or prompt.token_ids[token] != token_id for token in tokens):
-            raise InvalidPromptError(f"the tokenizer does not read {self._placeholder!r} as token {token_id}")
-        return with_images(prompt, self._processor, self._pictures, tokens, self._details)
+        tokens = {kind.name: self._tokens_of(kind, prompt, rendered, starts) for kind in self._kinds.values()}
+        ids, processor = prompt.token_ids, self._processor
+        expansions = image_expansions(ids, processor, self._kinds["image"].given, tokens["image"], self._details)
+        if tokens.get(VIDEO_PART):
+            videos = self._kinds[VIDEO_PART].given
+            expansions += video_expansions(ids, processor, videos, self._tokenizer, tokens[VIDEO_PART])
+        return expanded(prompt, expansions, started_s)
+
+    def _tokens_of(self, kind: _Kind, prompt: Prompt, rendered: str, starts: Sequence[int]) -> list[int]:
+        """Return the indices of the placeholders that the template wrote, in a prompt whose tokens have these
+        `starts`."""
+        found = [self.shown_at(rendered, match.start()) for match in re.finditer(re.escape(kind.placeholder), rendered)]
+        if len(found) != len(kind.given):
+            raise InvalidPromptError(
+                f"the chat template shows {len(found)} of the {len(kind.given)} {kind.name}s of the conversation; put "
+                f"{kind.name}s where it shows them, such as in the last user message"
+            )
+        tokens = [bisect_left(starts, place) for place in found]
+        if any(token >= len(starts) or prompt.token_ids[token] != kind.token_id for token in tokens):
+            raise InvalidPromptError(f"the tokenizer does not read {kind.placeholder!r} as token {kind.token_id}")
+        return tokens
+
+
+def media_token_ids(processor: ImageProcessor) -> dict[str, int]:
+    """Return the ids of the placeholders of images and, if the model reads them, of videos, by the type of a part."""
+    settings = processor.settings
+    found = {"image": settings.image_token_id}
+    if settings.video is not None:
+        found[VIDEO_PART] = settings.video.token_id
+    return found
 
 
 def has_images(messages: Sequence[Message]) -> bool:
-    """Whether any message has an image."""
-    return any(True for message in messages for _ in image_parts(message))
-
-
-def _text_part(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}] if text else []
+    """Whether any message has an image or a video."""
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    return any(is_media(part) for content in contents if isinstance(content, list | tuple) for part in content)
 
 
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (text for name, each in value.items() if name not in ("image_url", "image") for text in _texts(each))
+        yield from (
+            text for name, each in value.items() if name not in ("image_url", "image", "video") for text in _texts(each)
+        )
     elif isinstance(value, list | tuple):
         yield from (text for each in value for text in _texts(each))

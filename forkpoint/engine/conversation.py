@@ -14,6 +14,7 @@ Message: TypeAlias = Mapping[str, Any]
 # part type -> key of its text
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 IMAGE_PARTS = ("image_url", "input_image", "image", "image_pil")  # part types of images
+VIDEO_PART = "video"  # part type of the frames of a video
 SPEAKERS = ("system", "developer", "user")  # roles whose messages need content
 TakeImage: TypeAlias = Callable[[Mapping[str, Any]], str]  # returns the text that stands for an image part
 SHOWN = 80  # characters of a wrong value that an error message shows
@@ -84,7 +85,7 @@ def _texts(content: object, take_image: TakeImage | None) -> list[str]:
         return [content or ""]
     parts = _list(content, "message content must be a text or a list of parts")
     texts = [_part(part, take_image) for part in parts]
-    return ["".join(texts)] if any(map(is_image, parts)) else texts
+    return ["".join(texts)] if any(map(is_media, parts)) else texts
 
 
 def is_image(part: object) -> bool:
@@ -92,10 +93,15 @@ def is_image(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
+def is_media(part: object) -> bool:
+    """Whether this part of a message is an image or the frames of a video."""
+    return is_image(part) or (isinstance(part, Mapping) and part.get("type") == VIDEO_PART)
+
+
 def _part(part: object, take_image: TakeImage | None) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and is_image(part):
+    if isinstance(part, Mapping) and is_media(part):
         if take_image is None:
             raise InvalidPromptError(f"a message may contain only text parts: {NO_IMAGES}")
         return take_image(part)

@@ -182,7 +182,7 @@ class InputProcessor:
             expansions += image_expansions(prompt.token_ids, processor, pictures)
         if videos:
             expansions += video_expansions(prompt.token_ids, processor, videos, self.tokenizer)
-        return self.prompt(_expanded(prompt, expansions, started_s), params)
+        return self.prompt(expanded(prompt, expansions, started_s), params)
 
     def _check_ids(self, token_ids: np.ndarray[tuple[int, ...], np.dtype[np.integer]]) -> None:
         if not len(token_ids):
@@ -236,24 +236,8 @@ class InputProcessor:
             )
 
 
-def with_images(
-    prompt: Prompt,
-    processor: ImageProcessor,
-    pictures: Sequence[Any],
-    places: Sequence[int] | None = None,
-    details: Sequence[object] = (),
-) -> Prompt:
-    """Return the prompt with the tokens of `pictures` instead of its placeholders, and a breakpoint after each image.
-
-    The placeholders are the tokens at `places`, or all image tokens of the prompt if that is None. `details` are the
-    pictures' own `detail`. Raises InvalidPromptError if there are more or fewer placeholders than pictures.
-    """
-    started_s = time.perf_counter()
-    expansions = image_expansions(prompt.token_ids, processor, pictures, places, details)
-    return _expanded(prompt, expansions, started_s)
-
-
-def _expanded(prompt: Prompt, expansions: Sequence[Expansion], started_s: float) -> Prompt:
+def expanded(prompt: Prompt, expansions: Sequence[Expansion], started_s: float) -> Prompt:
+    """Return the prompt with images and videos, and a breakpoint after each. Their reading began at `started_s`."""
     found = expand(prompt.token_ids, expansions)
     moved = {int(found.positions[position]) for position in prompt.breakpoints} | set(found.ends)
     return replace(

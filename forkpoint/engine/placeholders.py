@@ -48,9 +48,13 @@ def image_expansions(
 
 
 def video_expansions(
-    token_ids: IntArray, processor: ImageProcessor, videos: Sequence[Video], tokenizer: Tokenizer | None
+    token_ids: IntArray,
+    processor: ImageProcessor,
+    videos: Sequence[Video],
+    tokenizer: Tokenizer | None,
+    places: Sequence[int] | None = None,
 ) -> list[Expansion]:
-    """Return what replaces the placeholders of videos.
+    """Return what replaces the placeholders of videos: the tokens at `places`, or all video tokens if that is None.
 
     Each frame gets the tokens around it that a template writes around the placeholder, which are replaced too. Raises
     InvalidPromptError.
@@ -58,7 +62,7 @@ def video_expansions(
     settings = processor.settings.video
     if settings is None or tokenizer is None:
         raise InvalidPromptError("videos need a model that reads them, and its tokenizer, which writes their times")
-    at = np.flatnonzero(token_ids == settings.token_id).tolist()
+    at = np.flatnonzero(token_ids == settings.token_id).tolist() if places is None else list(places)
     _check_count("videos", len(at), len(videos), settings.token_id)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     around, expansions = [settings.start_id, settings.token_id, settings.end_id], list[Expansion]()

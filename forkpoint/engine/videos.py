@@ -65,6 +65,12 @@ def read_videos(given: object) -> list[Video]:
         return []
     several = isinstance(given, list) and given and (isinstance(given[0], tuple) or np.ndim(given[0]) == 4)
     videos = [Video.read(each) for each in given] if isinstance(given, list) and several else [Video.read(given)]
+    check_videos(videos)
+    return videos
+
+
+def check_videos(videos: Sequence[Video]) -> None:
+    """Raises InvalidPromptError if a prompt has too many frames or pixels."""
     num_frames = sum(len(video.frames) for video in videos)
     num_pixels = sum(video.frames.size // 3 for video in videos)
     if num_frames > MAX_FRAMES or num_pixels > MAX_REQUEST_PIXELS:
@@ -72,7 +78,6 @@ def read_videos(given: object) -> list[Video]:
             f"the videos of the prompt have {num_frames} frames with {num_pixels} pixels; at most {MAX_FRAMES} frames "
             f"and {MAX_REQUEST_PIXELS} pixels are read"
         )
-    return videos
 
 
 def _frames(given: object) -> PixelArray:

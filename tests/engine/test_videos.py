@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from forkpoint import SamplingParams
 from forkpoint.errors import InvalidPromptError
 from forkpoint.image_families.qwen3_5 import Qwen35Images
 from forkpoint.image_families.table import read_image_settings
 from tests.engine.test_images import TOLERANCE
-from tests.image_models import CHAT_IDS, Part, Watched, write_chat_model
+from tests.image_models import CHAT_IDS, Part, Watched, picture, write_chat_model
 
 IMAGE, VIDEO, START, END = CHAT_IDS.values()
 RNG = np.random.default_rng(2)
@@ -120,6 +121,32 @@ def test_frames_may_be_pictures_or_arrays(watched: Watched) -> None:
     assert prompt((frames, {"fps": 4.0, "frames_indices": [0, 2, 4, 6]})) == want != prompt((frames, {"fps": 30}))
     text = inputs.tokenizer.decode(want[0], skip_special_tokens=False)
     assert text.count("seconds>") == 2 and "<0.2 seconds>" in text and "<1.2 seconds>" in text
+
+
+def test_conversations_show_videos_next_to_images(watched: Watched) -> None:
+    """Typed placeholders stay text; a video equals its frames in `generate`."""
+    inputs = watched.llm._engine.inputs  # type: ignore[attr-defined]
+    frames, image = video(4, 4, 64, 64), picture(5, 96, 96)
+    parts: list[Any] = [
+        {"type": "text", "text": "I type <|video_pad|> and <|image_pad|>. "},
+        {"type": "video", "video": (frames, {"fps": 4.0})},
+        {"type": "image_pil", "image_pil": image},
+        {"type": "text", "text": "What happens?"},
+    ]
+    prompt = watched.llm.render_chat([{"role": "user", "content": parts}])
+    ids = prompt.token_ids.tolist()
+    assert [span.num_tokens for span in prompt.images] == [4, 4, 9]
+    assert (ids.count(VIDEO), ids.count(IMAGE)) == (1 + 8, 1 + 9)
+    given = {"prompt_token_ids": [VIDEO], "multi_modal_data": {"video": (frames, {"fps": 4.0})}}
+    alone = inputs.prompt(given).token_ids.tolist()
+    start = prompt.images[0].start - alone.index(VIDEO)
+    assert ids[start : start + len(alone)] == alone
+    assert {prompt.images[1].end + 1, prompt.images[2].end} <= set(prompt.breakpoints)
+    (output,) = watched.llm.chat([{"role": "user", "content": parts}], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert list(output.prompt_token_ids) == ids
+    for wrong in ("clip.mp4", None):
+        with pytest.raises(InvalidPromptError, match="is not a video"):
+            watched.llm.render_chat([{"role": "user", "content": [{"type": "video", "video": wrong}]}])
 
 
 def test_sizes_are_those_of_transformers(tmp_path: Path) -> None:
