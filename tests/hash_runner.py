@@ -404,8 +404,12 @@ class HashRunner:
             self._memory.store(slot, position, int(self._rows[work.row].rolls[position]))
 
     def _spoil(self, works: list[HashWork]) -> None:
-        """What a failed step would have written is garbage."""
+        """Make garbage of what a failed step would have written, as if it had rejected all of its drafts.
+
+        The row's next step may be in flight already: it then writes as far before its planned start as it can.
+        """
         for work in works:
+            self._rows[work.row].missed = len(work.drafts)
             if self.layout.has_kv:
                 self._memory.spoil_blocks(self._written_blocks(work))
             for slot in (work.write_slot, *(slot for _, slot in work.saves)):
