@@ -79,7 +79,7 @@ class PreparedTurn(PreparedRequest):
         tags = [notation.opening] * (schemas is not None) + [THINK, THINK_END] * (thinking != "none")
         shows_tags = texts.tokenizer is not None and any(map(texts.tokenizer.is_special, tags))
         skips = params.skip_special_tokens and not shows_tags
-        may_call = schemas is not None and not plan.forced
+        may_call = body.response_format is not None and schemas is not None and not plan.forced
         openings = (notation.opening, *notation.tags) if may_call else ()
         params = replace(
             params,

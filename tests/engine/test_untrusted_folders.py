@@ -20,7 +20,7 @@ from forkpoint.models.registry import load_config
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("forkpoint", "benchmarks", "evaluation", "studies", "train", "scripts", "native")
-PICKLES_OF_OUR_OWN = {"reader_process.py", "readers.py", "bounded.py"}  # between a process and its child
+PICKLES_OF_OUR_OWN = {"reader_process.py", "reader_answers.py", "bounded.py"}  # between a process and its child
 CODE = """
 open({marker!r}, "a").write(__name__)
 from transformers import PreTrainedTokenizerFast, PretrainedConfig
