@@ -97,7 +97,7 @@ class CacheManager:
         return self.layout.fallback_step(self.arena.num_pages)
 
     def reset(self) -> None:
-        """Let nothing cached so far be found again, in the host tier neither."""
+        """Let nothing cached so far be found again, neither in the arena nor in the host tier."""
         self.drop_restore()
         self.store.reset()
         if self.tier is not None:
@@ -107,9 +107,7 @@ class CacheManager:
         """Return gauges and counters as they are now."""
         stats = self.store.stats()
         if self.tier is not None:
-            store, arena = self.tier.store, self.tier.arena
-            stats.num_host_pages, stats.num_free_host_pages = arena.num_pages, arena.num_free_pages
-            stats.num_host_blocks, stats.num_host_checkpoints = store.tree.num_nodes, store.num_checkpoints
+            self.tier.fill(stats)
         return stats
 
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -176,12 +174,8 @@ class CacheManager:
             self.restoring.drop()
 
     def drop_restore(self, lease: Lease | None = None) -> bool:
-        """Stop to restore a prefix from the host tier, for this lease or for any. Returns whether there was one."""
-        restoring = self.restoring
-        if restoring is None or restoring.current is None or not (lease is None or restoring.is_for(lease)):
-            return False
-        restoring.drop()
-        return True
+        """Stop restoring a prefix, for this lease or for any. Returns whether one was being restored."""
+        return self.restoring is not None and self.restoring.drop(lease)
 
     def continues(self, lease: Lease) -> bool:
         """Return whether the tree has the block after the lease's deepest node: another request went further."""
@@ -430,18 +424,15 @@ class CacheManager:
         if lease.own_blocks:
             self.arena.give_blocks(lease.pop_blocks(list(lease.own_blocks)))
 
-    def count_restored(self, num_tokens: int) -> None:
-        """Count tokens of a hit that were copied from the host tier."""
-        self.store.counters.host_hit_tokens += num_tokens
-
-    def count_query(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> frozenset[int]:
-        """Count a prompt of `num_tokens` tokens and its hit.
+    def count_query(self, lease: Lease, num_tokens: int, hit: PrefixHit, num_restored: int = 0) -> frozenset[int]:
+        """Count a prompt of `num_tokens` tokens and its hit, of which `num_restored` came from the host tier.
 
         Returns the junctions that the lookup saw. A conversation that goes on after it lost its end shows none there.
         """
         counters = self.store.counters
         counters.query_tokens += num_tokens
         counters.hit_tokens += hit.num_tokens
+        counters.host_hit_tokens += min(num_restored, hit.num_tokens)
         if hit.miss is not None:
             counters.lost_tokens[hit.miss] += hit.once_num_tokens - hit.num_tokens
         gone = lease.chain.hashes[hit.num_tokens // BLOCK_SIZE : self.layout.usable_prefix(num_tokens) // BLOCK_SIZE]

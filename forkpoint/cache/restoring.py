@@ -168,12 +168,17 @@ class Restoring:
         self._left_bytes -= num_bytes
         self._store.counters.host_loaded_bytes += num_bytes
 
-    def drop(self) -> None:
-        """Stop the current restore, if any, and let go of what it holds. What was loaded stays in the arena."""
-        restore, self.current = self.current, None
-        if restore is None:
-            return
+    def drop(self, lease: Lease | None = None) -> bool:
+        """Stop the current restore if it is for this lease, or for any lease if none is given.
+
+        What was loaded stays in the arena. Returns whether a restore was stopped.
+        """
+        restore = self.current
+        if restore is None or not (lease is None or restore.lease is lease):
+            return False
+        self.current = None
         if restore.loaded is not None:
             self._store.done_reading(restore.loaded)
         self._store.unpin(restore.node)
         self._tier.release(restore.source, restore.source_checkpoint)
+        return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
-from forkpoint.cache.counters import CacheCounters
+from forkpoint.cache.counters import CacheCounters, CacheStats
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import NO_BLOCK, CacheLayout
@@ -142,3 +142,8 @@ class HostTier:
     def reset(self) -> None:
         """Let nothing stored so far be found again."""
         self.store.reset()
+
+    def fill(self, stats: CacheStats) -> None:
+        """Write the tier's gauges."""
+        stats.num_host_pages, stats.num_free_host_pages = self.arena.num_pages, self.arena.num_free_pages
+        stats.num_host_blocks, stats.num_host_checkpoints = self.store.tree.num_nodes, self.store.num_checkpoints

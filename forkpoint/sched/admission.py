@@ -171,9 +171,10 @@ class Admission:
         scheduled.expected = None
         self._running.start(scheduled)
         scheduled.prefill_end, scheduled.num_tokens_at_admission = prefill_end, request.num_tokens
-        scheduled.junctions = self._cache.count_query(scheduled.lease, request.num_tokens, hit)
+        scheduled.junctions = self._cache.count_query(
+            scheduled.lease, request.num_tokens, hit, scheduled.num_restored_tokens
+        )
         scheduled.record_hit(hit)
-        self._cache.count_restored(scheduled.num_restored_tokens)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
         builder.add_row(scheduled)

@@ -71,8 +71,8 @@ class Scheduler:
         self._issued: deque[IssuedStep] = deque()
         self._running = RunningSet(scheduler.max_num_seqs, self._issued)
         capture = capture or CAPTURE.find(cache.capture_policy)()
-        interval = layout.capture_interval(cache.checkpoint_interval)
         self._encoder = EncoderBudget(scheduler.encoder_budget, scheduler.encoder_cache_size)
+        interval = layout.capture_interval(cache.checkpoint_interval)
         self._chunks = Chunks(self.cache, self._waiting, capture, interval, self._encoder)
         self._admission = Admission(self.cache, self._waiting, self._running, self._chunks, clock)
         self._drafting: DraftPlanner | None = None
@@ -171,8 +171,7 @@ class Scheduler:
             if found is None:
                 return None
             early = found
-        step, budget = next(self._steps), self.config.max_num_batched_tokens
-        restoring = self.cache.restoring
+        step, budget, restoring = next(self._steps), self.config.max_num_batched_tokens, self.cache.restoring
         if restoring is not None:
             restoring.begin_plan()
         builder = PlanBuilder(step, budget, self.cache)
@@ -186,9 +185,8 @@ class Scheduler:
                 builder = PlanBuilder(step, budget, self.cache)
                 self._plan_alone(builder, suspect)
         if builder.budget == budget and not (restoring is not None and restoring.has_loaded):
-            assert self._issued or not (self._running.requests or self._waiting.requests), (
-                "nothing can run, yet requests wait"
-            )
+            is_stuck = not self._issued and bool(self._running.requests or self._waiting.requests)
+            assert not is_stuck, "nothing can run, yet requests wait"
             return None
         removed = self._running.drain_removed() if self._running.removed_rows else ()
         issued = builder.finish(removed, self._encoder.drain_dropped())
@@ -302,10 +300,7 @@ class Scheduler:
             scheduled.record_hit(hit, gained=hit.num_tokens - start)
 
     def _make_room(self, scheduled: ScheduledRequest, builder: PlanBuilder, may_preempt_itself: bool) -> bool:
-        """Preempt the last request in order that this step has not planned yet. False: `scheduled` has to wait.
-
-        The prefix of a waiting request gives way first.
-        """
+        """Stop the restore, or else preempt the last request not planned yet. False: `scheduled` has to wait."""
         if self.cache.drop_restore():
             return True
         if self._running.leaving:
