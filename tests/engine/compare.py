@@ -13,7 +13,8 @@ from forkpoint.engine.inputs import InputProcessor, Prompt
 from forkpoint.outputs import CompletionOutput, Logprob, RequestOutput
 from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.sched.request import Request
-from tests.engine.real import ModelBank, Options, RealEngine, forbidden_ids, resample, start
+from tests.engine.real import ModelBank, Options, RealEngine, start
+from tests.engine.sampling_oracle import forbidden_ids, resample
 
 TOLERANCE = 1e-4  # of logits whose standard deviation is about 1
 KEYS_TOLERANCE = 0.1  # where a last bit may move a key by a step of 2^-4

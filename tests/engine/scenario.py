@@ -19,7 +19,8 @@ from forkpoint.params import FinishReason, SamplingParams, StructuredOutputsPara
 from forkpoint.sched.request import Request
 from tests.engine.compare import Oracle, answer, check_restrictions, check_tokens_entered, compare, not_finite
 from tests.engine.drafters import RandomDrafter
-from tests.engine.real import LATENT, MODELS, SEEING, UNCUT, WITH_MTP, ModelBank, Options, is_forced, start
+from tests.engine.real import LATENT, MODELS, SEEING, UNCUT, WITH_MTP, ModelBank, Options, start
+from tests.engine.sampling_oracle import is_forced
 from tests.image_models import IMAGE
 
 LONGEST_PROMPTS = (130, 300, 700)  # of an example; with the shortest, requests outgrow a tight arena as they decode
