@@ -31,6 +31,7 @@ MAX_PER_HOST: Final = 16  # connections to one host, for all requests together
 MAX_HELD_BYTES: Final = 512 << 20  # images of all requests that are fetched or wait for a reader
 MAX_URL_CHARS: Final = 8192
 KEPT_NAMES_S: Final = 10  # seconds for which the checked addresses of a name are used again
+GLOBAL_UNICAST: Final = IPv6Network("2000::/3")
 NAT64: Final = IPv6Network("64:ff9b::/96")  # addresses that a gateway translates to the IPv4 address in their end
 
 
@@ -212,5 +213,7 @@ def is_public(address: str) -> bool:
             found = IPv4Address(found.packed[-4:])
         else:
             inner = found.ipv4_mapped or found.sixtofour or (found.teredo[1] if found.teredo else None)
+            if inner is None and found not in GLOBAL_UNICAST:
+                return False
             found = inner if inner is not None else found
     return found is not None and found.is_global and not found.is_multicast
