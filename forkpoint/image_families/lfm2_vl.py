@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 from forkpoint.checks import read_json
-from forkpoint.errors import InvalidPromptError, ModelFolderError
+from forkpoint.errors import ConfigError, InvalidPromptError, ModelFolderError
 from forkpoint.image_families.settings import MAX_SIDE, ImageSettings, Values, View, check_aspect
 
 MAX_VIEW_TOKENS: Final = 4096
@@ -76,7 +76,13 @@ class Lfm2VlImages(ImageSettings):
         for tokens, pixels in (("min_image_tokens", "min_pixels"), ("max_image_tokens", "max_pixels")):
             if tokens in values:
                 values[pixels] = values.pop(tokens) * self.token_side**2
-        return replace(self, **values)
+        found = replace(self, **values)
+        if not found.min_tiles <= found.max_tiles <= MAX_TILES:
+            raise ConfigError(
+                f"min_tiles={found.min_tiles} and max_tiles={found.max_tiles} are not possible; give min_tiles of at "
+                f"most max_tiles, and max_tiles of at most {MAX_TILES}"
+            )
+        return found
 
     def layout(self, height: int, width: int) -> list[View | int]:
         check_aspect(height, width)
@@ -116,7 +122,7 @@ class Lfm2VlImages(ImageSettings):
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles whose shape is nearest the picture's.
 
-        Of two grids of one shape, the one of more tiles is taken if the picture fills more than half of its area.
+        If two grids have one shape, the larger one is taken when the picture fills more than half of it.
         """
         counts = range(1, self.max_tiles + 1)
         grids = [(c, r) for c in counts for r in counts if self.min_tiles <= c * r <= self.max_tiles]

@@ -129,7 +129,7 @@ class ImageSettings(ABC):
             if name not in self.kwargs or not fits:
                 raise ConfigError(
                     f"mm_processor_kwargs={shown(dict(given))} is not allowed; give {' and '.join(self.kwargs)}, "
-                    f"integers from 1 to {MAX_PIXELS}"
+                    f"integers from 1 to {MAX_PIXELS}, or true and false for a flag"
                 )
         found = self._replaced(given)
         if found.min_pixels > found.max_pixels or not found.token_side**2 <= found.max_pixels <= MAX_PIXELS:

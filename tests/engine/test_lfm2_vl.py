@@ -88,6 +88,8 @@ def test_what_a_folder_lacks_is_named(folder: tuple[Path, Any], tmp_path: Path) 
     for kwargs, says in [
         ({"max_pixels": 1 << 20}, "give min_image_tokens and max_image_tokens"),
         ({"max_tiles": 0}, "is not"),
+        ({"max_tiles": 3000}, "max_tiles of at most 100"),
+        ({"min_tiles": 20}, "min_tiles of at most max_tiles"),
     ]:
         with pytest.raises(ConfigError, match=says):
             read_image_settings(tmp_path, kwargs)
