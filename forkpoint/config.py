@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -241,6 +242,7 @@ class KVTransferConfig(JsonConfig):
         super(KVTransferConfig, self).__post_init__()  # dataclass slots replace the class, so a bare super() fails
         name = f"{self.option_name}: kv_connector_extra_config"
         extra = json_object(name, self.kv_connector_extra_config, ("cpu_bytes_to_use",))
+        object.__setattr__(self, "kv_connector_extra_config", extra)
         if "cpu_bytes_to_use" not in extra:
             raise ConfigError(f"{name} needs 'cpu_bytes_to_use', as in {EXAMPLE_OF_TRANSFER}")
         _CHECK.integer(f"{name}: cpu_bytes_to_use", extra["cpu_bytes_to_use"], 1, MAX_INTEGER)
@@ -430,7 +432,7 @@ class EngineConfig:
         """Bytes of the host's memory for evicted entries, of all ranks together; 0: nothing is kept there."""
         if self.kv_transfer_config is not None:
             return self.kv_transfer_config.cpu_bytes
-        return int((self.kv_offloading_size or 0) * GIB)
+        return math.ceil((self.kv_offloading_size or 0) * GIB)
 
     @property
     def max_images(self) -> int:

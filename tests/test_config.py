@@ -135,6 +135,9 @@ def test_the_size_of_the_host_tier() -> None:
     good = {**connector, "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
     assert read() == 0
     assert read(kv_offloading_size=0.5, kv_offloading_backend="native") == 1 << 29
+    assert read(kv_offloading_size=1e-12) == 1, "a size that is given is never no tier"
+    nested = json.dumps({"cpu_bytes_to_use": 1 << 20})
+    assert read(kv_transfer_config={**connector, "kv_connector_extra_config": nested}) == 1 << 20
     assert (
         read(kv_transfer_config=good) == read(kv_transfer_config=json.dumps({**good, "kv_role": "kv_both"})) == 1 << 20
     )

@@ -16,6 +16,7 @@ from forkpoint.errors import ConfigError
 
 Bucket = tuple[int, int]  # height and width in pixels
 MAX_SIDE: Final = 1 << 14
+MAX_CHANCE: Final = 1e9  # of one size, before all are normalised
 JPEG_QUALITY: Final = 85
 EXAMPLE: Final = "{(256, 256, 1): 0.5, (720, 1280, 1): 0.5}"
 
@@ -23,21 +24,21 @@ EXAMPLE: Final = "{(256, 256, 1): 0.5, (720, 1280, 1): 0.5}"
 def read_buckets(given: str) -> dict[Bucket, float]:
     """Read the probabilities of image sizes, a dict of (height, width, frames). Raises ConfigError.
 
-    As in vLLM, probabilities of 0 are dropped and the others are normalised.
+    Probabilities of 0 are dropped and the others are normalised, as in vLLM.
     """
     try:
         found = ast.literal_eval(given)
         chances = {bucket: float(chance) for bucket, chance in found.items() if chance}
         sizes = {tuple(map(int, bucket)): chance for bucket, chance in chances.items()}
-    except (ValueError, SyntaxError, TypeError, AttributeError, RecursionError, MemoryError):
+    except (ValueError, OverflowError, SyntaxError, TypeError, AttributeError, RecursionError, MemoryError):
         sizes = {}
     if not sizes or not all(len(size) == 3 and min(size) > 0 and max(size) <= MAX_SIDE for size in sizes):
         raise ConfigError(
             f"random_mm_bucket_config={given[:200]!r} is not understood; give probabilities of (height, width, frames) "
             f"as in {EXAMPLE}"
         )
-    if not all(0 < chance < math.inf for chance in sizes.values()):
-        raise ConfigError(f"random_mm_bucket_config={given[:200]!r} has a probability below 0; give 0 or more")
+    if not all(0 < chance <= MAX_CHANCE for chance in sizes.values()):
+        raise ConfigError(f"random_mm_bucket_config={given[:200]!r} has a probability that is not from 0 to 1e9")
     if any(frames > 1 for _, _, frames in sizes):
         raise ConfigError(
             f"random_mm_bucket_config={given[:200]!r} has videos, of more than 1 frame; give them the probability 0"
@@ -58,7 +59,8 @@ class RandomImages:
     """Draws images of noise as data URLs. The same generator draws the same images."""
 
     def __init__(self, buckets: Mapping[Bucket, float], num_images: int, range_ratio: float, limit: int) -> None:
-        """A request has `num_images` minus to plus their share `range_ratio`, and at most `limit`.
+        """Each request has about `num_images` images: up to the share `range_ratio` fewer or more, and never more than
+        `limit`.
 
         Raises ConfigError without Pillow.
         """

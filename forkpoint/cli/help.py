@@ -9,8 +9,8 @@ from typing import Final
 SCREEN: Final = 30  # --help of a parser with more options shows an overview
 # The options that the overview of a large parser shows, in this order.
 _FIRST: Final = """
---model --prompt --config --host --port --url --api-key --served-model-name --max-model-len --max-num-seqs --dtype --kv-
-cache-dtype --gpu-memory-utilization --tensor-parallel-size --speculative-config --max-tokens --temperature
+--model --prompt --config --host --port --url --api-key --served-model-name --max-model-len --max-num-seqs --dtype
+--kv-cache-dtype --gpu-memory-utilization --tensor-parallel-size --speculative-config --max-tokens --temperature
 """
 LIST, ALL = "listgroup", "all"
 

@@ -13,7 +13,9 @@ TYPES: Final = MappingProxyType(
     {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif", ".bmp": "bmp"}
 )
 # A path in quotes, or one whose blanks have a backslash before them, as terminals paste it.
-WORD: Final = re.compile(r"""'(?P<single>[^'\n]+)'|"(?P<double>[^"\n]+)"|(?P<plain>(?:\\.|[^\s'"\\])+)""")
+WORD: Final = re.compile(
+    r"""(?<!\w)'(?P<single>[^'\n]+)'(?!\w)|(?<!\w)"(?P<double>[^"\n]+)"(?!\w)|(?P<plain>(?:\\.|[^\s'"\\])+)"""
+)
 ESCAPED: Final = re.compile(r"\\(.)")
 
 

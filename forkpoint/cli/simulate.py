@@ -143,7 +143,7 @@ def with_host_memory(system: str, gib: float) -> str:
     head, _, own = system.partition(":")
     if not gib or head != ENGINE or "host_memory=" in own:
         return system
-    return f"{head}:{','.join(filter(None, (own, f'host_memory={gib:g}')))}"
+    return f"{head}:{','.join(filter(None, (own, f'host_memory={gib:.12g}')))}"
 
 
 def run(cases: Sequence[Case], jobs: int) -> list[CaseResult]:

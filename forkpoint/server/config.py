@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forkpoint.checks import Checker, is_ipv6, option
+from forkpoint.checks import Checker, is_ipv6, is_text, option
 from forkpoint.config import json_object, mapping_option
 from forkpoint.errors import ConfigError
 from forkpoint.params import MAX_LOGPROBS
@@ -165,6 +165,7 @@ def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
     """Return the given texts. A text that is a JSON list, as vLLM takes them, is replaced by its elements."""
     texts: list[str] = []
     for text in given:
+        _CHECK.require(is_text(text), name, text, "texts, or one JSON list of texts")
         if not text.startswith("["):
             texts.append(text)
             continue
@@ -180,6 +181,6 @@ def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
 def _media_domain(given: str) -> str:
     """Return a host's name or address in lower case. Raises ConfigError for anything else."""
     host = given.lower()
-    ok = re.fullmatch(r"[^\s/?#@:*%\\\[\]]+", host) is not None or is_ipv6(host)
+    ok = re.fullmatch(r"[\w.-]+", host) is not None or is_ipv6(host)
     _CHECK.require(ok, "allowed_media_domains", given, "names or addresses of hosts, without scheme, port and path")
     return host

@@ -61,10 +61,10 @@ COUNTERS: Final = (
     ("spec_decode_num_accepted_tokens", "Drafts that were accepted.", "num_accepted_tokens"),
     ("images_encoded", "Images that the vision tower encoded.", "num_images_encoded"),
     ("image_tokens_encoded", "Tokens that the vision tower computed.", "num_image_tokens_encoded"),
-    ("encoded_images_reused", "Times that an image's embeddings were kept.", "num_images_kept"),
-    ("encoded_image_tokens_reused", "Tokens of these images.", "num_image_tokens_kept"),
+    ("encoded_images_reused", "Times that an image's kept embeddings were used again.", "num_images_kept"),
+    ("encoded_image_tokens_reused", "Tokens of images whose embeddings were kept.", "num_image_tokens_kept"),
     ("images_fetched", "Images fetched by URL.", "num_images_fetched"),
-    ("image_fetch_bytes", "Bytes of these images.", "image_fetch_bytes"),
+    ("image_fetch_bytes", "Bytes of images fetched by URL.", "image_fetch_bytes"),
     ("image_fetch_seconds", "Seconds that fetching them took, added up.", "image_fetch_seconds"),
 )
 LABELLED_COUNTERS: Final = (
@@ -104,7 +104,9 @@ class Metrics:
         self._prompt_tokens_cached = counter("prompt_tokens_cached", "Prompt tokens that were reused.").labels(*labels)
         self._images = counter("images", "Images of prompts.").labels(*labels)
         self._image_tokens = counter("image_tokens", "Tokens of images in prompts.").labels(*labels)
-        self._image_tokens_cached = counter("image_tokens_cached", "Those that were reused.").labels(*labels)
+        self._image_tokens_cached = counter(
+            "image_tokens_cached", "Tokens of images in prompts that were reused."
+        ).labels(*labels)
         self._image_bytes = counter("image_bytes", "Bytes of images after they were resized.").labels(*labels)
         self._image_seconds = counter("image_read_seconds", "Seconds of decoding and resizing.").labels(*labels)
         self._output_tokens = counter("generation_tokens", "Generated tokens.").labels(*labels)

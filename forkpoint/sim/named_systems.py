@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from forkpoint.cache.policies import CAPTURE, EVICTION
-from forkpoint.config import GIB, CacheConfig, SchedulerConfig
+from forkpoint.config import GIB, MAX_HOST_GIB, CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.sim.acceptance import SetAcceptance
 from forkpoint.sim.engine_replica import EngineOptions, EngineReplica
@@ -63,9 +64,12 @@ def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler
 def _num_host_pages(gib: str, page_bytes: int) -> int:
     """Return the pages of a host tier of so many GiB, as text; 0: there is none. Raises ConfigError."""
     try:
-        num_bytes = int(float(gib) * GIB)
-    except (ValueError, OverflowError):
-        raise ConfigError(f"host_memory={gib} is not a number; give GiB, such as 64") from None
+        size = float(gib)
+    except ValueError:
+        size = -1
+    if not 0 <= size <= MAX_HOST_GIB:
+        raise ConfigError(f"host_memory={gib} is not allowed; give GiB from 0 to {MAX_HOST_GIB}, such as 64")
+    num_bytes = math.ceil(size * GIB)
     if num_bytes and num_bytes < 2 * page_bytes:
         raise ConfigError(f"host_memory={gib}: {num_bytes} bytes hold no two pages of {page_bytes}; give more")
     return num_bytes // page_bytes
