@@ -19,6 +19,7 @@ from forkpoint.errors import ForkpointError, ModelFolderError
 
 MAX_SHOWN = 100  # characters of a given value that an error shows
 MAX_INTEGER: Final = 2**63 - 1
+MAX_POSITIONS: Final = 2**31 - 1  # positions are int32 on the device
 MAX_JSON_BYTES: Final = 2**28  # limit of a file of a model folder; the largest index has some megabytes
 MAX_CHARS: Final = 2**20  # limit of a text without bounds, such as a chat template
 

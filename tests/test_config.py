@@ -10,8 +10,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from forkpoint.config import MAX_IMAGES, EngineConfig, SchedulerConfig, SpeculativeConfig, StructuredOutputsConfig
+from forkpoint.config import MAX_IMAGES, EngineConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
+from forkpoint.json_options import SpeculativeConfig, StructuredOutputsConfig
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.cuda import CudaPlatform
 

@@ -15,14 +15,16 @@ import pytest
 import forkpoint
 
 ROOT = Path(forkpoint.__file__).parent
-VALUES = {"errors", "checks", "config", "image_families", "images", "params", "outputs", "plugins", "version"}
+VALUES = {"errors", "checks", "config", "json_options", "image_families"}
+VALUES |= {"images", "params", "outputs", "plugins", "version"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "checks": {"errors"},
     "params": {"checks", "errors"},
     "outputs": {"params"},
-    "config": {"checks", "errors", "image_families", "plugins"},
+    "config": {"checks", "errors", "image_families", "json_options", "plugins"},
+    "json_options": {"checks", "errors"},
     "images": set(),
     "image_families": {"checks", "errors"},
     "plugins": {"errors"},

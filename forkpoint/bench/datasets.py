@@ -17,8 +17,8 @@ from forkpoint.bench.options import DatasetOptions
 from forkpoint.bench.request import BenchRequest, TokenIds
 from forkpoint.bench.vocabulary import Vocabulary
 from forkpoint.checks import member
-from forkpoint.config import json_object
 from forkpoint.errors import ConfigError
+from forkpoint.json_options import json_object
 from forkpoint.sim.readers import read_trace
 from forkpoint.sim.trace import TraceRequest
 

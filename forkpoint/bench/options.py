@@ -12,8 +12,8 @@ from typing import Any, Final, Literal
 
 from forkpoint.checks import Checker, is_ipv6, option
 from forkpoint.client.server import CHAT, COMPLETIONS, base_url
-from forkpoint.config import json_object
 from forkpoint.errors import ConfigError
+from forkpoint.json_options import json_object
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")

@@ -9,10 +9,11 @@ import os
 from forkpoint.cli.model import announce, with_model
 from forkpoint.cli.options import engine_options, option_values
 from forkpoint.cli.vllm_flags import notice_lines
-from forkpoint.config import EngineConfig, KVEventsConfig
+from forkpoint.config import EngineConfig
 from forkpoint.demo.model import MODEL_NAME
 from forkpoint.errors import ConfigError
 from forkpoint.fleet.config import FleetConfig
+from forkpoint.json_options import KVEventsConfig
 from forkpoint.obs.logs import LOGGER
 from forkpoint.server.config import ServerConfig
 

@@ -12,9 +12,9 @@ from collections import deque
 import zmq
 
 from forkpoint.cache.restorable import Change, Restorable
-from forkpoint.config import KVEventsConfig
 from forkpoint.engine.replays import ROUND_S, Replays
 from forkpoint.errors import ConfigError
+from forkpoint.json_options import KVEventsConfig
 from forkpoint.obs.logs import LOGGER
 from forkpoint.routing import wire
 

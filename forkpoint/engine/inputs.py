@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from forkpoint.checks import shown
-from forkpoint.config import StructuredOutputsConfig
 from forkpoint.engine.image_processor import NO_IMAGES, ImageProcessor
 from forkpoint.engine.placeholders import Expansion, expand, image_expansions, video_expansions
 from forkpoint.engine.tokenizer import Tokenizer
@@ -22,6 +21,7 @@ from forkpoint.engine.videos import Video, read_videos
 from forkpoint.errors import InvalidParamsError, InvalidPromptError
 from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.images import ImageSpan
+from forkpoint.json_options import StructuredOutputsConfig
 from forkpoint.params import MAX_SEED, SamplingParams, checked_priority
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forkpoint.checks import Bounds, Checker, checked_fields, option
-from forkpoint.config import json_object, mapping_option
+from forkpoint.config import mapping_option
 from forkpoint.errors import ConfigError
+from forkpoint.json_options import json_object
 
 MAX_REPLICAS = 4096
 MAX_ONGOING = 1 << 20

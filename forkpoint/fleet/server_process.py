@@ -6,7 +6,8 @@ import contextlib
 import socket
 from dataclasses import replace
 
-from forkpoint.config import EngineConfig, KVEventsConfig
+from forkpoint.config import EngineConfig
+from forkpoint.json_options import KVEventsConfig
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.middleware import is_loopback
 from forkpoint.worker.child import begin_child

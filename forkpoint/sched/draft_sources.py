@@ -11,7 +11,9 @@ import numpy as np
 from forkpoint.cache.hashing import BLOCK_BYTES
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.tree import Node
-from forkpoint.config import BLOCK_SIZE, LEAST_MATCH, MAX_POSITIONS
+from forkpoint.checks import MAX_POSITIONS
+from forkpoint.config import BLOCK_SIZE
+from forkpoint.json_options import LEAST_MATCH
 from forkpoint.sched.past_outputs import END, PastOutputs
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request

@@ -9,7 +9,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from forkpoint.config import LEAST_MATCH
+from forkpoint.json_options import LEAST_MATCH
 from forkpoint.sched.plan import IntArray
 
 MOST_PLACES = 64  # occurrences that are looked at, the latest first; bounds the time of a lookup

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from forkpoint.cache.lease import Lease
-from forkpoint.config import SpeculativeConfig
+from forkpoint.json_options import SpeculativeConfig
 from forkpoint.sched.draft_length import DraftLength
 from forkpoint.sched.draft_sources import CacheSource, DraftSource, Guess, NgramSource, SuffixSource
 from forkpoint.sched.drafter import Drafter

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forkpoint.checks import Checker, is_ipv6, is_text, option
-from forkpoint.config import json_object, mapping_option
+from forkpoint.config import mapping_option
 from forkpoint.errors import ConfigError
+from forkpoint.json_options import json_object
 from forkpoint.params import MAX_LOGPROBS
 
 MIB = 2**20

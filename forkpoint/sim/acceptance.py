@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from forkpoint.cache.lease import Lease
-from forkpoint.config import MAX_DRAFTS
 from forkpoint.errors import ConfigError
+from forkpoint.json_options import MAX_DRAFTS
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from forkpoint.cache.lease import Lease
-from forkpoint.config import BLOCK_SIZE, LEAST_MATCH
+from forkpoint.config import BLOCK_SIZE
+from forkpoint.json_options import LEAST_MATCH
 from forkpoint.sched.draft_sources import CacheSource, DraftSource, NgramSource, SuffixSource
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.past_outputs import PastOutputs

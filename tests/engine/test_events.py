@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import zmq
 
-from forkpoint.config import EngineConfig, KVEventsConfig
+from forkpoint.config import EngineConfig
 from forkpoint.engine.events import MAX_FRAME_BYTES, EventPublisher, address_of
 from forkpoint.errors import ConfigError
+from forkpoint.json_options import KVEventsConfig
 from forkpoint.routing import wire
 from forkpoint.routing.feed import RestorableIndex
 from tests.cache.published import Listener, sent_hashes

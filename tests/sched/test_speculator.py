@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from forkpoint.cache.lease import Lease
-from forkpoint.config import SpeculativeConfig
+from forkpoint.json_options import SpeculativeConfig
 from forkpoint.params import SamplingParams
 from forkpoint.sched.draft_length import DraftLength, StepTimes
 from forkpoint.sched.draft_sources import CacheSource, DraftSource, Guess, NgramSource, SuffixSource

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from forkpoint.config import MAX_DRAFTS
+from forkpoint.json_options import MAX_DRAFTS
 
 NOT_FINITE = -1  # stands in place of a token id whose logits were not finite
 

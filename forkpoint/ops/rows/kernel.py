@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.config import MAX_DRAFTS
+from forkpoint.json_options import MAX_DRAFTS
 from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, LateColumns, WindowColumns
 
 TILE = tl.constexpr(128)  # tokens per program
