@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -151,7 +152,8 @@ def test_a_second_ctrl_c_drops_what_is_open(
         while len(server.requests) < 2:
             time.sleep(0.01)
         os.kill(os.getpid(), first)
-        time.sleep(0.2)
+        while "Ctrl-C again drops them" not in sys.stderr.getvalue():  # type: ignore[attr-defined]  # capsys keeps it
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
     server.script = Script(first_token_s=20)
