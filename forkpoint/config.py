@@ -131,8 +131,10 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "of weights and activations; auto: as in config.json"
     )
-    quantization: Literal["fp8"] | None = option(
-        None, "fp8: put the matrices of a model that is not quantised in FP8 as they load; FP8 models need no option"
+    quantization: Literal["fp8", "modelopt", "compressed-tensors"] | None = option(
+        None,
+        "fp8: put the matrices of a model that is not quantised in FP8 as they load; quantised models need no option, "
+        "and another format than theirs is refused",
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = option(
         "auto", "of keys and values; auto: the model's; fp8: 8 bits (e4m3) with a scale for each token and head"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.checkpoints import write_checkpoint
 
-Layout = Literal["block", "channel"]
+Layout = Literal["block", "channel", "tensor", "modelopt"]
 SINGLE = "model.safetensors"
 # As in Qwen's own models: all matrices of the layers but these, and what is no matrix.
 PLAIN = (
@@ -54,6 +54,34 @@ QUANTIZATION: dict[Layout, dict[str, Any]] = {
         "kv_cache_scheme": None,
         "ignore": ["lm_head", "re:.*mlp.gate$"],
     },
+    "tensor": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+                "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+            }
+        },
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    },
+    # As in nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-FP8. hf_quant_config.json has the same under other names.
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "producer": {"name": "modelopt", "version": "0.29.0"},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "dynamic": False},
+                "input_activations": {"num_bits": 8, "type": "float", "dynamic": False},
+            }
+        },
+        "ignore": ["lm_head", "backbone.layers.4.mixer.in_proj", "backbone.layers.0.mixer.conv1d", "*.gate"],
+    },
 }
 
 
@@ -73,9 +101,13 @@ def put_in_fp8(plain: Path, folder: Path, layout: Layout, more_plain: tuple[str,
             stored[name] = weight.bfloat16()
             widened[name] = stored[name].float()
             continue
-        codes, scales, widened[name] = (block_scaled if layout == "block" else row_scaled)(weight.float())
-        stored[name] = codes
+        scaled = {"block": block_scaled, "channel": row_scaled}.get(layout, matrix_scaled)
+        stored[name], scales, widened[name] = scaled(weight.float())
         stored[name + ("_scale_inv" if layout == "block" else "_scale")] = scales
+        if layout in ("tensor", "modelopt"):
+            stored[name.removesuffix("weight") + "input_scale"] = torch.tensor(0.5)
+            if name.endswith("k_proj.weight"):
+                stored[name.removesuffix("weight") + "k_scale"] = torch.tensor(0.25)
     save_file(widened, plain / SINGLE, {"format": "pt"})
     shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
@@ -105,6 +137,13 @@ def row_scaled(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales = (weight.abs().amax(-1, keepdim=True) / 448).bfloat16()
     codes = (weight / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
     return codes, scales, codes.float() * scales.float()
+
+
+def matrix_scaled(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, one fp32 scale of each matrix `[N, K]` without dimensions, the product)."""
+    scales = weight.abs().amax((-2, -1)) / 448
+    codes = (weight / scales[..., None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes, scales, codes.float() * scales[..., None, None]
 
 
 def fuse_experts(folder: Path, num_experts: int) -> None:

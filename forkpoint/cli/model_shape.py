@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.registry import load_config
@@ -11,7 +10,7 @@ from forkpoint.sim.shape import FP8_WEIGHT_BYTES, WEIGHT_BYTES, ModelShape
 
 
 def read_shape(
-    folder: Path, kv_cache_dtype: str = "auto", state_dtype: str = "float32", quantization: Literal["fp8"] | None = None
+    folder: Path, kv_cache_dtype: str = "auto", state_dtype: str = "float32", quantization: str | None = None
 ) -> ModelShape:
     """Read the sizes from `config.json` alone, for these dtypes. Raises ModelFolderError and UnsupportedModelError."""
     config = load_config(folder, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype, quantization=quantization)

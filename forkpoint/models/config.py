@@ -13,7 +13,7 @@ from forkpoint.cache.layout import LayerSpec, keys_in_fp8
 from forkpoint.errors import ConfigError
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.fields import Fields
-from forkpoint.models.quantization import Fp8Format
+from forkpoint.models.quantization import WeightFormat
 from forkpoint.models.rotary import NO_POSITIONS, Rotary
 from forkpoint.models.vision import VisionConfig
 from forkpoint.models.weights import WeightSource
@@ -72,7 +72,7 @@ class ModelConfig:
     layers: tuple[tuple[PartConfig, ...], ...]
     rotary: Rotary = NO_POSITIONS
     state_dtype: str = "float32"
-    quantization: Fp8Format | None = None
+    quantization: WeightFormat | None = None
     # extra layers for drafting that the checkpoint stores after the others; they are not read
     num_draft_layers: int = 0
     draft_layer: tuple[PartConfig, ...] = ()  # parts of the MTP head; empty if it is not used

@@ -20,7 +20,7 @@ from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.config import Build, ModelConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
-from forkpoint.models.quantization import Fp8Format, read_quantization, refuse_modelopt
+from forkpoint.models.quantization import read_format
 from forkpoint.models.weights import MTP_HEAD, VISION_TOWER, DummyWeights, FileWeights, LoadingProgress, WeightSource
 from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.table import OpTable
@@ -63,7 +63,7 @@ class ModelOptions(TypedDict, total=False):
     max_model_len: int | None  # tokens; None: what config.json says
     state_dtype: str  # of recurrent matrices; default: "float32"
     kv_cache_dtype: str  # of keys and values: "auto", "bfloat16" or "fp8"
-    quantization: Literal["fp8"] | None  # quantise the matrices of an unquantised model to FP8
+    quantization: str | None  # the folder's format, or "fp8" to quantise an unquantised model as it loads
     mtp: bool  # load the model's MTP layer
     vision: ImageSettings | None  # load the vision tower; how images are resized for it
 
@@ -80,10 +80,7 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
         raise ModelFolderError(f"there is no model folder {str(path)!r}; give the path of a downloaded model")
     fields = _read_fields(folder / "config.json")
     family = _family(fields)  # checked first, because other architectures may use other quantisations
-    stored = read_quantization(fields)
-    if stored is None:
-        refuse_modelopt(folder)
-        stored = Fp8Format(on_load=True) if options.get("quantization") == "fp8" else None
+    stored = read_format(fields, folder, options.get("quantization"))
     config = family.read(fields)
     generation = folder / "generation_config.json"
     eos = config.eos_token_ids

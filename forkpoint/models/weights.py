@@ -20,17 +20,23 @@ from torch import Tensor
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.cuts import WHOLE, Cut, Part
 from forkpoint.models.fields import canonical_name
-from forkpoint.models.quantization import Fp8Format
+from forkpoint.models.quantization import WeightFormat
 from forkpoint.models.shards import Shards, some
 from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, ScaledMatrix, dense, quantise
 from forkpoint.ops.ranks import ALONE, Ranks
 
+SCALE_SUFFIXES = ("_scale_inv", "_scale")  # of the name of a matrix in FP8
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 _PIECE = 1 << 22  # number of elements that are checked together
 # Parts of checkpoints that a text model does not use, keyed by the start of their canonical names.
 TOWER_PREFIXES = ("visual.", "vision_tower.", "multi_modal_projector.")
 VISION_TOWER = {model + prefix: "the vision tower" for prefix in TOWER_PREFIXES for model in ("model.", "")}
 MTP_HEAD = {"mtp.": "the MTP head", "model.mtp.": "the MTP head"}
+# Name endings of scales of activations, keys and values, which forkpoint scales by what they are instead.
+ACTIVATION_SCALES = (
+    *(".input_scale", ".activation_scale", ".input_global_scale", ".output_scale"),
+    *(".q_scale", ".k_scale", ".v_scale", ".prob_scale"),
+)
 INV_FREQ = "rotary_emb.inv_freq"  # name ending of rotary frequencies, which are computed from config.json instead
 LOGGER = logging.getLogger(__name__)
 
@@ -90,7 +96,7 @@ class WeightSource(ABC):
 
     dtype: torch.dtype
     device: torch.device
-    fp8: Fp8Format | None = None
+    fp8: WeightFormat | None = None
     ranks: Ranks = ALONE
     as_bytes: bool = False  # store FP8 as bytes, for devices without FP8
 
@@ -219,6 +225,8 @@ class FileWeights(WeightSource):
         part = next((f"{part} ({start}*)" for start, part in self.unused.items() if name.startswith(start)), None)
         if name.endswith(INV_FREQ):
             part = f"rotary frequencies (*{INV_FREQ})"
+        elif self.fp8 is not None and not self.fp8.on_load and name.endswith(ACTIVATION_SCALES):
+            part = "scales of activations, keys and values"
         if part is not None:
             self._skipped[part] += 1
         elif name in self._stored:
@@ -279,10 +287,19 @@ class FileWeights(WeightSource):
             raise ModelFolderError(
                 f"tensor {self._where(name)} is stored in {self._stored_type(name)}; forkpoint reads only e4m3 as FP8"
             )
-        codes, scale = self._finite(name, part), name + self.fp8.scale_suffix
-        scales = self._read(scale, Part(self.fp8.scale_shape(part.whole))).float()
+        codes = self._finite(name, part)
+        scale = next((name + end for end in SCALE_SUFFIXES if self.has(name + end)), name + SCALE_SUFFIXES[0])
+        shape = self.fp8.scale_shape(part.whole)
+        found = self.shape(scale)
+        if [size for size in found if size > 1] != [size for size in shape if size > 1]:
+            raise ModelFolderError(
+                f"the scales {self._where(scale)} have shape {list(found)}; config.json asks for {list(shape)}"
+            )
+        scales = self._read(scale, Part(found)).float().view(shape)
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise ModelFolderError(f"the scales {self._where(scale)} are not all positive and finite")
+        if self.fp8.scales == "tensor":  # a row is the largest unit that operators know
+            scales = scales.expand(*part.whole[:-1], 1).contiguous()
         return codes, scales
 
     def _stored_type(self, name: str) -> str:

@@ -48,7 +48,7 @@ def test_a_script_for_vllm_is_taken_and_told_what_changes_nothing() -> None:
         ("-pp=4", "4 is not possible here"),
         ("--mamba-cache-dtype float32", "float32 is not possible here: the convolutions' windows are of the model's"),
         ("--kv-cache-dtype fp8_e5m2", "invalid choice: 'fp8_e5m2' (choose from 'auto', 'bfloat16', 'fp8')"),
-        ("--quantization awq", "invalid choice: 'awq' (choose from 'fp8')"),
+        ("--quantization gguf", "invalid choice: 'gguf' (choose from 'fp8', 'modelopt', 'compressed-tensors')"),
         ("--no-enable-chunked-prefill", "long prompts are always computed in chunks; leave it out"),
         ("--enable-lora", "adapters are not supported; leave it out"),
         ("--distributed-executor-backend ray", "invalid choice: 'ray' (choose from 'uni', 'mp')"),

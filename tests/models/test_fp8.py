@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
-from forkpoint.models.quantization import Fp8Format
+from forkpoint.models.quantization import WeightFormat
 from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.linear.scaled import quantise
 from forkpoint.ops.select import torch_table
@@ -62,6 +62,21 @@ def test_logits_are_those_of_the_widened_weights(
 ) -> None:
     theirs = write_fp8(tmp_path / "fp8", family, layout, more_plain=plain, **config)
     assert error(logits(tmp_path / "fp8"), oracle(theirs, TOKENS)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["tensor", "modelopt"])
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_moe"])
+def test_one_scale_for_a_matrix(family: str, layout: Layout, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "widened", family)
+    put_in_fp8(tmp_path / "widened", tmp_path / "fp8", layout)
+    want = logits(tmp_path / "widened")
+    assert error(logits(tmp_path / "fp8"), want) <= TOLERANCE
+    if layout == "modelopt":  # the same format described in modelopt's own file
+        edit_config(tmp_path / "fp8", quantization_config=None)
+        said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*mixer.conv1d*"]}
+        own = {"producer": {"name": "modelopt"}, "quantization": said}
+        (tmp_path / "fp8" / "hf_quant_config.json").write_text(json.dumps(own))
+        assert error(logits(tmp_path / "fp8", quantization="modelopt"), want) <= TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -170,12 +185,6 @@ def group(**weights: Any) -> dict[str, Any]:
     return values
 
 
-def static_activations() -> dict[str, Any]:
-    values = copy.deepcopy(QUANTIZATION["channel"])
-    values["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": False}
-    return values
-
-
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [
@@ -183,18 +192,15 @@ def static_activations() -> dict[str, Any]:
         ({"quant_method": "gptq", "bits": 4}, "'gptq' 4 bits"),
         ({"quant_method": "auto-round", "bits": 4}, "'auto-round' 4 bits"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes' 4 bits"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt' NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt's NVFP4"),
         ({"quant_method": "mxfp4"}, "'mxfp4'"),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "one scale for a whole matrix"),
         ({**QUANTIZATION["block"], "weight_block_size": [64, 128]}, "weight_block_size [64, 128]"),
-        ({**QUANTIZATION["block"], "activation_scheme": "static"}, "activation_scheme 'static'"),
+        ({**QUANTIZATION["block"], "activation_scheme": "fixed"}, "activation_scheme 'fixed'"),
         ({**QUANTIZATION["block"], "fmt": "e5m2"}, "fmt 'e5m2'"),
         ({**QUANTIZATION["channel"], "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
-        ({**QUANTIZATION["channel"], "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (group(num_bits=4, type="int"), "(4-bit int)"),
-        (group(strategy="tensor"), "a scale for each tensor"),
+        (group(strategy="group"), "a scale for each group"),
         (group(strategy="block", block_structure=[64, 64]), "blocks of [64, 64]"),
-        (static_activations(), "fixed scales of activations"),
     ],
 )
 def test_other_formats_are_refused_before_weights_are_looked_for(
@@ -231,10 +237,13 @@ def test_modelopts_own_file_is_refused(tmp_path: Path) -> None:
         (("re:.*linear_attn.*",), "model.layers.1.linear_attn.out_proj.weight", False),
         (("re:model.language_model.layers.1.mlp.*",), "model.layers.1.mlp.up_proj.weight", False),
         (("re:mlp.*",), "model.layers.1.mlp.up_proj.weight", True),
+        (("backbone.layers.1.mixer*",), "model.layers.1.mixer.in_proj.weight", False),
+        (("backbone.layers.1.mixer*",), "model.layers.11.mixer.in_proj.weight", True),
+        (("*.mixer.conv1d",), "model.layers.11.mixer.conv1d.weight", False),
     ],
 )
 def test_lists_of_plain_modules(plain: tuple[str, ...], module: str, covered: bool) -> None:
-    assert Fp8Format(plain=plain).covers(module) is covered
+    assert WeightFormat(plain=plain).covers(module) is covered
 
 
 def official(text: dict[str, Any], multimodal: bool, kept: tuple[str, ...]) -> dict[str, Any]:
