@@ -139,6 +139,21 @@ FAMILIES: dict[str, Callable[..., Any]] = {
             }
         )
     ),
+    "lfm3": lambda **x: transformers.Lfm3ForCausalLM(
+        transformers.Lfm3Config(
+            **{
+                **COMMON,
+                **HEAD,
+                **DENSE,
+                "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+                "sliding_window": 70,
+                "tie_word_embeddings": False,
+                "pad_token_id": 0,
+                "eos_token_id": 1,
+                **x,
+            }
+        )
+    ),
     "granite_hybrid": lambda **x: transformers.GraniteMoeHybridForCausalLM(
         transformers.GraniteMoeHybridConfig(**{**GRANITE, "num_local_experts": 0, **x})
     ),

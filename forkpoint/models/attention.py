@@ -12,9 +12,11 @@ from torch import Tensor
 from forkpoint.cache.layout import KVSpec, LayerSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import Cut, rows, share, sharing
+from forkpoint.models.cuts import ROWS, Cut, rows, share, sharing
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import RMSNorm, RowParallel, join_projections
+from forkpoint.models.layers import Projection, RMSNorm, RowParallel, join_projections, read_projection
+from forkpoint.models.rotary import Rotary
+from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.parameters import KVScales, QKNorm
 from forkpoint.ops.ranks import Ranks
 
@@ -27,7 +29,8 @@ class AttentionConfig(PartConfig):
     """One layer's attention. With `window` each token attends only to the last `window` tokens.
 
     `gated`: each head's query rows are followed by as many gate rows, and the output is multiplied by the gate's
-    sigmoid. `qk_norm`: normalise each head, all heads together, or nothing. `centred`: see RMSNorm.
+    sigmoid. `head_gated`: `g_proj` computes one gate for each head instead. `qk_norm`: normalise each head, all heads
+    together, or nothing. `centred`: see RMSNorm.
     """
 
     num_heads: int
@@ -39,8 +42,10 @@ class AttentionConfig(PartConfig):
     scale: float | None = None  # factor of the scores; None: head_dim**-0.5
     out_scale: float = 1.0
     gated: bool = False
+    head_gated: bool = False
     qk_norm: Literal["head", "all"] | None = "head"
     centred: bool = False
+    rotary: Rotary | None = None  # None: the model's
     sharing: int = 1  # number of ranks that hold the same KV heads
 
     @classmethod
@@ -77,7 +82,7 @@ class AttentionConfig(PartConfig):
         return [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
 
     def num_weights(self, hidden_size: int) -> int:
-        return hidden_size * (sum(self.sizes) + self.sizes[0])
+        return hidden_size * (sum(self.sizes) + self.sizes[0] + self.num_heads * self.head_gated)
 
     def flops_per_pair(self) -> int:
         return 4 * self.num_heads * self.head_dim
@@ -101,6 +106,11 @@ class Attention:
             self._head_norm, norms = QKNorm(norms[0].weight, norms[1].weight, norms[0].eps), []
         self._norms = norms
         self._scale = config.scale or config.head_dim**-0.5
+        self._table = build.rope_table(config.rotary or build.config.rotary)
+        self._head_gate: Projection | None = None
+        if config.head_gated:
+            hidden = build.config.hidden_size
+            self._head_gate = read_projection(build, f"{name}.g_proj", config.num_heads, hidden, cut=ROWS)
 
     def _read_out(self, name: str) -> Callable[[Tensor], Tensor]:
         config, hidden = self._config, self._build.config.hidden_size
@@ -128,12 +138,14 @@ class Attention:
         own_gate, attend = gate[0] if gate else None, self._build.ops.paged_attention
         scales = KVScales.of(cache)
         out = attend(q, cache["k"], cache["v"], ctx.attention, self._scale, config.window, own_gate, scales)
+        if self._head_gate is not None:
+            out = sigmoid_mul(out, self._head_gate(x).unsqueeze(-1))
         return self._out(out.flatten(1))
 
     def write(self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """Store keys and values `[T, heads * dim]`, and return the normalised and rotated queries `[T, heads, dim]`."""
         q, k, v = (torch.unflatten(x, -1, (-1, self._config.head_dim)) for x in (q, k, v))
         build, cache, slots = self._build, ctx.caches[self._layer], ctx.attention.slot_mapping
-        table = build.cos_sin if ctx.rope_table is None else ctx.rope_table
+        table = self._table if ctx.rope_table is None else ctx.rope_table
         rotated = (self._head_norm, table, ctx.positions)
         return build.ops.qk_norm_rope_write(q, k, v, *rotated, cache["k"], cache["v"], slots, KVScales.of(cache))

@@ -153,10 +153,19 @@ class Build:
     config: ModelConfig
     weights: WeightSource
     ops: OpTable
-    cos_sin: Tensor | None  # None: no rotary embedding
     defers: bool = False  # parts may leave the last sum of their output to the next norm (`ops.unmade`)
     # (layer, tensor name) -> constants that its fold operator takes after the records. Parts add their own.
     fold_constants: dict[tuple[int, str], Sequence[Tensor]] = field(default_factory=dict)
+    _rope_tables: dict[Rotary, Tensor] = field(default_factory=dict)
+
+    def rope_table(self, rotary: Rotary) -> Tensor | None:
+        """Return the table of cos and sin, one for all layers with equal positions; None without positions."""
+        if not rotary.dim:
+            return None
+        if rotary not in self._rope_tables:
+            table = rotary.table(self.config.max_model_len)
+            self._rope_tables[rotary] = table.to(self.weights.device)
+        return self._rope_tables[rotary]
 
     @property
     def ranks(self) -> Ranks:

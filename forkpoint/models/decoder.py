@@ -94,7 +94,7 @@ class Model(ABC):
         if config.vision is not None:
             self.vision, axes = config.vision.build(weights), config.vision.axes
         self._rope_axes = torch.tensor(axes * 2, dtype=torch.int64, device=weights.device)
-        self._cos_sin = build.cos_sin
+        self._cos_sin = build.rope_table(config.rotary)
         self.layer_specs: tuple[LayerSpec, ...] = config.layer_specs
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", shape)
@@ -150,8 +150,9 @@ class Model(ABC):
         given = fields.values.unrecorded()
         unknown = unknown_fields(given, read, known, cls.unneeded_fields, fields.where)
         for name in ("rope_parameters", "rope_scaling"):
-            where, unneeded = f"{fields.where}: {name}", {*cls.unneeded_fields, *ROTARY}
-            unknown += unknown_fields(fields.inner(name), read, {}, unneeded, where)
+            unneeded, rope = {*cls.unneeded_fields, *ROTARY}, fields.inner(name)
+            for where, values in {name: rope, **{k: v for k, v in rope.items() if isinstance(v, dict)}}.items():
+                unknown += unknown_fields(values, read, {}, unneeded, f"{fields.where}: {where}")
         return replace(config, unknown_fields=(*config.unknown_fields, *unknown))
 
     @classmethod

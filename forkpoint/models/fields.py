@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
-from forkpoint.models.rotary import Rotary, frequencies, llama3, yarn, yarn_gain
+from forkpoint.models.rotary import Rotary, frequencies, llama3, proportional, yarn, yarn_gain
 
 ROPE_THETA = 10000.0  # default if config.json has no rope_theta
 # Bounds far above those of any published model. A config.json beyond them is broken, and would exhaust memory.
@@ -235,12 +235,18 @@ class Fields:
             )
         return given
 
-    def rope(self) -> Fields:
-        """Return these fields updated with those of the object for rotary positions."""
+    def rope(self, layer_kind: str = "") -> Fields:
+        """Return these fields updated with those of the object for rotary positions, which has an object for each kind
+        of layer if `layer_kind` names one."""
         newer, older = self.inner("rope_parameters"), self.inner("rope_scaling")
         rope = newer or older
         by_kind = [name for name, value in rope.items() if isinstance(value, dict)]
-        if by_kind:
+        if layer_kind:
+            if layer_kind not in by_kind:
+                raise ModelFolderError(f"{self.where}: rope_parameters has no object for {layer_kind!r}")
+            self.values.read.add(layer_kind)
+            rope = rope[layer_kind]
+        elif by_kind:
             raise UnsupportedModelError(
                 f"{self.where} has rotary positions of their own for {', '.join(by_kind)}; forkpoint runs one kind for "
                 "all layers"
@@ -248,6 +254,20 @@ class Fields:
         kind = rope.get("rope_type", rope.get("type"))
         theta = self.values.get("rope_theta", ROPE_THETA)
         return self.replaced({"rope_theta": theta, **rope, "rope_type": kind})
+
+    def rotary_of_kind(self, head_dim: int, layer_kind: str) -> Rotary:
+        """Return how layers of one kind rotate the dims of a head, where each kind has rotary positions of its own."""
+        rope = self.rope(layer_kind)
+        rope.require("rope_type", "default", "proportional")
+        theta, share, factor = rope.real("rope_theta", ROPE_THETA), 1.0, 1.0
+        if rope.values["rope_type"] == "proportional":
+            share, factor = rope.real("partial_rotary_factor", 1.0), rope.real("factor", 1.0)
+        if head_dim % 2 or share > 1:
+            raise ModelFolderError(
+                f"{self.where}: a head of {head_dim} dims cannot be rotated by partial_rotary_factor={share}; an even "
+                "number of dims and a factor of at most 1 are needed"
+            )
+        return Rotary(tuple((proportional(head_dim, theta, share) / factor).tolist()))
 
     def rotary(self, head_dim: int, default_share: float | None = None) -> Rotary:
         """Return how the dims of a head are rotated. Without `default_share` all dims are."""

@@ -91,7 +91,7 @@ class LatentAttention:
         query_dim = config.key_dim + config.shared_dim
         queries, latents = f"{name}.q_proj", f"{name}.kv_a_proj_with_mqa"
         if config.rotated:
-            self._cos_sin = build.cos_sin
+            self._cos_sin = build.rope_table(build.config.rotary)
             wide = _read(build, queries, heads * query_dim, hidden, ROWS).view(heads, query_dim, hidden)
             self._queries = Projection(build.ops, _apart(wide, config.key_dim).flatten(0, 1))
             self._latents = Projection(build.ops, _apart(_read(build, latents, rank + config.shared_dim, hidden), rank))

@@ -211,9 +211,5 @@ def _unused_parts(config: ModelConfig, mtp: bool) -> dict[str, str]:
 
 
 def _build(config: ModelConfig, weights: WeightSource, ops: OpTable) -> Model:
-    table = None
-    if config.rotary.dim:
-        # Computed on the CPU, so that all devices use the same bits.
-        table = config.rotary.table(config.max_model_len).to(weights.device)
     with weights.device:  # the default device for tensors that families create
-        return MODELS.find(config.architecture)(Build(config, weights, ops, table))
+        return MODELS.find(config.architecture)(Build(config, weights, ops))

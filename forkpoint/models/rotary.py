@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +30,10 @@ class Rotary:
         return 2 * len(self.frequencies)
 
     def table(self, max_len: int) -> Tensor:
-        """Compute cos, then sin, for each position: `[max_len, dim]` fp32."""
-        angles = torch.arange(max_len, dtype=torch.float32).unsqueeze(1) * torch.tensor(self.frequencies)
+        """Compute cos, then sin, for each position: `[max_len, dim]` fp32, on the host whatever the default device, so
+        that all devices use the same bits."""
+        positions = torch.from_numpy(np.arange(max_len, dtype=np.float32)).unsqueeze(1)
+        angles = positions * torch.from_numpy(np.asarray(self.frequencies, np.float32))
         return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(self.gain)
 
 
@@ -40,6 +43,13 @@ NO_POSITIONS: Final = Rotary()
 def frequencies(dim: int, theta: float) -> Tensor:
     """Compute `theta^(-2i / dim)` in fp32 (Su et al. 2021)."""
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+
+def proportional(dim: int, theta: float, share: float) -> Tensor:
+    """Compute the frequencies of a full rotation, of which only the first `share` of all pairs is used."""
+    plain = frequencies(dim, theta)
+    plain[int(share * dim // 2) :] = 0.0
+    return plain
 
 
 def interleaved_axes(sections: Sequence[int], num_pairs: int) -> tuple[int, ...]:

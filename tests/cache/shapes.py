@@ -74,5 +74,8 @@ REAL_LAYOUTS = {
     "Qwen3-8B": layout_of([attention(8, 128)] * 36),
     "FalconMamba-7B": layout_of([mamba1(8192)] * 64),
     "LFM2-1.2B": layout(10, state((2, 2048), None), 6, attention(8, 64)),
+    "LFM3-1.7B": layout_of(
+        [attention(4, 128)] * 6 + [replace(attention(4, 128), window=256)] * 5 + [state((6, 2048), None)] * 13
+    ),
     "LFM2-8B-A1B": layout(18, state((2, 2048), None), 6, attention(8, 64)),
 }

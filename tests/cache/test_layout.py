@@ -53,6 +53,7 @@ DOCUMENTED = {
     "LFM2, LFM2.5": "LFM2-1.2B",
     "LFM2-VL": "LFM2-1.2B",
     "LFM2, experts": "LFM2-8B-A1B",
+    "LFM3": "LFM3-1.7B",
     "Kimi-Linear": "Kimi-Linear-48B-A3B",
     "Ling-3.0": "Ling-3.0-flash",
     "Jamba": "Jamba-1",
@@ -129,5 +130,5 @@ def test_what_cannot_be_read_in_8_bits_is_refused() -> None:
 def test_where_a_slot_is_small_every_boundary_has_a_state() -> None:
     hybrids = {name: layout for name, layout in REAL_LAYOUTS.items() if layout.has_states}
     small = [name for name, layout in hybrids.items() if layout.capture_interval(512) == 64]
-    assert small == ["LFM2-1.2B", "LFM2-8B-A1B"]
+    assert small == ["LFM2-1.2B", "LFM3-1.7B", "LFM2-8B-A1B"]
     assert REAL_LAYOUTS["LFM2-1.2B"].capture_interval(0) == 0

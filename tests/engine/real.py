@@ -75,6 +75,10 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2_moe": ("lfm2_moe", {**SMALL, "head_dim": 16, "layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm3": (
+        "lfm3",
+        {**SMALL, "head_dim": 16, "layer_types": ["conv", "full_attention", "sliding_attention"]},
+    ),
     "falcon_h1": ("falcon_h1", {**SMALL, "num_hidden_layers": 2, "head_dim": 16}),
     "zamba2": (
         "zamba2",

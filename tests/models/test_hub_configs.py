@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from forkpoint.cache.layout import CacheLayout, KVSpec
+from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import ModelConfig
 from forkpoint.models.latent_attention import LatentAttentionConfig
-from forkpoint.models.layers import MLPConfig
+from forkpoint.models.layers import MLPConfig, PostNormConfig
 from forkpoint.models.registry import load_config
 
 FOLDER = Path(__file__).parent / "hub_configs"
@@ -42,6 +43,7 @@ EXPECTED: dict[str, tuple[dict[str, int], int, int]] = {
         6 * 2 * 8 * 64 * 2,
         18 * 2 * 2048 * 2,
     ),
+    "lfm3-1.7b": ({"PostNormConfig": 48}, 11 * 2 * 4 * 128 * 2, 13 * 6 * 2048 * 2),
     "falcon-h1-0.5b": (
         {"ParallelConfig": 36, "MLPConfig": 36},
         36 * 2 * 2 * 64 * 2,
@@ -119,6 +121,17 @@ def test_two_dialects_of_lfm2_say_the_same(tmp_path: Path) -> None:
     assert older == newer and older.tie_word_embeddings and older.rotary.frequencies[16] == pytest.approx(1e-3)
     (width,) = {part.intermediate_size for part in older.parts if isinstance(part, MLPConfig)}
     assert width == 8192
+
+
+def test_lfm3_has_two_kinds_of_attention(tmp_path: Path) -> None:
+    config = read("lfm3-1.7b", tmp_path)
+    mixers = [parts[0].part for parts in config.layers if isinstance(parts[0], PostNormConfig)]
+    attention = [part for part in mixers if isinstance(part, AttentionConfig)]
+    assert [part.window for part in attention] == [None, 256] * 5 + [None]
+    assert all(part.head_gated and part.rotary is not None for part in attention)
+    full, sliding = (part.rotary.frequencies for part in attention[:2] if part.rotary is not None)
+    assert full[31] == pytest.approx(1e6 ** (-62 / 128)) and full[32:] == (0.0,) * 32
+    assert sliding[63] == pytest.approx(1e4 ** (-126 / 128))
 
 
 def test_llama_is_stretched_and_ministral_has_a_window(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_long_rows(queries: list[int], lens: list[int], monkeypatch: pytest.Monk
     x, found = torch.randn(sum(queries), HIDDEN).to(DEVICE), []
     for ops in (torch_table(), triton_ops()):
         sizes = cast(Any, SimpleNamespace(hidden_size=HIDDEN, rms_norm_eps=1e-6))
-        build = Build(sizes, DummyWeights(dtype=torch.float32, seed=0, device=DEVICE), ops, None)
+        build = Build(sizes, DummyWeights(dtype=torch.float32, seed=0, device=DEVICE), ops)
         positions = torch.zeros(sum(queries), dtype=torch.int64, device=DEVICE)
         ctx = ForwardContext(positions, decodes, index, {}, {}, ({"latent": before.clone()},))
         found.append(CONFIG.build(build, "self_attn", 0)(x, ctx))

@@ -191,6 +191,25 @@ def test_lfm2_variants(fields: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"conv_L_cache": 4, "conv_bias": True, "attention_bias": True, "use_sandwich_norm": False},
+        {"layer_types": None, "num_hidden_layers": 5, "use_attention_gate": False, "tie_word_embeddings": True},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 2.0},
+                "sliding_attention": {"rope_type": "proportional", "rope_theta": 500.0},
+            }
+        },
+    ],
+)
+def test_lfm3_variants(fields: dict[str, Any], tmp_path: Path) -> None:
+    theirs = write_checkpoint(tmp_path, "lfm3", **fields)
+    driver, tokens = Driver(load_model(tmp_path, ops=torch_table())), list(range(2, 132))
+    assert error(driver.prefill(driver.row(), tokens, [64, 65]), oracle(theirs, tokens)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
     ("family", "fields"),
     [
         ("granite_hybrid", {"position_embedding_type": "rope", "rope_theta": 5000.0, "mamba_conv_bias": False}),

@@ -64,6 +64,8 @@ def test_what_is_taken_and_not_read_changes_no_logits(family: str, tmp_path: Pat
 
 
 KIMI = json.loads((Path(__file__).parent / "hub_configs" / "kimi-linear-48b-a3b.json").read_text())
+LFM3 = json.loads((Path(__file__).parent / "hub_configs" / "lfm3-1.7b.json").read_text())
+LFM3_ROPE = LFM3["rope_parameters"]
 LLAMA = json.loads((Path(__file__).parent / "hub_configs" / "llama-3.1-8b.json").read_text())
 
 
@@ -88,6 +90,8 @@ LLAMA = json.loads((Path(__file__).parent / "hub_configs" / "llama-3.1-8b.json")
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (LLAMA, {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_scaling has partial"),
         (LLAMA, {"rope_scaling": {"full_attention": {"rope_theta": 1e6}}}, "of their own for full_attention"),
+        (LFM3, {"rope_parameters": {**LFM3_ROPE, "sliding_attention": {"rope_type": "yarn"}}}, "rope_type='yarn'"),
+        (LFM3, {"use_qk_norm": True}, "use_qk_norm=True"),
     ],
 )
 def test_a_field_that_changes_the_logits_is_refused(

@@ -185,7 +185,7 @@ def test_the_block_of_transformers(tokens: int, tmp_path: Path) -> None:
     with closing(FileWeights(folder=tmp_path, dtype=torch.float32, device=DEVICE)) as weights:
         part = config.layers[0][1]
         assert isinstance(part, MoEConfig)
-        ours = part.build(Build(config, weights, OURS, None), "model.layers.0.mlp", 0)
+        ours = part.build(Build(config, weights, OURS), "model.layers.0.mlp", 0)
     x = torch.randn(tokens, config.hidden_size, device=DEVICE)
     with torch.no_grad():
         close(ours(x), theirs(x.unsqueeze(0)).squeeze(0))
