@@ -126,7 +126,9 @@ class EngineConfig:
         None, "where models of the hub are kept; default: Hugging Face's cache, which HF_HOME moves"
     )
     skip_tokenizer_init: bool = option(False, "token ids in, token ids out")
-    load_format: Literal["auto", "dummy"] = option("auto", "'dummy' makes random weights from config.json alone")
+    load_format: Literal["auto", "safetensors", "fastsafetensors", "dummy"] = option(
+        "auto", "'dummy' makes random weights from config.json alone; the other names all read safetensors"
+    )
     use_tqdm_on_load: bool = option(True, "show a bar on a terminal while weights load and graphs are recorded")
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "of weights and activations; auto: as in config.json"
@@ -161,7 +163,9 @@ class EngineConfig:
         "where the model runs: in the engine's process, or, with 'mp', in one of its own, as several ranks always do",
     )
     max_model_len: int | None = option(
-        None, "prompt plus output tokens; default: the model's limit", Bounds(1, MAX_POSITIONS)
+        None,
+        "prompt plus output tokens, such as 32768 or 32K; default, and auto: the model's limit",
+        Bounds(1, MAX_POSITIONS),
     )
     kv_cache_memory_bytes: int | None = option(
         None,

@@ -15,7 +15,16 @@ MAX_DRAFTS: Final = 63  # drafts per row and step, so that a row crosses at most
 DEFAULT_LOOKUP: Final = 5
 LEAST_MATCH: Final = 3  # tokens of a past output that must match before it is searched
 MAX_LOOKUP: Final = 64
-MTP_NAMES: Final = ("qwen3_next_mtp", "qwen3_5_mtp")  # vLLM's older names of 'mtp'
+# vLLM's older names of 'mtp'
+MTP_NAMES: Final = ("qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp", "bailing_hybrid_v3_mtp")
+# Fields of vLLM's speculative_config that choose kernels or are those of the model itself.
+WITHOUT_EFFECT: Final = (
+    "attention_backend",
+    "disable_padded_drafter_batch",
+    "draft_tensor_parallel_size",
+    "enforce_eager",
+    "moe_backend",
+)
 SUFFIX_ALONE: Final = "is a field of the method 'suffix' alone; leave it out"
 EXAMPLE_OF_TRANSFER: Final = (
     '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 8589934592}}'
@@ -63,7 +72,7 @@ class JsonConfig:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
-        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+        known = [item.name for item in fields(cls) if not item.metadata.get("derived")]  # type: ignore[arg-type]
         unknown = [name for name in given if name not in known]
         if unknown:
             raise ConfigError(f"{cls.option_name}: {unknown[0]!r} is not supported here; fields are {', '.join(known)}")
@@ -112,6 +121,7 @@ class SpeculativeConfig(JsonConfig):
     suffix_decoding_max_cached_requests: int = bounded(0, MAX_POSITIONS, 10_000)
     suffix_decoding_max_spec_factor: float = bounded(0, MAX_LOOKUP, 1.0)
     suffix_decoding_min_token_prob: float = bounded(0, 1, 0.1)
+    ignored: tuple[str, ...] = field(default=(), metadata={"derived": True})  # given fields that change nothing here
 
     def __post_init__(self) -> None:
         super(SpeculativeConfig, self).__post_init__()  # dataclass slots replace the class, so a bare super() fails
@@ -125,12 +135,14 @@ class SpeculativeConfig(JsonConfig):
     def read(cls, given: Mapping[str, Any]) -> Self:
         """Read the options. Without a number of tokens, `suffix` drafts as many as its depth allows."""
         given = {**given, "method": "mtp"} if given.get("method") in MTP_NAMES else given
+        ignored = tuple(name for name in WITHOUT_EFFECT if name in given)
+        given = {name: value for name, value in given.items() if name not in ignored}
         as_many_as_fit = given.get("method") == "suffix" and given.get("num_speculative_tokens") is None
         found = {**given, "num_speculative_tokens": MAX_DRAFTS} if as_many_as_fit else given
         for key in ("method", "num_speculative_tokens"):
             if found.get(key) is None:
                 raise ConfigError(f"{cls.option_name}={given!r} needs {key!r}, as in {EXAMPLE_OF_SPECULATION}")
-        config = super(SpeculativeConfig, cls).read(found)
+        config = replace(super(SpeculativeConfig, cls).read(found), ignored=ignored)
         if config.method != "suffix" and (wrong := [name for name in given if name.startswith("suffix_")]):
             raise ConfigError(f"{cls.option_name}: {wrong[0]!r} {SUFFIX_ALONE}")
         if as_many_as_fit:

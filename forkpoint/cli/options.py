@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse, and report unknown arguments here already, with the subcommand's most similar flag."""
-        args = sys.argv[1:] if args is None else list(args)
+        args = [self._with_dashes(each) for each in (sys.argv[1:] if args is None else args)]
         if self.fill is not None:
             fill, self.fill = self.fill, None
             fill(self)
@@ -50,6 +50,14 @@ class Parser(argparse.ArgumentParser):
             hint = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return self._with_file(found), unknown
+
+    def _with_dashes(self, argument: str) -> str:
+        """Return an argument that starts with a flag of this parser, spelled with underscores, with dashes instead."""
+        flag, *value = argument.split("=", 1)
+        dashed = flag.replace("_", "-")
+        if flag.startswith("--") and dashed in self._option_string_actions:
+            return "=".join([dashed, *value])
+        return argument
 
     def _with_file(self, found: argparse.Namespace) -> argparse.Namespace:
         """Add the flags of the file that --config names, if the command has that flag."""
@@ -147,6 +155,21 @@ def num_bytes(text: str) -> int:
     return int(Fraction(number) * factor)
 
 
+def num_tokens(text: str) -> int | None:
+    """Parse a number of tokens such as 32768, 32k (32,000) or 32K (32,768). None for "auto" and "-1", as in vLLM.
+
+    Raises argparse.ArgumentTypeError for other texts.
+    """
+    if text in ("auto", "-1"):
+        return None
+    try:
+        return num_bytes(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens; give an integer, one with a unit such as 32k or 32K, or auto"
+        ) from error
+
+
 def _add_flag(
     group: Any,
     name: str,
@@ -177,6 +200,8 @@ def _add_flag(
         extra = {"type": float, "metavar": "FLOAT"}
     elif int in kinds and name.endswith("_bytes"):
         extra = {"type": num_bytes, "metavar": "BYTES"}
+    elif name == "max_model_len":
+        extra = {"type": num_tokens, "metavar": "INT"}
     elif int in kinds:
         extra = {"type": int, "metavar": "INT"}
     names = filter(None, ("--" + name.replace("_", "-"), short))

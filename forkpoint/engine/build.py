@@ -42,6 +42,8 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
     policy, capture = EVICTION.find(config.cache.eviction_policy), CAPTURE.find(config.cache.capture_policy)
     log = RequestLog(config.log_requests, config.log_request_tokens) if config.log_requests else None
     LOGGER.info("loading %s", config.model)
+    if config.speculative_config and config.speculative_config.ignored:
+        LOGGER.info("speculative_config: %s changes nothing here", ", ".join(config.speculative_config.ignored))
     is_apart = config.distributed_executor_backend == "mp" or config.tensor_parallel_size > 1
     worker = start_worker(config) if is_apart else build_worker(config)
     facts = worker.facts

@@ -164,7 +164,7 @@ def load_model(
     path: str | Path,
     *,
     ops: OpTable,
-    load_format: Literal["auto", "dummy"] = "auto",
+    load_format: Literal["auto", "safetensors", "fastsafetensors", "dummy"] = "auto",
     seed: int = 0,
     device: torch.device | None = None,
     progress: LoadingProgress | None = None,

@@ -94,9 +94,9 @@ class ServerConfig:
         "auto",
         "the notation of tool calls, by vLLM's name; auto: that of the chat template; none leaves calls in the text",
     )
-    reasoning_parser: Literal["auto", "qwen3", "deepseek_r1", "nemotron_v3", "olmo3", "ling3", "none"] = option(
-        "auto", "separate <think> parts from the answer; none leaves them in it; vLLM's names all mean auto"
-    )
+    reasoning_parser: Literal[
+        "auto", "qwen3", "deepseek_r1", "kimi_k2", "nano_v3", "nemotron_v3", "olmo3", "ling3", "minicpmv", "none"
+    ] = option("auto", "separate <think> parts from the answer; none leaves them in it; vLLM's names all mean auto")
     sse_keep_alive_interval: float = option(
         15.0,
         "send a comment in a stream after this many seconds of silence; 0: never. It may come before the first token, "

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 import forkpoint
+from forkpoint.cli.options import engine_options, option_values
 from forkpoint.cli.parser import build_parser
 from forkpoint.cli.vllm_flags import TABLE, notice_lines
+from forkpoint.config import EngineConfig
+from forkpoint.server.config import ServerConfig
 
 PAGE = Path(forkpoint.__file__).parents[1] / "docs" / "server.md"
 SCRIPT = """serve MODEL --host 0.0.0.0 --port 8000 --trust-remote-code --enable-auto-tool-choice
@@ -20,6 +23,57 @@ SCRIPT = """serve MODEL --host 0.0.0.0 --port 8000 --trust-remote-code --enable-
   --guided-decoding-backend xgrammar --limit-mm-per-prompt {"image":0} --revision main -O3 --hf-token
   --mm-processor-cache-gb 4
   --structured-outputs-config {"backend":"xgrammar"} -sc {"method":"qwen3_5_mtp","num_speculative_tokens":2}"""
+
+
+# Commands of vLLM's recipes (github.com/vllm-project/recipes, 21 August 2026), with the names of their models left out.
+RECIPES = """
+qwen3.8: --tensor-parallel-size 4 --max-model-len 262144 --kv-cache-dtype fp8 --reasoning-parser qwen3
+  --enable-auto-tool-choice --tool-call-parser qwen3_coder --mm-encoder-tp-mode data
+  --speculative-config {"method":"mtp","num_speculative_tokens":3}
+qwen3.8 on Ascend: --tensor-parallel-size 1 --max-num-batched-tokens 16384 --enable-prefix-caching
+  --mm-encoder-tp-mode data --compilation-config {"cudagraph_mode":"FULL_DECODE_ONLY"}
+  --speculative-config {"method":"qwen3_5_mtp","num_speculative_tokens":3,"enforce_eager":true}
+  --additional-config {"enable_cpu_binding":true}
+qwen3.8 on one card: --max-model-len 32768 --kv-cache-dtype fp8 --enforce-eager --language-model-only --max-num-seqs 8
+qwen3.6: --tensor-parallel-size 8 --max-model-len 262144 --reasoning-parser qwen3
+  --speculative-config {"method":"mtp","num_speculative_tokens":2}
+qwen3.5, text: --enable-expert-parallel --language-model-only --reasoning-parser qwen3 --enable-prefix-caching
+qwen3.5, images: --enable-expert-parallel --mm-encoder-tp-mode data --mm-processor-cache-type shm
+  --all2all-backend flashinfer_nvlink_two_sided
+qwen3.5 without thinking: --reasoning-parser qwen3 --default-chat-template-kwargs {"enable_thinking":false}
+qwen3-next: --tensor-parallel-size 4 --served-model-name qwen3-next --tokenizer-mode auto --gpu-memory-utilization 0.8
+  --speculative-config {"method":"qwen3_next_mtp","num_speculative_tokens":2}
+nemotron 3 nano: --trust-remote-code --async-scheduling --kv-cache-dtype fp8 --max-num-seqs 8 --max-model-len 262144
+  --enable-auto-tool-choice --tool-call-parser qwen3_coder --reasoning-parser-plugin nano_v3_reasoning_parser.py
+  --reasoning-parser nano_v3
+nemotron 3 super: --kv-cache-dtype fp8 --trust-remote-code --served-model-name nemotron --tool-call-parser qwen3_xml
+  --reasoning-parser nemotron_v3 --load-format fastsafetensors --attention-backend flashinfer --mamba-cache-mode align
+  --mamba-ssm-cache-dtype float32 --speculative-config {"method":"mtp","num_speculative_tokens":3}
+nemotron 3 ultra: --max-num-seqs 16 --gpu-memory-utilization 0.90 --max-num-batched-tokens 32768
+  --enable-flashinfer-autotune --async-scheduling --mamba-backend triton --mamba-ssm-cache-dtype float32
+  --speculative-config {"method":"mtp","num_speculative_tokens":5}
+nemotron 3.5 lightning: --mamba-backend flashinfer --mamba-cache-mode align --enable-prefix-caching
+  --moe-backend humming --linear-backend humming --mamba-ssu-algorithm horizontal --max-num-batched-tokens 16384
+  --speculative-config {"method":"mtp","num_speculative_tokens":3,"moe_backend":"triton"}
+nemotron 2 nano: --trust-remote-code --mamba_ssm_cache_dtype float32 --max-num-seqs 64
+nemotron omni, text: --max-model-len 131072 --media-io-kwargs {"video":{"num_frames":512,"fps":1}}
+  --video-pruning-rate 0
+kimi-linear: --port 8000 --tensor-parallel-size 4 --max-model-len auto --trust-remote-code --no-enable-prefix-caching
+lfm2.5: --max-model-len 32768 --optimization-level 3 --enable-auto-tool-choice --tool-call-parser lfm2
+  --reasoning-parser qwen3 --uvicorn-log-level=info
+lfm2.5-vl: --limit-mm-per-prompt {"image":4} --mm-processor-cache-type lru --mamba-backend triton
+ling-3.0: --trust-remote-code --dtype bfloat16 --gpu-memory-utilization 0.9 --enable-chunked-prefill
+  --compilation-config {"cudagraph_mode":"FULL_AND_PIECEWISE"} --enable-prefix-caching --enable-auto-tool-choice
+  --tool-call-parser ling3 --reasoning-parser ling3 --speculative-config {"method":"mtp","num_speculative_tokens":3}
+minicpm-v: --trust-remote-code --max_model_len=32k --gdn-prefill-backend triton --reasoning-parser minicpmv
+intern-s2: --tensor-parallel-size 2 --prefix-match-unit 32 --reasoning-parser qwen3 --tool-call-parser qwen3_coder
+"""
+
+
+def recipes() -> dict[str, str]:
+    """Return the flags of each recipe by its name."""
+    lines = RECIPES.strip().replace("\n  ", " ").splitlines()
+    return dict(line.split(": ", 1) for line in lines)
 
 
 def parse(text: str) -> argparse.Namespace:
@@ -41,6 +95,17 @@ def test_a_script_for_vllm_is_taken_and_told_what_changes_nothing() -> None:
     assert notice_lines(parse("serve MODEL --no-enable-lora -pp 1")) == []
 
 
+@pytest.mark.parametrize("name", recipes())
+def test_recipes_of_served_families_start(name: str) -> None:
+    options = parse(f"serve MODEL {recipes()[name]}")
+    config = EngineConfig.from_flat(**engine_options(options))
+    ServerConfig(**option_values(options, ServerConfig))
+    if name == "qwen3.8 on Ascend":
+        assert config.speculative_config is not None and config.speculative_config.ignored == ("enforce_eager",)
+    lengths = {"kimi-linear": None, "minicpm-v": 32_000, "lfm2.5": 32_768}
+    assert config.max_model_len == lengths.get(name, config.max_model_len)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -51,6 +116,10 @@ def test_a_script_for_vllm_is_taken_and_told_what_changes_nothing() -> None:
         ("--quantization gguf", "invalid choice: 'gguf' (choose from 'fp8', 'modelopt', 'compressed-tensors')"),
         ("--no-enable-chunked-prefill", "long prompts are always computed in chunks; leave it out"),
         ("--enable-lora", "adapters are not supported; leave it out"),
+        ("--mamba-ssm-cache-dtype float16", "invalid choice: 'float16' (choose from 'float32', 'bfloat16')"),
+        ("--enable-mamba-cache-stochastic-rounding", "--mamba-ssm-cache-dtype float32 does not round them"),
+        ("--max-model-len long", "'long' is not a number of tokens; give an integer, one with a unit such as 32k"),
+        ("--video-pruning-rate 0.5", "0.5 is not possible here: no tokens of videos are left out; give 0 or 0.0"),
         ("--distributed-executor-backend ray", "invalid choice: 'ray' (choose from 'uni', 'mp')"),
     ],
 )

@@ -24,6 +24,14 @@ EXPECTED: dict[str, tuple[dict[str, int], int, int]] = {
         36 * DELTA_NET,
     ),
     "qwen3.5-9b": ({"AttentionConfig": 8, "GDNConfig": 24, "MLPConfig": 32}, 8 * 2 * 4 * 256 * 2, 24 * DELTA_NET),
+    **dict.fromkeys(
+        ("qwen3.8-27b", "qwen3.8-27b-fp8"),
+        (
+            {"AttentionConfig": 16, "GDNConfig": 48, "MLPConfig": 64},
+            16 * 2 * 4 * 256 * 2,
+            48 * (3 * 10240 * 2 + 48 * 128 * 128 * 4),
+        ),
+    ),
     "qwen3.5-35b-a3b": (
         {"AttentionConfig": 10, "GDNConfig": 30, "MoEConfig": 40},
         10 * 2 * 2 * 256 * 2,
