@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import shlex
 import subprocess
@@ -33,6 +34,7 @@ FILE = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
 # Files of checkpoints, of other projects and of users.
 ELSEWHERE = frozenset({"config.json", "generation_config.json", "tokenizer.json", "block_table.py"})
 SUFFIXES = (".py", ".md", ".json", ".cpp", ".yaml")
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -64,6 +66,21 @@ def test_files_that_are_named_exist(page: Path) -> None:
             assert any(any(base.glob(name)) for base in (ROOT, ROOT / "forkpoint", page.parent)), name
         else:
             assert name in ELSEWHERE or name.startswith((".", "*")) or name in repository_names(), name
+
+
+def test_functions_that_are_named_exist() -> None:
+    """A name after the name of a Python file is defined in that file; a method after the name of its class."""
+    num_seen = 0
+    for page in PAGES:
+        for name, found in re.findall(r"`([\w./]+\.py)`\s+`([A-Za-z_][\w.]*)`", page.read_text()):
+            tree = ast.parse((ROOT / "forkpoint" / name).read_text())
+            scope: list[ast.stmt] = tree.body
+            for part in found.split("."):
+                inside = [node for node in scope if isinstance(node, ast.ClassDef | FUNCTIONS) and node.name == part]
+                assert inside, f"{page.name}: {name} has no {found}"
+                scope = inside[0].body
+            num_seen += 1
+    assert num_seen > 30
 
 
 @cache

@@ -93,9 +93,8 @@ class LearntPolicy(EvictionPolicy):
 
     def key(self, entry: EntryFacts) -> float:
         num_bytes = float(entry.num_bytes)
-        if (
-            entry.inside and entry.kind is Origin.FALLBACK
-        ):  # once all below it is gone, it alone holds its keys and values
+        if entry.inside and entry.kind is Origin.FALLBACK:
+            # Once everything below it is gone, it alone holds its keys and values.
             num_bytes += self._share_lost_below(entry) * entry.kv_bytes
         value = self.earnings(entry) * entry.saved / max(num_bytes, 1.0)
         return value * EXPECTED_FACTOR if entry.num_expected else value
