@@ -31,6 +31,14 @@ class Bounds(NamedTuple):
     high: float
     above: bool = False
 
+    def includes(self, number: float) -> bool:
+        return self.low <= number <= self.high and not (self.above and number == self.low)
+
+    def __str__(self) -> str:
+        if self.above:
+            return f"above {self.low:g}, at most {self.high:g}"
+        return f"from {self.low:g} to {self.high:g}"
+
 
 @dataclass(frozen=True, slots=True)
 class Checker:
@@ -52,17 +60,15 @@ class Checker:
     def integer(self, name: str, value: object, low: int, high: int, allowed: str = "") -> int:
         """Return an integer in `[low, high]`."""
         # Check bool first, because it is an integer in Python. numpy's bool is not.
-        found = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
-        if found is None or not low <= found <= high:
+        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
             self.refuse(name, value, allowed or f"an integer from {low} to {high}")
-        return found
+        return int(value)
 
     def number(self, name: str, value: object, bounds: Bounds) -> float:
         """Return a finite number within `bounds`."""
-        low, high, above = bounds
         found = _as_float(value)
-        if found is None or not (low < found if above else low <= found) or found > high:
-            self.refuse(name, value, f"a number {f'above {low:g}, at most' if above else f'from {low:g} to'} {high:g}")
+        if found is None or not bounds.includes(found):
+            self.refuse(name, value, f"a number {bounds}")
         return found
 
     def flag(self, name: str, value: object) -> bool:
@@ -145,8 +151,9 @@ def _checked(item: Field[Any], kind: Any, value: Any, check: Checker, none: str)
     if kind is float:
         return check.number(name, value, bounds or Bounds(-1e300, 1e300))
     if kind is str:
-        most = int(bounds.high) if bounds else MAX_CHARS
-        return check.text(name, os.fspath(value) if isinstance(value, os.PathLike) else value, most)
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        return check.text(name, value, int((bounds or Bounds(0, MAX_CHARS)).high))
     texts = get_args(kind)
     ok = isinstance(value, str) and value in texts
     check.require(ok, name, value, f"one of {', '.join(map(repr, texts))}")
@@ -195,6 +202,20 @@ def member(value: object, name: str) -> Any:
     return value.get(name)
 
 
+def listed(value: object) -> list[Any]:
+    """Return a list as it is, and an empty one for anything else."""
+    if not isinstance(value, list):
+        return []
+    return value
+
+
+def one_or_more(value: object) -> list[Any]:
+    """Return a list or tuple as a list, and any other value as a list of one."""
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [value]
+
+
 def is_text(value: object) -> bool:
     """Return whether `value` is a string without lone surrogates, which cannot be encoded."""
     if not isinstance(value, str):
@@ -214,6 +235,13 @@ def is_ipv6(text: str) -> bool:
         return False
 
 
+def host_in_url(host: str) -> str:
+    """Return a host as URLs contain it: an IPv6 address is in brackets."""
+    if ":" in host:
+        return f"[{host}]"
+    return host
+
+
 def _as_float(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
@@ -221,4 +249,6 @@ def _as_float(value: object) -> float | None:
         found = float(value)
     except (OverflowError, ValueError):
         return None
-    return found if math.isfinite(found) else None
+    if not math.isfinite(found):
+        return None
+    return found

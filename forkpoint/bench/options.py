@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from forkpoint.checks import Checker, is_ipv6, option
+from forkpoint.checks import Checker, host_in_url, is_ipv6, option
 from forkpoint.client.server import CHAT, COMPLETIONS, base_url
 from forkpoint.errors import ConfigError
 from forkpoint.json_options import json_object
@@ -57,8 +57,7 @@ class TargetOptions:
 
     @property
     def url(self) -> str:
-        host = f"[{self._bare_host}]" if ":" in self.host else self.host
-        return self.base_url or f"http://{host}:{self.port}"
+        return self.base_url or f"http://{host_in_url(self._bare_host)}:{self.port}"
 
     @property
     def path(self) -> str:

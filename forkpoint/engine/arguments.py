@@ -35,10 +35,12 @@ def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptIn
 
 def split_conversations(messages: Conversations) -> list[Sequence[Message]]:
     """Return one conversation, or a list of conversations, as a list. Raises InvalidPromptError."""
-    items = None if isinstance(messages, Mapping) else _listed(messages)
+    items = _listed(messages)
     if items is None or any(isinstance(item, str) for item in items):
         raise InvalidPromptError(f"messages={shown(messages)} is not allowed; give {MESSAGES}")
-    return [items] if not items or isinstance(items[0], Mapping) else items
+    if not items or isinstance(items[0], Mapping):
+        return [items]
+    return items
 
 
 def check_chat_options(messages: object, tools: object, variables: object, **flags: object) -> None:
@@ -67,8 +69,9 @@ def one_each(params: ParamsInput, count: int, default: SamplingParams) -> list[S
 def priorities(priority: int | Sequence[int], count: int) -> list[int]:
     """Return a priority for each of `count` prompts. Raises InvalidParamsError."""
     items = _listed(priority)
-    given = [priority] * count if items is None else _of_count(items, count, "priorities")
-    return [checked_priority(item) for item in given]
+    if items is None:
+        items = [priority] * count
+    return [checked_priority(item) for item in _of_count(items, count, "priorities")]
 
 
 def _of_count(items: list[T], count: int, what: str) -> list[T]:

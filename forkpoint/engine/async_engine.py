@@ -55,15 +55,14 @@ class OpenRequest:
         while running:
             await self._wait()
             self._news.clear()
-            ended = [number for number, state in running.items() if state.finished]
-            found = []
-            for number in ended if whole else running:
-                for completion in self.states[number].completions:
-                    delta = completion.take_delta()
-                    if delta is not None:
-                        found.append((number, delta))
-            for number in ended:
-                del running[number]
+            found = [
+                (number, delta)
+                for number, state in running.items()
+                if state.finished or not whole
+                for completion in state.completions
+                if (delta := completion.take_delta()) is not None
+            ]
+            running = {number: state for number, state in running.items() if not state.finished}
             if found:
                 yield found
 
@@ -215,8 +214,12 @@ class AsyncEngine:
                 self._on_step(report)
             case messages.CallReply(number, value, failure):
                 answer = self._calls.get(number)
-                if answer is not None and not answer.done():
-                    answer.set_exception(failure.error()) if failure else answer.set_result(value)
+                if answer is None or answer.done():
+                    return
+                if failure is not None:
+                    answer.set_exception(failure.error())
+                else:
+                    answer.set_result(value)
             case messages.Ready():
                 assert self._loaded is not None
                 self._loaded.set_result(report)
@@ -278,6 +281,6 @@ def _update(request: Request, news: messages.SequenceNews) -> RequestUpdate:
     if news.cache is not None:
         request.cache = news.cache
     request.first_scheduled_s, request.num_preemptions = news.first_scheduled_s, news.num_preemptions
-    error = news.failure.error() if news.failure is not None else None
     values = news.token_id, news.logprobs, news.prompt_logprobs, news.finish_reason, news.stop_token_id
+    error = news.failure.error() if news.failure is not None else None
     return RequestUpdate(request, *values, error)

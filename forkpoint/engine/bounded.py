@@ -70,4 +70,6 @@ def _bound(cpu_s: int, memory_bytes: int) -> None:
         used_bytes = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         wanted = used_bytes + memory_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
+        if hard != resource.RLIM_INFINITY:
+            wanted = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))

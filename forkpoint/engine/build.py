@@ -29,7 +29,9 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     set_up_logging(config.log_level)
     # before the tokenizer, because its errors do not say that the folder holds another kind of model
     load_config(config.model, max_model_len=config.max_model_len)
-    tokenizer = None if config.skip_tokenizer_init else Tokenizer.load(config.tokenizer or config.model)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        tokenizer = Tokenizer.load(config.tokenizer or config.model)
     check_template(config, tokenizer)
     return tokenizer
 
@@ -47,6 +49,9 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
     is_apart = config.distributed_executor_backend == "mp" or config.tensor_parallel_size > 1
     worker = start_worker(config) if is_apart else build_worker(config)
     facts = worker.facts
+    drafter: Speculator | None = None
+    if config.speculative_config is not None:
+        drafter = Speculator.of(config.speculative_config)
     scheduler = Scheduler(
         facts.layout,
         facts.num_pages,
@@ -56,7 +61,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
         cost=RecomputeCost(facts.flops_per_token, facts.flops_per_pair),
         policy=policy(),
         capture=capture(),
-        drafter=Speculator.of(drafts) if (drafts := config.speculative_config) else None,
+        drafter=drafter,
         num_host_pages=facts.num_host_pages,
     )
     _log_plan(config, facts)
@@ -69,7 +74,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
         scheduler,
         worker.runner,
         async_scheduling=facts.scheduler.async_scheduling,
-        drafts=config.speculative_config is not None,
+        drafts=drafter is not None,
         on_close=worker.release,
         check=worker.check,
         events=events,

@@ -15,7 +15,7 @@ from forkpoint.config import EngineConfig
 from forkpoint.engine.bounded import OverLimitError, run_bounded
 from forkpoint.engine.call_writing import notation_name
 from forkpoint.engine.chat_images import ChatImages, has_images
-from forkpoint.engine.conversation import Message, last_text, read_message
+from forkpoint.engine.conversation import Message, TakeImage, last_text, read_message
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt, processor_kwargs
 from forkpoint.engine.pictures import NONE_FETCHED
@@ -112,7 +112,7 @@ class ChatTemplate:
     def source(self) -> str:
         """The template's text; empty if there is none."""
         template = self._template or getattr(self._tokenizer.hf, "chat_template", None)
-        return template if isinstance(template, str) else str(template or "")
+        return str(template or "")
 
     def render(
         self,
@@ -144,17 +144,18 @@ class ChatTemplate:
         if not messages:
             raise InvalidPromptError("the conversation is empty; give at least one message")
         images: ChatImages | None = None
+        take_image: TakeImage | None = None
         if self._images is not None and self._placeholder and has_images(messages):
             processor = self._images.with_kwargs(processor_kwargs(mm_processor_kwargs))
             images = ChatImages(messages, processor, self._tokenizer, fetched)
-        take = None if images is None else images.take
-        read = [read_message(message, in_parts=self._in_parts, take_image=take) for message in messages]
+            take_image = images.take
+        read = [read_message(message, in_parts=self._in_parts, take_image=take_image) for message in messages]
         rewritten = self._rewriters[bool(tools)].rewrite(read)
         self._logged.log(rewritten.rewrites)
         if images is not None:
             rewritten = images.in_parts(rewritten)
         conversation = rewritten.messages
-        options = {**(variables or {}), "tools": (list(tools) if tools is not None else []) or None}
+        options = {**(variables or {}), "tools": list(tools or ()) or None}
         ending = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         try:
             text = self._text(conversation, {**options, **ending})
@@ -179,8 +180,7 @@ class ChatTemplate:
 
         The error names the first message at which the template refuses the conversation.
         """
-        wrong = _own_error(self._tokenizer) if self._template is None else None
-        if wrong is not None:
+        if self._template is None and (wrong := _own_error(self._tokenizer)) is not None:
             return InvalidPromptError(wrong)
         num_taken, num_refused = 0, len(rewritten.conversation)
         while num_refused - num_taken > 1:
@@ -227,7 +227,9 @@ class ChatTemplate:
         if first is None or other is None:
             return 0
         shared = _common_prefix(first, other)
-        return shared if text.startswith(first[:shared]) else 0
+        if not text.startswith(first[:shared]):
+            return 0
+        return shared
 
     def _try_text(self, conversation: Sequence[Message], options: Mapping[str, Any]) -> str | None:
         try:

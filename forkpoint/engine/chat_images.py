@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
-from forkpoint.engine.conversation import VIDEO_PART, Message, is_media
+from forkpoint.engine.conversation import VIDEO_PART, Message, content_texts, is_media
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt, expanded
 from forkpoint.engine.pictures import NONE_FETCHED, detail_of, image_parts, picture_of
@@ -103,11 +103,12 @@ class ChatImages:
             return value
         if isinstance(value, Mapping):
             return {name: self._hidden(each) for name, each in value.items()}
-        return [self._hidden(each) for each in value] if isinstance(value, list | tuple) else value
+        if isinstance(value, list | tuple):
+            return [self._hidden(each) for each in value]
+        return value
 
     def _with_parts(self, message: dict[str, Any]) -> dict[str, Any]:
-        content = message["content"]
-        texts = [part["text"] for part in content] if isinstance(content, list) else [content]
+        texts = content_texts(message)
         names = {kind.mark: kind.name for kind in self._kinds.values()}
         marks = re.compile(f"([{''.join(names)}])")
         if not any(marks.search(text) for text in texts):

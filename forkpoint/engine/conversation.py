@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from forkpoint.checks import member
 from forkpoint.engine.image_processor import NO_IMAGES
 from forkpoint.errors import InvalidPromptError
 
@@ -46,7 +47,7 @@ def read_message(message: object, *, in_parts: bool, take_image: TakeImage | Non
     texts = _texts(message.get("content"), take_image)
     if not any(texts) and isinstance(refusal, str):
         texts = [refusal]
-    kept["content"] = [_text_part(text) for text in texts] if in_parts else "\n".join(texts)
+    kept["content"] = content_of(texts, in_parts=in_parts)
     reasoning = kept.get("reasoning_content", kept.get("reasoning"))
     if reasoning is not None:
         if not isinstance(reasoning, str):
@@ -58,26 +59,32 @@ def read_message(message: object, *, in_parts: bool, take_image: TakeImage | Non
     return kept
 
 
-def content_text(message: Message) -> str:
-    """Return the content of a read message as one text."""
+def content_of(texts: Sequence[str], *, in_parts: bool) -> str | list[dict[str, str]]:
+    """Return texts as the content of a read message."""
+    if in_parts:
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)
+
+
+def content_texts(message: Message) -> list[str]:
+    """Return the texts in the content of a read message: one, or one for each part."""
     content = message["content"]
-    return "\n".join(part["text"] for part in content) if isinstance(content, list) else str(content)
+    if isinstance(content, list):
+        return [part["text"] for part in content]
+    return [str(content)]
 
 
 def with_text(message: Message, text: str) -> dict[str, Any]:
     """Return the message with `text` as its content, in a list of parts if its content is one."""
-    in_parts = isinstance(message["content"], list)
-    return {**message, "content": [_text_part(text)] if in_parts else text}
+    return {**message, "content": content_of([text], in_parts=isinstance(message["content"], list))}
 
 
 def last_text(message: Message) -> str:
     """Return the text that the content ends with: all of it, or the last part."""
     content = message.get("content") or ""
-    return str(content[-1].get("text", "") if isinstance(content, list) else content)
-
-
-def _text_part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
+    if isinstance(content, list):
+        content = content[-1].get("text", "")
+    return str(content)
 
 
 def _texts(content: object, take_image: TakeImage | None) -> list[str]:
@@ -105,8 +112,9 @@ def _part(part: object, take_image: TakeImage | None) -> str:
         if take_image is None:
             raise InvalidPromptError(f"a message may contain only text parts: {NO_IMAGES}")
         return take_image(part)
-    name = TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
-    text = part.get(name) if isinstance(part, Mapping) and name is not None else None
+    text = None
+    if (name := TEXT_PARTS.get(str(member(part, "type")))) is not None:
+        text = member(part, name)
     if not isinstance(text, str):
         raise InvalidPromptError(f"a message may contain only text parts and images; given {part!r:.{SHOWN}}")
     return text
@@ -119,8 +127,8 @@ def _list(given: object, rule: str) -> Sequence[Any]:
 
 
 def _call(call: object) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    function = member(call, "function")
+    if not isinstance(call, Mapping) or not isinstance(member(function, "name"), str):
         raise InvalidPromptError("a tool call in a message needs a function with name and arguments")
     return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
@@ -131,10 +139,12 @@ def _arguments(given: object) -> dict[str, Any] | str:
         return dict(given or {})
     if not isinstance(given, str):
         return json.dumps(given, ensure_ascii=False, default=str)
+    if not given.strip():
+        return {}
     try:
-        read = json.loads(given) if given.strip() else {}
+        read = json.loads(given)
     except (ValueError, RecursionError):
         return given
-    if read is None:
-        return {}
-    return read if isinstance(read, dict) else given
+    if read is None or isinstance(read, dict):
+        return read or {}
+    return given

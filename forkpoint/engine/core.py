@@ -174,7 +174,9 @@ class EngineCore:
         while self._in_flight:
             with suppress(Exception):  # they ran on the failed step's state, so only its error is reported
                 self._in_flight.popleft()[1].result()
-        described = str(error) if isinstance(error, StepFailedError) else f"{type(error).__name__}: {error}"
+        described = str(error)
+        if not isinstance(error, StepFailedError):
+            described = f"{type(error).__name__}: {error}"
         failure = StepFailedError(f"step {step} failed: {described}")
         failure.__cause__ = error
         return self.scheduler.fail(step, failure)
@@ -186,4 +188,9 @@ def collect_garbage(step: int) -> None:
     Automatic collection starts when enough new objects exist, takes milliseconds and may delay planning. After each
     step only a few hundred new objects have to be examined.
     """
-    gc.collect(2 if step % FULL_EVERY == FULL_EVERY - 1 else int(step % MIDDLE_EVERY == MIDDLE_EVERY - 1))
+    generation = 0
+    if step % FULL_EVERY == FULL_EVERY - 1:
+        generation = 2
+    elif step % MIDDLE_EVERY == MIDDLE_EVERY - 1:
+        generation = 1
+    gc.collect(generation)

@@ -57,8 +57,8 @@ class Detokenizer:
         from tokenizers.decoders import DecodeStream
 
         # With a context that ends inside a character, the stream would return that character again.
-        usable = not self._decode(self._context).endswith(REPLACEMENT)
-        self._context = self._context if usable else []
+        if self._decode(self._context).endswith(REPLACEMENT):
+            self._context = []
         return DecodeStream(ids=list(self._context), skip_special_tokens=self._skip)
 
 
@@ -104,7 +104,11 @@ class StopStrings:
         known = len(text) - num_new
         places = ((text.find(stop, max(self._start, known - len(stop) + 1)), stop) for stop in self._stops)
         at, stop = min((place for place in places if place[0] >= 0), key=itemgetter(0), default=(-1, ""))
-        return (stop, at + len(stop) if self._include else at) if stop else None
+        if not stop:
+            return None
+        if self._include:
+            at += len(stop)
+        return stop, at
 
     def num_undecided(self, text: str) -> int:
         """Return the number of characters at the end of `text` that may begin a stop string and must be held back.
@@ -116,8 +120,10 @@ class StopStrings:
         for character in text[self._num_read :]:
             self._state = self._step(self._state, character)
         self._num_read = len(text)
-        is_whole = self._length[self._state] == self._longest
-        return self._length[self._fallback[self._state] if is_whole else self._state]
+        state = self._state
+        if self._length[state] == self._longest:  # a whole stop string, which `find` has reported
+            state = self._fallback[state]
+        return self._length[state]
 
     def _step(self, state: int, character: str) -> int:
         while character not in self._next[state]:

@@ -12,6 +12,7 @@ from collections import deque
 import zmq
 
 from forkpoint.cache.restorable import Change, Restorable
+from forkpoint.checks import host_in_url
 from forkpoint.engine.replays import ROUND_S, Replays
 from forkpoint.errors import ConfigError
 from forkpoint.json_options import KVEventsConfig
@@ -65,7 +66,10 @@ class EventPublisher:
         try:
             address = address_of(endpoint, host)
             socket.setsockopt(zmq.IPV6, int("[" in address))
-            socket.bind(address) if binds else socket.connect(address)
+            if binds:
+                socket.bind(address)
+            else:
+                socket.connect(address)
         except (zmq.ZMQError, OSError) as error:
             raise ConfigError(
                 f"kv_events_config: {endpoint!r} cannot be opened: {error}; give a free address such as tcp://*:5557"
@@ -121,8 +125,7 @@ def address_of(endpoint: str, host: str | None) -> str:
     if not endpoint.startswith(ANYWHERE):
         return endpoint
     address = socketlib.getaddrinfo(host or LOOPBACK, None, type=socketlib.SOCK_STREAM)[0][4][0]
-    shown = f"[{address}]" if ":" in str(address) else address
-    return f"tcp://{shown}{endpoint.removeprefix(ANYWHERE)}"
+    return f"tcp://{host_in_url(str(address))}{endpoint.removeprefix(ANYWHERE)}"
 
 
 def is_loopback(address: str) -> bool:

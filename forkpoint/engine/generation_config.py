@@ -23,8 +23,9 @@ def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
     `max_new_tokens` becomes `max_tokens`. Raises ConfigError for a missing file or a value that is not allowed, and
     ModelFolderError for a file that is not a JSON object.
     """
-    source = _source(config)
-    values = read_json(source) if source is not None else {}
+    source, values = _source(config), dict[str, Any]()
+    if source is not None:
+        values = read_json(source)
     found = {key: values[key] for key in GENERATION_KEYS if values.get(key) is not None}
     found |= config.override_generation_config or {}
     if "max_new_tokens" in found:
@@ -55,7 +56,8 @@ def _source(config: EngineConfig) -> Path | None:
         path = Path(config.model) / FILE
         return path if path.is_file() else None
     path = Path(config.generation_config)
-    path = path / FILE if path.is_dir() else path
+    if path.is_dir():
+        path /= FILE
     if not path.is_file():
         raise ConfigError(
             f"generation_config={config.generation_config!r} is neither auto nor vllm, and {path} does not exist"

@@ -97,7 +97,9 @@ def _bar(interrupt: DeferredInterrupt, show_bar: bool) -> type[Any]:
 
     class Bar(tqdm):  # type: ignore[misc]  # mypy does not look into the library
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **(options if show_bar else {**options, "disable": True}))
+            if not show_bar:
+                options["disable"] = True
+            super().__init__(*args, **options)
 
         def update(self, n: float | None = 1) -> Any:
             if interrupt.requested:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from forkpoint.checks import shown
+from forkpoint.checks import one_or_more, shown
 from forkpoint.engine.image_processor import NO_IMAGES, ImageProcessor
 from forkpoint.engine.placeholders import Expansion, expand, image_expansions, video_expansions
 from forkpoint.engine.tokenizer import Tokenizer
@@ -92,7 +92,9 @@ class InputProcessor:
         compact = self.structured_outputs.disable_any_whitespace
         grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids, compact=compact)
         object.__setattr__(self, "grammars", grammars)
-        found = self.tokenizer.tool_call_token_ids if self.tokenizer is not None else frozenset()
+        found: frozenset[int] = frozenset()
+        if self.tokenizer is not None:
+            found = self.tokenizer.tool_call_token_ids
         object.__setattr__(self, "tool_call_token_ids", found)
 
     def prompt(self, given: PromptInput, params: SamplingParams | None = None) -> Prompt:
@@ -118,8 +120,7 @@ class InputProcessor:
         return prompt
 
     def _cut(self, prompt: Prompt, params: SamplingParams | None) -> Prompt:
-        keep = params.truncate_prompt_tokens if params is not None else None
-        if params is None or keep is None:
+        if params is None or (keep := params.truncate_prompt_tokens) is None:
             return prompt
         if keep == -1:
             keep = max(1, self.max_model_len - (params.max_tokens or 1))
@@ -140,11 +141,15 @@ class InputProcessor:
         """
         room = self.max_model_len - len(prompt.token_ids)
         priority = checked_priority(priority)
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        stops = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= self.eos_token_ids
         self._check_params(prompt, params, room, stops)
         own = {position - prompt.num_dropped for position in params.cache_breakpoints if position > prompt.num_dropped}
         breakpoints = tuple(sorted({*prompt.breakpoints, *own}))
-        base = params.seed if params.seed is not None else derive_seed(self.seed, number)
+        base = params.seed
+        if base is None:
+            base = derive_seed(self.seed, number)
         # the prompt's own log-probabilities are reported only once
         others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
         return [
@@ -152,7 +157,7 @@ class InputProcessor:
                 id=sequence_id(request_id, index),
                 prompt_token_ids=prompt.token_ids,
                 params=params if index == 0 else others,
-                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                max_tokens=min(params.max_tokens or room, room),
                 seed=base if index == 0 else derive_seed(base, index),
                 stop_token_ids=stops,
                 breakpoints=breakpoints,
@@ -222,7 +227,7 @@ class InputProcessor:
                 raise InvalidParamsError(
                     f"sampling parameter {name} names token id {bad[0]}; the model has ids 0 to {self.vocab_size - 1}"
                 )
-        every = stops.issuperset(allowed) if allowed else len(stops) >= self.vocab_size
+        every = stops.issuperset(allowed or range(self.vocab_size))
         if params.min_tokens and every and params.structured_outputs is None:
             raise InvalidParamsError(
                 f"sampling parameter min_tokens={params.min_tokens} is not allowed where every id that may come is in "
@@ -268,8 +273,10 @@ def _media(data: object) -> tuple[list[Any], list[Video]]:
             f"{{'video': {VIDEO_EXAMPLE}}}"
         )
     found = data.get("image")
-    pictures = list(found) if isinstance(found, list | tuple) else [found]
-    return [each for each in pictures if found is not None], read_videos(data.get("video"))
+    pictures = []
+    if found is not None:
+        pictures = one_or_more(found)
+    return pictures, read_videos(data.get("video"))
 
 
 def sequence_id(request_id: str, index: int) -> str:

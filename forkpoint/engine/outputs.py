@@ -71,7 +71,8 @@ class Completion:
         yet."""
         params, token_id = self.request.params, update.token_id
         if token_id is not None:
-            self.first_token_s = now_s if self.first_token_s is None else self.first_token_s
+            if self.first_token_s is None:
+                self.first_token_s = now_s
             self.last_token_s = now_s
             self._token_ids.append(token_id)
             if update.logprobs is not None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from forkpoint.checks import shown
+from forkpoint.checks import member, shown
 from forkpoint.engine.conversation import is_image
 from forkpoint.engine.image_processor import check_picture
 from forkpoint.engine.resized_pictures import PictureFile
@@ -39,13 +39,18 @@ def picture_of(part: Mapping[str, Any], fetched: Mapping[str, bytes] = NONE_FETC
         raise InvalidPromptError(f"file_id is not supported: this server stores no files; give a data URL ({EXAMPLE})")
     if not isinstance(given, str):
         raise InvalidPromptError(f"a part of the type {part.get('type')!r} needs image_url, a data URL ({EXAMPLE})")
-    return _open(_data_of(given) if given not in fetched else fetched[given])
+    data = fetched.get(given)
+    if data is None:
+        data = _data_of(given)
+    return _open(data)
 
 
 def detail_of(part: Mapping[str, Any]) -> object:
     """Return what an image part says of its detail, or None."""
     inner = part.get("image_url")
-    return inner.get("detail") if isinstance(inner, Mapping) else part.get("detail")
+    if isinstance(inner, Mapping):
+        part = inner
+    return part.get("detail")
 
 
 def remote_urls(messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -56,7 +61,7 @@ def remote_urls(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def image_parts(message: object) -> Iterator[Mapping[str, Any]]:
     """Yield the parts of a message that are images."""
-    content = message.get("content") if isinstance(message, Mapping) else None
+    content = member(message, "content")
     if isinstance(content, list | tuple):
         yield from filter(is_image, content)
 
@@ -64,7 +69,9 @@ def image_parts(message: object) -> Iterator[Mapping[str, Any]]:
 def _given(part: Mapping[str, Any]) -> Any:
     """Return the picture or the URL of an image part."""
     given = next((part[name] for name in FIELDS if part.get(name) is not None), None)
-    return given.get("url") if isinstance(given, Mapping) else given
+    if isinstance(given, Mapping):
+        return given.get("url")
+    return given
 
 
 def _data_of(url: str) -> bytes:

@@ -41,10 +41,17 @@ def image_expansions(
     `details` are the pictures' own `detail`. Raises InvalidPromptError if there are more or fewer placeholders.
     """
     token_id = processor.settings.image_token_id
-    at = np.flatnonzero(token_ids == token_id).tolist() if places is None else list(places)
+    at = _places(token_ids, token_id, places)
     _check_count("images", len(at), len(pictures), token_id)
     parts = processor.parts_of(pictures, details)
     return [Expansion(place, place + 1, own, token_id) for place, own in zip(at, parts, strict=True)]
+
+
+def _places(token_ids: IntArray, token_id: int, given: Sequence[int] | None) -> list[int]:
+    """Return the given places, or those of all tokens with the id if none are given."""
+    if given is not None:
+        return list(given)
+    return [int(place) for place in np.flatnonzero(token_ids == token_id)]
 
 
 def video_expansions(
@@ -62,7 +69,7 @@ def video_expansions(
     settings = processor.settings.video
     if settings is None or tokenizer is None:
         raise InvalidPromptError("videos need a model that reads them, and its tokenizer, which writes their times")
-    at = np.flatnonzero(token_ids == settings.token_id).tolist() if places is None else list(places)
+    at = _places(token_ids, settings.token_id, places)
     _check_count("videos", len(at), len(videos), settings.token_id)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     around, expansions = [settings.start_id, settings.token_id, settings.end_id], list[Expansion]()

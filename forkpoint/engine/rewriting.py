@@ -14,7 +14,7 @@ from itertools import count, groupby, takewhile
 from typing import Any, Final
 
 from forkpoint.engine.call_writing import WRITERS, NotationName
-from forkpoint.engine.conversation import Message, content_text, with_text
+from forkpoint.engine.conversation import Message, content_texts, with_text
 from forkpoint.engine.template_traits import TemplateTraits
 
 SYSTEM_ROLES: Final = ("system", "developer")
@@ -53,7 +53,7 @@ class Placed:
 
     @property
     def text(self) -> str:
-        return content_text(self.message)
+        return "\n".join(content_texts(self.message))
 
     @property
     def calls(self) -> Sequence[dict[str, Any]]:
@@ -62,11 +62,15 @@ class Placed:
 
     def with_text(self, text: str, role: str | None = None) -> Placed:
         message = with_text(self.message, text)
-        return replace(self, message=message if role is None else {"role": role, "content": message["content"]})
+        if role is not None:
+            message = {"role": role, "content": message["content"]}
+        return replace(self, message=message)
 
     def with_calls(self, calls: Sequence[dict[str, Any]]) -> Placed:
-        others = {name: value for name, value in self.message.items() if name != "tool_calls"}
-        return replace(self, message={**others, "tool_calls": list(calls)} if calls else others)
+        message = {name: value for name, value in self.message.items() if name != "tool_calls"}
+        if calls:
+            message["tool_calls"] = list(calls)
+        return replace(self, message=message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +160,7 @@ class Rewriter:
         are_calls_shown = False  # whether those of the last assistant message are
         for one in placed:
             if one.role == "assistant":
-                messages = self._calling(one, rewrites) if one.calls else [one]
+                messages = self._calling(one, rewrites)
                 are_calls_shown = bool(messages[-1].calls)
                 shown += messages
             elif one.role == "tool" and not (traits.results_of_calls if are_calls_shown else traits.results_of_text):
@@ -167,7 +171,9 @@ class Rewriter:
         return shown
 
     def _calling(self, one: Placed, rewrites: set[Rewrite]) -> list[Placed]:
-        """Return the messages that show an assistant message with calls."""
+        """Return the messages that show an assistant message and its calls."""
+        if not one.calls:
+            return [one]
         traits = self._traits
         splits_text = bool(one.text) and not traits.text_with_calls
         splits_calls = len(one.calls) > 1 and not traits.several_calls

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from forkpoint.engine.conversation import content_of, content_texts
 from forkpoint.params import MAX_THINKING_END_CHARS, THINK_END, THINKING_END
 
 Message: TypeAlias = Mapping[str, Any]
@@ -89,7 +90,9 @@ def _thinking_end(probe: _Probe) -> str:
     """Return the text between thinking and content, or the usual one if the template does not show thinking."""
     text = probe.render([probe.user(FIRST), probe.answer(THIRD, reasoning_content=SECOND)])
     end = (text or "").partition(SECOND)[2].partition(THIRD)[0]
-    return end if THINK_END in end and len(end) <= MAX_THINKING_END_CHARS else THINKING_END
+    if THINK_END not in end or len(end) > MAX_THINKING_END_CHARS:
+        return THINKING_END
+    return end
 
 
 class _Probe:
@@ -100,8 +103,7 @@ class _Probe:
         self._in_parts = in_parts
 
     def say(self, role: str, text: str, **others: Any) -> dict[str, Any]:
-        content = [{"type": "text", "text": text}] if self._in_parts else text
-        return {"role": role, "content": content, **others}
+        return {"role": role, "content": content_of([text], in_parts=self._in_parts), **others}
 
     def user(self, text: str) -> dict[str, Any]:
         return self.say("user", text)
@@ -263,8 +265,7 @@ def _call(name: str, call_id: str, arguments: Any) -> dict[str, Any]:
 
 
 def _word(message: Message) -> str:
-    content = message["content"]
-    return str(content[0]["text"] if isinstance(content, list) else content)
+    return content_texts(message)[0]
 
 
 def _in_order(text: str, words: Sequence[str]) -> bool:

@@ -49,7 +49,7 @@ def _decoding_steps(backend: Any) -> Iterator[dict[str, Any]]:
     if backend.decoder is None:
         return
     decoder = json.loads(backend.decoder.__getstate__())
-    yield from decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    yield from decoder.get("decoders", [decoder])  # only a sequence has `decoders`
 
 
 def _space_mark(step: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from forkpoint.checks import first_line, read_json
+from forkpoint.checks import first_line, member, one_or_more, read_json
 from forkpoint.engine.token_bytes import TokenBytes
 from forkpoint.errors import InvalidPromptError, ModelFolderError
 
@@ -130,11 +130,12 @@ def eos_token_ids(folder: str, tokenizer: Tokenizer | None) -> frozenset[int]:
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        values = read_json(path) if path.is_file() else {}
-        text = values.get("text_config")
-        value = values.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
+        if not path.is_file():
+            continue
+        values = read_json(path)
+        value = values.get("eos_token_id", member(values.get("text_config"), "eos_token_id"))
         if value is not None:
-            ids = value if isinstance(value, list) else [value]
+            ids = one_or_more(value)
             if not all(type(each) is int and each >= 0 for each in ids):
                 raise ModelFolderError(f"{path} has eos_token_id={value!r}; a token id or a list of them is needed")
             found.update(ids)

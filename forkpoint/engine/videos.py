@@ -63,9 +63,10 @@ def read_videos(given: object) -> list[Video]:
     """Return the videos of `multi_modal_data`: one, or a list of them. Raises InvalidPromptError."""
     if given is None:
         return []
-    first = given[0] if isinstance(given, list) and given else None
-    several = isinstance(first, list | tuple) or getattr(first, "ndim", 0) == 4
-    videos = [Video.read(each) for each in given] if isinstance(given, list) and several else [Video.read(given)]
+    several = [given]
+    if isinstance(given, list) and given and (isinstance(given[0], list | tuple) or getattr(given[0], "ndim", 0) == 4):
+        several = given
+    videos = [Video.read(each) for each in several]
     check_videos(videos)
     return videos
 

@@ -9,9 +9,10 @@ from copy import copy
 from itertools import islice
 from typing import Any, Final, NoReturn
 
+from forkpoint.checks import listed
 from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar.patterns import ENCODINGS, FORMATS, LIBRARY_FORMATS, NOT_ENFORCED_FORMATS, plain_classes
-from forkpoint.grammar.unions import Unions, children, listed, pointer, values_of
+from forkpoint.grammar.unions import Unions, children, pointer, values_of
 
 MAX_DEPTH: Final = 64  # nested brackets
 MAX_EXACT: Final = 2**53  # beyond it not every integer is a number of the library

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from forkpoint.checks import one_or_more
 from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar.gbnf import lark_of_gbnf, literal, regex_literal
 from forkpoint.grammar.schema import enforceable
@@ -117,18 +118,26 @@ class _Writer:
             _refuse("has a tag that begins with none of the triggers")
         once, least = given.get("stop_after_first", False), given.get("at_least_one", False)
         calls = f"({' | '.join(options)})"
-        if once:
-            return calls if least else f"{calls} | {_ANY}"
-        return f"{calls}{'+' if least else '*'} {_ANY}"
+        forms = {
+            (True, True): calls,
+            (True, False): f"{calls} | {_ANY}",
+            (False, True): f"{calls}+ {_ANY}",
+            (False, False): f"{calls}* {_ANY}",
+        }
+        return forms[bool(once), bool(least)]
 
     def _of_tags_with_separator(self, given: Any) -> str:
         tag = f"({' | '.join(self._of_tag(tag) for tag in given['tags'])})"
-        more = "" if given.get("stop_after_first", False) else f" ({self._text(given['separator'])} {tag})*"
-        return f"{tag}{more}" if given.get("at_least_one", False) else f"({tag}{more})?"
+        tags = tag
+        if not given.get("stop_after_first", False):
+            tags += f" ({self._text(given['separator'])} {tag})*"
+        if given.get("at_least_one", False):
+            return tags
+        return f"({tags})?"
 
     def _inside(self, tag: Any) -> str:
         """Write the content of a tag, and its end."""
-        ends = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
+        ends = one_or_more(tag["end"])
         if tag["content"]["type"] == "any_text" and any(ends):
             self._require_free(tag["content"])
             return "(" + " | ".join(map(self._up_to, ends)) + ")"

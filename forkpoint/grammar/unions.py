@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import unquote
 
+from forkpoint.checks import listed
+
 _ONE: Final = frozenset({"items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not"})
 _NAMED: Final = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
@@ -155,13 +157,6 @@ def values_of(schema: Any) -> Any:
     if "const" in schema:
         return schema.get("enum", [schema["const"]])
     return schema.get("enum")
-
-
-def listed(value: Any) -> list[Any]:
-    """Return a list as it is, and an empty one for anything else."""
-    if not isinstance(value, list):
-        return []
-    return value
 
 
 def _types(schema: dict[str, Any]) -> set[str] | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from forkpoint.checks import host_in_url
 from forkpoint.errors import ConfigError
 from forkpoint.server.config import ServerConfig
 
@@ -33,8 +34,10 @@ def url(config: ServerConfig, listener: socket.socket) -> str:
     if config.uds is not None:
         return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    return f"{'http' if config.ssl_certfile is None else 'https'}://{shown}:{port}{config.root_path}"
+    scheme = "http"
+    if config.ssl_certfile is not None:
+        scheme = "https"
+    return f"{scheme}://{host_in_url(host)}:{port}{config.root_path}"
 
 
 def _at_address(config: ServerConfig) -> socket.socket:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from forkpoint.checks import listed, one_or_more
 from forkpoint.server.calls.json_text import number_json, strict_json
 from forkpoint.server.calls.literals import is_json, literal_json
 
@@ -80,7 +81,8 @@ class Parameter:
                 inner = strict_json(bare)
             except (ValueError, RecursionError):
                 return None
-            return literal_json(inner) if isinstance(inner, str) else None
+            if isinstance(inner, str):
+                return literal_json(inner)
         return None
 
 
@@ -109,7 +111,9 @@ class Functions:
         if (function, key) not in self._parameters:
             root = self._schemas.get(function)
             schema = next(_properties(root, root, key), None)
-            self._parameters[function, key] = None if schema is None else _Reading(root).parameter(schema)
+            self._parameters[function, key] = None
+            if schema is not None:
+                self._parameters[function, key] = _Reading(root).parameter(schema)
         return self._parameters[function, key]
 
 
@@ -139,21 +143,23 @@ class _Reading:
         for word in ("anyOf", "oneOf"):
             if isinstance(choices := schema.get(word), list) and choices:
                 types = _both(types, frozenset().union(*(self._types(choice, depth + 1) for choice in choices)))
-        for part in _list(schema.get("allOf")):
+        for part in listed(schema.get("allOf")):
             types = _both(types, self._types(part, depth + 1))
         return types
 
     def _own_types(self, schema: Mapping[str, Any]) -> frozenset[str]:
         types = ANY
         named = schema.get("type")
-        names = [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
+        names = [name for name in one_or_more(named) if isinstance(name, str)]
         if names:
             types = frozenset().union(*(NAMES.get(name.lower(), ANY) for name in names))
         elif "properties" in schema:
             types = NAMES["object"]
         elif "items" in schema:
             types = NAMES["array"]
-        values = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
+        values = listed(schema.get("enum"))
+        if "const" in schema:
+            values = [schema["const"]]
         if values:
             types = _both(types, frozenset().union(*(TYPES.get(type(value), ANY) for value in values)))
             texts = {value for value in values if isinstance(value, str)}
@@ -168,10 +174,6 @@ def dumps(value: Any) -> str:
 def _both(types: frozenset[str], others: frozenset[str]) -> frozenset[str]:
     """Return the types that both schemas allow. If there are none, return the types of either."""
     return types & others or types | others
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _resolve(ref: str, root: Any) -> Any:
@@ -204,4 +206,4 @@ def _properties(schema: Any, root: Any, key: str) -> Iterator[Any]:
         if isinstance(ref := current.get("$ref"), str) and seen < MAX_DEPTH:
             queue.append(_resolve(ref, root))
         for word in ("allOf", "anyOf", "oneOf"):
-            queue += _list(current.get(word))
+            queue += listed(current.get(word))
