@@ -94,9 +94,11 @@ class Conversation:
     def __init__(self, model: Model, system_prompt: str | None) -> None:
         self.failed = False
         self._model = model
-        self._start: Messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._start: Messages = []
+        if system_prompt:
+            self._start.append({"role": "system", "content": system_prompt})
         self._messages = list(self._start)
-        self._dim = ("\033[2m", "\033[0m") if wants_color(sys.stdout) else ("", "")
+        self._has_color = wants_color(sys.stdout)
 
     def reset(self) -> None:
         self._messages = list(self._start)
@@ -129,20 +131,22 @@ class Conversation:
         print(self._dimmed(delta.reasoning) + delta.text, end="", flush=True)
 
     def _dimmed(self, text: str) -> str:
-        on, off = self._dim
-        return f"{on}{text}{off}" if text else ""
+        if not text or not self._has_color:
+            return text
+        return f"\033[2m{text}\033[0m"
 
 
 def _lines() -> Iterator[str]:
     """Yield lines of standard input. A terminal gets a prompt and line editing."""
-    interactive = sys.stdin.isatty()
+    interactive, prompt = sys.stdin.isatty(), ""
     if interactive:
         import readline  # noqa: F401  (gives input() its line editing)
 
         print(HELP)
+        prompt = "> "
     while True:
         try:
-            yield input("> " if interactive else "")
+            yield input(prompt)
         except EOFError:
             if interactive:
                 print()

@@ -49,7 +49,9 @@ def about(parser: argparse.ArgumentParser, topic: str) -> str | None:
     named = [action for action in options if any(word in name for name in action.option_strings)]
     described = [action for action in options if topic in (action.help or "").lower()]
     found = exact or [action for action in options if action in named or action in described]
-    return _rendered(parser, {f"options with {topic!r}": found}) if found else None
+    if not found:
+        return None
+    return _rendered(parser, {f"options with {topic!r}": found})
 
 
 def nearest(parser: argparse.ArgumentParser, topic: str) -> str:

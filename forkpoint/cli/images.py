@@ -9,6 +9,8 @@ from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import unquote
 
+from forkpoint.checks import listed
+
 TYPES: Final = MappingProxyType(
     {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif", ".bmp": "bmp"}
 )
@@ -31,16 +33,19 @@ def message_content(text: str) -> str | list[dict[str, Any]]:
         if path is not None:
             parts += [*_text_part(text[end : word.start()]), _image_part(path)]
             end = word.end()
-    return [*parts, *_text_part(text[end:])] if parts else text
+    if not parts:
+        return text
+    return [*parts, *_text_part(text[end:])]
 
 
 def num_images(content: str | list[dict[str, Any]]) -> int:
-    return sum(part["type"] == "image_url" for part in content) if isinstance(content, list) else 0
+    return sum(part["type"] == "image_url" for part in listed(content))
 
 
 def _image_path(word: re.Match[str]) -> Path | None:
-    quoted = word["single"] or word["double"]
-    text = quoted if quoted is not None else ESCAPED.sub(r"\1", word["plain"])
+    text = word["single"] or word["double"]
+    if text is None:
+        text = ESCAPED.sub(r"\1", word["plain"])
     if text.startswith("file://"):
         text = unquote(text.removeprefix("file://"))
     path = Path(text)
@@ -48,9 +53,11 @@ def _image_path(word: re.Match[str]) -> Path | None:
         return None
     try:
         path = path.expanduser()
-        return path if path.is_file() else None
+        if path.is_file():
+            return path
     except (OSError, RuntimeError, ValueError):  # too long, of an unknown user, or with a null character
-        return None
+        pass
+    return None
 
 
 def _image_part(path: Path) -> dict[str, Any]:
@@ -60,4 +67,6 @@ def _image_part(path: Path) -> dict[str, Any]:
 
 
 def _text_part(text: str) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": text}] if text.strip() else []
+    if not text.strip():
+        return []
+    return [{"type": "text", "text": text}]

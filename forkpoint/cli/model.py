@@ -20,12 +20,13 @@ def choose_model(engine: Mapping[str, Any], tag: str | None = None) -> str:
     Raises ConfigError if it is given twice, or not at all outside a checkout. Raises ModelFolderError for a folder
     without a model.
     """
-    named: str | None = engine.get("model")
-    if tag is not None and named is not None:
-        raise ConfigError(f"the model is given twice: {tag!r} and --model {named!r}; give one")
-    given = named if tag is None else tag
-    # an empty name comes from an unset variable, and is refused later
-    chosen = default_model() if given is None else given
+    chosen: str | None = engine.get("model")
+    if tag is not None and chosen is not None:
+        raise ConfigError(f"the model is given twice: {tag!r} and --model {chosen!r}; give one")
+    if tag is not None:
+        chosen = tag
+    if chosen is None:  # an empty name comes from an unset variable, and is refused later
+        chosen = default_model()
     if Path(chosen).is_dir() and not (Path(chosen) / "config.json").is_file():
         raise ModelFolderError(f"there is no config.json in {chosen!r}; give a model folder as it was downloaded")
     return chosen

@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, fields
 from fractions import Fraction
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from forkpoint.checks import one_or_more
 from forkpoint.cli.config_file import file_arguments
 from forkpoint.cli.help import about, nearest, overview
 from forkpoint.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -18,6 +19,7 @@ from forkpoint.engine.generation_config import sampling_defaults
 from forkpoint.errors import ConfigError
 from forkpoint.params import SamplingParams
 
+METAVARS: Final = {"model": "PATH", "tokenizer": "PATH"}  # of options whose texts are paths
 GROUPS: Final = (
     ("engine options", EngineConfig),
     ("cache options", CacheConfig),
@@ -37,7 +39,9 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse, and report unknown arguments here already, with the subcommand's most similar flag."""
-        args = [self._with_dashes(each) for each in (sys.argv[1:] if args is None else args)]
+        if args is None:
+            args = sys.argv[1:]
+        args = [self._with_dashes(each) for each in args]
         if self.fill is not None:
             fill, self.fill = self.fill, None
             fill(self)
@@ -148,11 +152,12 @@ def num_bytes(text: str) -> int:
             f"{text!r} is not a size; give a number of bytes, or a number with a unit such as 512MiB or 4GiB"
         )
     number, unit, ending = found.groups()
-    factor = 1
-    if unit is not None:
-        is_decimal = ending == "B" or (ending is None and unit.islower())
-        factor = (1000 if is_decimal else 1024) ** ("kmgt".index(unit.lower()) + 1)
-    return int(Fraction(number) * factor)
+    if unit is None:
+        return int(Fraction(number))
+    base = 1024
+    if ending == "B" or (ending is None and unit.islower()):
+        base = 1000
+    return int(Fraction(number) * base ** ("kmgt".index(unit.lower()) + 1))
 
 
 def num_tokens(text: str) -> int | None:
@@ -188,8 +193,8 @@ def _add_flag(
     choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), None)
     help = help.replace("%", "%%")
     if default not in (None, "", (), MISSING) and "default:" not in help:
-        help += f" (default: {origin}{' '.join(default) if isinstance(default, tuple) else default})"
-    extra: dict[str, Any] = {"metavar": metavar or ("PATH" if name in ("model", "tokenizer") else "TEXT")}
+        help += f" (default: {origin}{' '.join(map(str, one_or_more(default)))})"
+    extra: dict[str, Any] = {"metavar": metavar or METAVARS.get(name, "TEXT")}
     if bool in kinds:
         extra = {"action": argparse.BooleanOptionalAction}
     elif choices:

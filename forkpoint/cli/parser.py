@@ -138,7 +138,9 @@ def _fill_bench(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(parser: argparse.ArgumentParser, default: str | None = None) -> Any:
     group = parser.add_argument_group("server")
-    shown = f" (default: {default})" if default is not None else "; no --model is loaded then"
+    shown = "; no --model is loaded then"
+    if default is not None:
+        shown = f" (default: {default})"
     group.add_argument("--url", default=default, metavar="URL", help="a running server, with or without /v1" + shown)
     group.add_argument("--api-key", metavar="TEXT", help="default: the environment's FORKPOINT_API_KEY")
     return group

@@ -80,8 +80,9 @@ class Tally:
             self.num_cached_tokens += answer.usage.num_cached_tokens or 0
 
     def summary(self) -> str:
-        parts = [f"{self.num_answered:,} answered"]
-        parts.append(f"{self.num_failed:,} failed" + (f" (why: {self.output.path})" if self.num_failed else ""))
+        parts = [f"{self.num_answered:,} answered", f"{self.num_failed:,} failed"]
+        if self.num_failed:
+            parts[-1] += f" (why: {self.output.path})"
         if self.num_before:
             parts.append(f"{self.num_before:,} were answered before")
         if self.num_open:

@@ -42,7 +42,9 @@ def _rate(num_later_tokens: int, elapsed_s: float) -> float | None:
 
 
 def _line(cached: str | None, first_token_s: float | None, rate: float | None) -> str:
-    parts = [cached] if cached is not None else []
+    parts = []
+    if cached is not None:
+        parts.append(cached)
     if first_token_s is not None:
         parts.append(f"first token after {first_token_s * 1000:.0f} ms")
     if rate is not None:

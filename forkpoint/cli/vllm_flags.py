@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import yaml
 
+from forkpoint.checks import one_or_more
+
 ON, OFF = "on", "off"
 ANY: Final = "any"
 
@@ -33,7 +35,9 @@ class VllmFlags:
 
     def refusal(self, value: str) -> str:
         """Return why `value` is not possible, and which values are."""
-        others = "" if self.switch or not self.values else f"give {' or '.join(self.values.split())}, or "
+        others = ""
+        if self.values and not self.switch:
+            others = f"give {' or '.join(self.values.split())}, or "
         return f"{value} is not possible here: {self.why}; {others}leave it out"
 
 
@@ -75,9 +79,11 @@ class _Take(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if self._row.switch:
-            value = OFF if (option_string or "").startswith("--no-") else ON
+            value = ON
+            if (option_string or "").startswith("--no-"):
+                value = OFF
         else:
-            value = values if isinstance(values, str) else " ".join(values or ())
+            value = " ".join(one_or_more(values or ()))
         if self._row.values != ANY and value not in self._row.values.split():
             raise argparse.ArgumentError(self, self._row.refusal(value))
         if (self._row.is_logged or self._row.values == ANY) and not (self._row.switch and value == OFF):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forkpoint.demo.scenarios import Measurement, measure
+from forkpoint.demo.shown import shown_flag
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import ConfigError, UnsupportedModelError
 from forkpoint.params import SamplingParams
@@ -71,4 +72,4 @@ def _cells(row: DraftRow) -> tuple[str, ...]:
     best, count = row.best, len(row.best.token_ids)
     speed, speed_up = count / best.elapsed_s, row.plain.elapsed_s / best.elapsed_s
     counts = (f"{count:,}", f"{best.num_steps:,}", f"{count / best.num_steps:.2f}")
-    return (row.method, *counts, f"{speed:.0f}", f"{speed_up:.2f}x", "yes" if row.identical else "NO")
+    return (row.method, *counts, f"{speed:.0f}", f"{speed_up:.2f}x", shown_flag(row.identical))

@@ -26,6 +26,12 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(line) for line in zip(*columns, strict=True)]
 
 
+def shown_flag(flag: bool) -> str:
+    if flag:
+        return "yes"
+    return "NO"
+
+
 def _cells(row: Row) -> tuple[str, ...]:
     on, off = row.on.time_to_first_token_s, row.off.time_to_first_token_s
     return (
@@ -35,7 +41,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{on * 1000:.0f}",
         f"{off * 1000:.0f}",
         f"{off / on:.1f}x",
-        "yes" if row.identical else "NO",
+        shown_flag(row.identical),
     )
 
 

@@ -91,8 +91,10 @@ def check_rays_options(fleet: FleetConfig) -> None:
             raise ConfigError(f"autoscaling_config: {name!r} is unknown; fields are {', '.join(known)}")
     for option in ("autoscaling_config", "ray_actor_options"):
         given = dict(getattr(fleet, option))
+        if not given:
+            continue
         try:
-            serve.deployment(Replica, **{option: given} if given else {})
+            serve.deployment(Replica, **{option: given})
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{option}: {' '.join(str(error).split())}") from None
 

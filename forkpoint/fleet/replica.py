@@ -82,7 +82,9 @@ class Replica:
                 yield piece
 
     def _send(self, forwarded: ForwardedRequest, path: str) -> Any:
-        url = self._url + path + (f"?{forwarded.query}" if forwarded.query else "")
+        url = self._url + path
+        if forwarded.query:
+            url += f"?{forwarded.query}"
         headers = _kept(forwarded.headers)
         return self._session.request(forwarded.method, url, headers=headers, data=forwarded.body, allow_redirects=False)
 

@@ -69,8 +69,11 @@ class GrammarCompiler:
             if params.limits_thinking:
                 budget = ThinkingBudget(params, self._tokenizer, self._tokenizer.tool_call_token_ids)
         elif wanted is not None or params.bad_words or params.limits_thinking:
-            name = "bad_words" if params.bad_words else "thinking_token_budget"
-            name = "structured_outputs" if wanted is not None else name
+            name = "thinking_token_budget"
+            if wanted is not None:
+                name = "structured_outputs"
+            elif params.bad_words:
+                name = "bad_words"
             raise InvalidParamsError(f"{name} need a tokenizer; start without skip_tokenizer_init")
         rules = partial(
             TokenRules,
@@ -123,7 +126,9 @@ class GrammarCompiler:
     def check(self, wanted: StructuredOutputsParams) -> None:
         """Compile it once. Raises InvalidParamsError. The process may be killed by it."""
         if self._tokenizer is not None:
-            special_ids = dict.fromkeys(self._added_tokens(), BYTES_SPECIAL_ID) if wanted.structural_tag else {}
+            special_ids: dict[str, int] = {}
+            if wanted.structural_tag:
+                special_ids = dict.fromkeys(self._added_tokens(), BYTES_SPECIAL_ID)
             Description.of(wanted, compact=self._is_compact(wanted), thinking="none", special_ids=special_ids).check()
 
     def _description(

@@ -52,7 +52,9 @@ class TokenRules:
         self._num_words = -(-num_ids // 32)
         self._ends, self._no_ends = frozenset(ends), ~id_bits(ends, vocab_size)
         alone = [word[-1] for word in bad_words if len(word) == 1]
-        self._permitted = id_bits(range(vocab_size) if allowed is None else allowed, vocab_size)
+        if allowed is None:
+            allowed = range(vocab_size)
+        self._permitted = id_bits(allowed, vocab_size)
         self._permitted &= ~id_bits([*forbidden, *alone], vocab_size)
         self._no_stops = ~id_bits(stop_token_ids, vocab_size)
         self._min_tokens = min_tokens
@@ -124,7 +126,7 @@ class TokenRules:
         self.mask = self._next()
 
     def _next(self) -> IntArray | None:
-        matched = self._matched() if self._matcher is not None else None
+        matched = self._matched()
         forced = self._forced(matched)
         if forced is not None:
             return forced
@@ -132,7 +134,6 @@ class TokenRules:
         if matched is not None:
             bits = bits & matched
             if not (bits & self._no_ends).any():
-                assert self._matcher is not None
                 if self._matcher.is_accepting():
                     return None
                 raise StructuredOutputError(
@@ -168,8 +169,10 @@ class TokenRules:
         mask: IntArray = bits.view(np.int32)
         return mask
 
-    def _matched(self) -> Bits:
-        """Return the ids that the matcher allows next."""
+    def _matched(self) -> Bits | None:
+        """Return the ids that the matcher allows next; None without a matcher."""
+        if self._matcher is None:
+            return None
         filled = np.zeros(self._num_words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(filled.ctypes.data, filled.nbytes)
         if self._matcher.is_error():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import regex
@@ -39,11 +39,11 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A part of the tool call number `index`. The first part has the name. The arguments are JSON text."""
+    """A part of the tool call number `index`. The first part has the name. `text` is a part of the arguments' JSON."""
 
     index: int
     name: str | None
-    arguments: str
+    text: str
 
 
 Piece: TypeAlias = Reasoning | Content | CallPart
@@ -82,7 +82,9 @@ class AnswerParser:
         self._source = Incoming()
         self._notation = notation
         self._single = single
-        self._calls = CallsReader(notation, self._source, tools) if tools is not None and not forced else None
+        self._calls: CallsReader | None = None
+        if tools is not None and not forced:
+            self._calls = CallsReader(notation, self._source, tools)
         self._triggers = {state: self._trigger(state, reasoning) for state in (REASONING, CONTENT, LIST)}
         self._in_list = False  # an opening tag has come whose calls were not understood
         self._num_quoted = 0  # open `<think>` tags that the content only talks about
@@ -99,7 +101,9 @@ class AnswerParser:
             if part is None:
                 break
             parts.append(part)
-        self.num_held = self._source.num_unread if parts else self.num_held + len(text)
+        self.num_held += len(text)
+        if parts:
+            self.num_held = self._source.num_unread
         return joined(parts)
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
@@ -119,13 +123,17 @@ class AnswerParser:
                 groups.append(rf"(?P<item>\{{|(?:{names})\()")
             elif state == CONTENT and self._notation.bare is not None:
                 groups.append(f"(?P<bare>{self._notation.bare})")
-        return regex.compile("|".join(groups)) if groups else None
+        if not groups:
+            return None
+        return regex.compile("|".join(groups))
 
     @property
     def _state(self) -> str:
         if self.in_reasoning:
             return REASONING
-        return LIST if self._in_list else CONTENT
+        if self._in_list:
+            return LIST
+        return CONTENT
 
     # --- generators, which yield None when they need more text
 
@@ -161,8 +169,12 @@ class AnswerParser:
         source = self._source
         while True:
             pattern = self._triggers[self._state]
-            found = None if pattern is None else pattern.search(source.text, source.at, partial=not source.final)
-            before = source.text[source.at : len(source.text) if found is None else found.start()]
+            found, end = None, len(source.text)
+            if pattern is not None:
+                found = pattern.search(source.text, source.at, partial=not source.final)
+            if found is not None:
+                end = found.start()
+            before = source.text[source.at : end]
             is_found = found is not None and not found.partial
             certain = len(before)
             if pattern is not None and (is_found or not source.final):
@@ -246,7 +258,8 @@ class AnswerParser:
         number = 0
         if kind in ("opening", "tag") or self._may_begin(kind, space):
             self._source.mark()
-            self._source.at -= 0 if kind == "opening" else len(tag)
+            if kind != "opening":
+                self._source.at -= len(tag)
             bare, item = kind in ("tag", "bare"), kind == "item"
             reading = self._calls.read(bare=bare, in_list=item, single=self._single, in_thinking=self.in_reasoning)
             number = yield from self._events(reading)
@@ -329,14 +342,8 @@ def joined(parts: list[Piece]) -> list[Piece]:
     """Join consecutive parts of the same kind of text, or of the same call."""
     runs: list[tuple[Piece, list[str]]] = []
     for part in parts:
-        text = part.arguments if isinstance(part, CallPart) else part.text
         begins_call = isinstance(part, CallPart) and part.name is not None
         if not runs or begins_call or type(part) is not type(runs[-1][0]):
             runs.append((part, []))
-        runs[-1][1].append(text)
-    return [
-        CallPart(first.index, first.name, "".join(texts))
-        if isinstance(first, CallPart)
-        else type(first)("".join(texts))
-        for first, texts in runs
-    ]
+        runs[-1][1].append(part.text)
+    return [replace(first, text="".join(texts)) for first, texts in runs]

@@ -88,8 +88,9 @@ class CompletionAnswer(ApiAnswer[A]):
 
     def _head(self, kind: str) -> dict[str, Any]:
         """Return the fields that all chunks of an answer share."""
-        chosen = self.prepared.request_id
-        name = self.name if chosen is None else self.prefix + chosen
+        name = self.name
+        if self.prepared.request_id is not None:
+            name = self.prefix + self.prepared.request_id
         return {"id": name, "object": kind, "created": self.created_s, "model": self.prepared.model}
 
     def ending(self) -> dict[str, Any]:

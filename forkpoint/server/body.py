@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from forkpoint.checks import listed
 from forkpoint.server.errors import UNAVAILABLE, HTTPError, too_large
 from forkpoint.server.sse import encode
 
@@ -59,10 +60,13 @@ def documents(body: type[BaseModel], answer: Endpoint) -> Endpoint:
 
     async def endpoint(request: Request) -> Response:
         answered = await answer(request)
-        if isinstance(answered, Response):
-            return answered
-        data = answered.model_dump_json() if isinstance(answered, BaseModel) else encode(answered)
-        return Response(data, media_type="application/json")
+        match answered:
+            case Response():
+                return answered
+            case BaseModel():
+                return Response(answered.model_dump_json(), media_type="application/json")
+            case _:
+                return Response(encode(answered), media_type="application/json")
 
     endpoint.__doc__ = body.__doc__
     shown = inspect.Parameter("body", inspect.Parameter.KEYWORD_ONLY, annotation=body)
@@ -174,7 +178,9 @@ def _check_depth(name: str, value: object) -> None:
 
 
 def _inside(value: object) -> Iterable[object]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        return value.values()
+    return listed(value)
 
 
 def _require_unicode(name: str, value: object) -> None:
@@ -202,8 +208,9 @@ def _wrong_body(errors: Sequence[Mapping[str, Any]]) -> HTTPError:
     place = ".".join(str(part) for part in error["loc"] if isinstance(part, int) or not KIND.fullmatch(part))
     if not place and error["input"] is None:
         return HTTPError(400, f"the body is empty; {JSON_HINT}")
-    # pydantic's own text for a value that is not an object names our class.
-    said = "Input should be an object" if error["type"] == "model_type" else error["msg"]
+    said = error["msg"]
+    if error["type"] == "model_type":  # then the text names our class
+        said = "Input should be an object"
     return HTTPError(400, f"{place or 'the body'}: {said}; given {_shown(error['input'])}", param=place or None)
 
 
@@ -238,7 +245,9 @@ def _num_right(error: Mapping[str, Any]) -> int:
 def _shown(value: object) -> str:
     """Return the beginning of a wrong value as an error message shows it."""
     text = repr(_beginning(value))
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+    if len(text) > MAX_SHOWN:
+        return text[:MAX_SHOWN] + "..."
+    return text
 
 
 def _beginning(value: object) -> object:

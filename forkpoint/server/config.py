@@ -159,7 +159,9 @@ class ServerConfig:
 
     @property
     def salts_by_key(self) -> bool:
-        return len(self.api_key) > 1 if self.cache_salt_per_key is None else self.cache_salt_per_key
+        if self.cache_salt_per_key is None:
+            return len(self.api_key) > 1
+        return self.cache_salt_per_key
 
 
 def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:

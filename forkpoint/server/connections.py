@@ -33,7 +33,9 @@ LOG_INTERVAL_S: Final = 10.0  # between two log lines about too many connections
 def raise_file_limit() -> int:
     """Raise this process's limit of open files as far as the system allows, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    wanted = MAX_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, MAX_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
     try:

@@ -65,17 +65,20 @@ class Generation:
         states, cache = self.states, self.cache_info()
         if self.engine.config.speculative_config is None:
             return {"cache": cache}
+        if cache is None:
+            return {"cache": None, "speculation": None}
         counts = {
             "num_draft_tokens": sum(state.num_draft_tokens for state in states),
             "num_accepted_tokens": sum(state.num_accepted_tokens for state in states),
         }
-        return {"cache": cache, "speculation": counts if cache is not None else None}
+        return {"cache": cache, "speculation": counts}
 
     def usage(self, *, counts_output: bool = True) -> dict[str, Any]:
         """Return the token counts so far over all prompts. Without `counts_output` output tokens count as 0."""
         num_prompt = sum(len(state.prompt.token_ids) for state in self.states)
-        completions = [completion for state in self.states for completion in state.completions]
-        num_output = sum(completion.num_tokens for completion in completions) if counts_output else 0
+        num_output = 0
+        if counts_output:
+            num_output = sum(completion.num_tokens for state in self.states for completion in state.completions)
         cache = self.cache_info()
         return {
             "prompt_tokens": num_prompt,

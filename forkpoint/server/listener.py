@@ -103,12 +103,15 @@ def tls_options(config: ServerConfig) -> dict[str, Any]:
             given = f"ssl_ca_certs={config.ssl_ca_certs!r}"
             context.load_verify_locations(config.ssl_ca_certs)
     except OSError as error:  # ssl.SSLError is an OSError
-        reason = error.strerror if not isinstance(error, ssl.SSLError) else error.reason or str(error)
+        reason = error.strerror
+        if isinstance(error, ssl.SSLError):
+            reason = error.reason or str(error)
         raise ConfigError(
             f"{given}: {reason}; give PEM files of a certificate and its key without a password"
         ) from error
-    by_default = ssl.CERT_NONE if config.ssl_ca_certs is None else ssl.CERT_REQUIRED
-    requirement = by_default if config.ssl_cert_reqs is None else config.ssl_cert_reqs
+    requirement = config.ssl_cert_reqs
+    if requirement is None:
+        requirement = ssl.CERT_NONE if config.ssl_ca_certs is None else ssl.CERT_REQUIRED
     return {
         "ssl_certfile": config.ssl_certfile,
         "ssl_keyfile": key,

@@ -83,7 +83,7 @@ def text_logprobs(
     """
     texts = [text for text, _ in entries]
     return {
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
+        "text_offset": list(accumulate(map(len, texts), initial=offset))[: len(texts)],
         "token_logprobs": [_finite(next(iter(entry.values())).logprob) if entry else None for _, entry in entries],
         "tokens": texts,
         "top_logprobs": [_top(entry, num_top) if entry else None for _, entry in entries],

@@ -259,6 +259,6 @@ def _with_shares(stats: Mapping[str, Any]) -> Mapping[str, Any]:
     shares = {
         "share_held": stats["num_pages_held"] / pages,
         "share_used": 1 - stats["num_free_pages"] / pages,
-        "share_slots": stats["num_slots_used"] / slots if slots else 0.0,
+        "share_slots": stats["num_slots_used"] / max(1, slots),
     }
     return {**stats, **shares}

@@ -109,7 +109,9 @@ class Gate:
 def given_key(headers: Mapping[bytes, bytes]) -> bytes:
     """Return the API key of a request, in the header of OpenAI's clients or of Anthropic's; empty without a key."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+    if scheme.lower() == b"bearer":
+        return key.strip()
+    return headers.get(b"x-api-key", b"")
 
 
 class Hosts:

@@ -140,7 +140,9 @@ class ApiServer:
 
     async def _writer(self) -> tuple[Tokenizer | None, frozenset[int]]:
         form, eos_token_ids = await self._readers.loaded()
-        return (Tokenizer.writer(form) if form is not None else None), eos_token_ids
+        if form is None:
+            return None, eos_token_ids
+        return Tokenizer.writer(form), eos_token_ids
 
     async def _drain(self) -> None:
         """Refuse new requests, and wait until open requests have ended or `shutdown_timeout_s` is over."""

@@ -199,8 +199,8 @@ def structured_outputs(body: SamplingBody) -> StructuredOutputsParams | None:
     """
     sources = {"response_format": _from_format(body.response_format), "structured_outputs": body.structured_outputs}
     for name in ("json", "regex", "choice", "grammar"):
-        value = getattr(body, f"guided_{name}")
-        sources[f"guided_{name}"] = {name: value} if value is not None else None
+        if (value := getattr(body, f"guided_{name}")) is not None:
+            sources[f"guided_{name}"] = {name: value}
     given = {source: wanted for source, wanted in sources.items() if wanted is not None}
     if len(given) > 1:
         first, second, *_ = given

@@ -75,12 +75,15 @@ class PreparedTurn(PreparedRequest):
         prompt = _render(texts, body, plan.shown, params)
         thinking = _thinking(texts, body, prompt, params)
         notation = texts.notation
-        schemas = plan.schemas if plan.forced or texts.config.tool_call_parser != "none" else None
+        schemas = plan.schemas
+        if not plan.forced and texts.config.tool_call_parser == "none":
+            schemas = None
         tags = [notation.opening] * (schemas is not None) + [THINK, THINK_END] * (thinking != "none")
         shows_tags = texts.tokenizer is not None and any(map(texts.tokenizer.is_special, tags))
         skips = params.skip_special_tokens and not shows_tags
-        may_call = body.response_format is not None and schemas is not None and not plan.forced
-        openings = (notation.opening, *notation.tags) if may_call else ()
+        openings: tuple[str, ...] = ()
+        if body.response_format is not None and schemas is not None and not plan.forced:
+            openings = (notation.opening, *notation.tags)
         params = replace(
             params,
             thinking=thinking,
@@ -120,7 +123,9 @@ def _thinking(texts: Texts, body: ChatBody, prompt: Prompt, params: SamplingPara
         return "open"
     # A grammar allows thinking only if it is expected, so under a grammar the model must be able to think.
     is_over = begun.endswith(THINK_END) or body.continue_final_message or not texts.may_think
-    return "none" if params.structured_outputs is not None and is_over else "optional"
+    if params.structured_outputs is not None and is_over:
+        return "none"
+    return "optional"
 
 
 def _ends_in_thinking(message: ChatMessage) -> bool:
@@ -140,7 +145,9 @@ def _render(texts: Texts, body: ChatBody, tools: list[dict[str, Any]] | None, pa
     carry_on = bool(body.continue_final_message)
     if carry_on and body.add_generation_prompt:
         raise HTTPError(400, "continue_final_message and add_generation_prompt exclude each other")
-    generate = not carry_on if body.add_generation_prompt is None else body.add_generation_prompt
+    generate = body.add_generation_prompt
+    if generate is None:
+        generate = not carry_on
     return texts.render(
         shown_messages(
             body.messages,
@@ -268,4 +275,6 @@ class Talk:
             return None
         if delta.finish_reason.value == "length":
             return "length"
-        return "tool_calls" if parser.num_calls and not self._turn.names_call else "stop"
+        if parser.num_calls and not self._turn.names_call:
+            return "tool_calls"
+        return "stop"

@@ -38,5 +38,5 @@ def test_written_calls_are_read_again(notation: NotationName, values: list[Any])
         calls = [call for call in calls if not isinstance(call["function"]["arguments"]["x"], str)]  # type: ignore[index]
     parser = AnswerParser(tools={"f": TEXT_SCHEMA if are_texts else {}}, notation=NOTATIONS[notation])
     pieces = parser.feed(WRITERS[notation](calls)) + parser.finish()
-    read = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, CallPart)]
+    read = [(piece.name, json.loads(piece.text)) for piece in pieces if isinstance(piece, CallPart)]
     assert len(read) == len(pieces) and read == [("f", {"x": value}) for value in values]

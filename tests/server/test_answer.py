@@ -36,7 +36,7 @@ def taken_apart(chunks: list[str], **options: Any) -> tuple[str, str, list[tuple
             if piece.name is not None:
                 assert piece.index == len(calls)
                 calls.append((piece.name, ""))
-            calls[piece.index] = (calls[piece.index][0], calls[piece.index][1] + piece.arguments)
+            calls[piece.index] = (calls[piece.index][0], calls[piece.index][1] + piece.text)
     assert parser.num_calls == len(calls)
     return reasoning, content, calls
 
@@ -98,7 +98,7 @@ def test_a_call_of_a_declared_function_is_reported_while_it_comes(call: str) -> 
     pieces = [piece for char in f"a {call[:end]}" for piece in parser.feed(char)]
     calls = [piece for piece in pieces if isinstance(piece, CallPart)]
     assert calls[0].name == "weather" and len(calls) > 5
-    told = "".join(piece.arguments for piece in calls)
+    told = "".join(piece.text for piece in calls)
     assert told.startswith('{"city": "') and len(told) > 15
 
 
@@ -214,7 +214,7 @@ def test_arguments_that_break_off_are_closed_unless_the_length_cut_them(text: st
     for chunks in ([text], list(text)):
         parser = AnswerParser(tools=TOOLS)
         pieces = [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish(cut=True)
-        told = "".join(piece.arguments for piece in pieces if isinstance(piece, CallPart))
+        told = "".join(piece.text for piece in pieces if isinstance(piece, CallPart))
         assert told + closing == arguments
 
 

@@ -37,7 +37,7 @@ def outcome(parser: str, chunks: list[str], *, inside: bool = False) -> tuple[st
             if piece.name is not None:
                 assert piece.index == len(calls)
                 calls.append((piece.name, ""))
-            calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
     assert reader.num_calls == len(calls)
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
     return reasoning, "".join(piece.text for piece in pieces if isinstance(piece, Content)), calls

@@ -9,7 +9,7 @@ from typing import Any, Final
 import regex
 
 from forkpoint.server.calls.incoming import END, Ending
-from forkpoint.server.calls.json_text import JsonText, strict_json
+from forkpoint.server.calls.json_text import strict_json
 from forkpoint.server.calls.literals import literal_json
 from forkpoint.server.calls.site import CallReader, Named, Site
 
@@ -103,7 +103,7 @@ def read_kimi(site: Site) -> CallReader:
 
 def _arguments(site: Site, *, strict: bool = False) -> CallReader:
     """Read the object with the arguments, and return whether it was written in full."""
-    arguments = JsonText(site.strict_stop if strict else site.stop, site.inner)
+    arguments = site.json(strict=strict)
     yield from arguments.read(site.source)
     sound = arguments.done and arguments.sound
     if not site.source.is_cut_here:
@@ -116,7 +116,7 @@ def _read_whole(site: Site) -> CallReader:
     source = site.source
     if not source.may_hold or (yield from source.matched(OBJECT)) is None:
         return False
-    value = JsonText(site.strict_stop, site.inner)
+    value = site.json(strict=True)
     parts = []
     for part in value.read(source):
         if part is None:
@@ -145,7 +145,9 @@ def _call(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
     """Return the name and the arguments of the call `value`, or None if it is not a call."""
     if not isinstance(value, Mapping):
         return None
-    inner = value["function"] if isinstance(value.get("function"), Mapping) else value
+    inner = value
+    if isinstance(value.get("function"), Mapping):
+        inner = value["function"]
     name = inner.get("name", inner.get("function"))
     given = [inner[key] for key in ("arguments", "parameters") if key in inner]
     if not isinstance(name, str) or not name or (needs_arguments and not given):

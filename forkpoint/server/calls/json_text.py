@@ -26,6 +26,9 @@ ESCAPE = regex.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^ux])", regex.DOT
 STRING_END = Ending.compile(r"""["']\s{0,100}(?:[,}\]<]|["'][^"'\\\n]{1,64}["']\s{0,10}:|@END@)""")
 VALUE, KEY, COLON, NEXT = "value", "key", "colon", "next"  # what may come now
 CLOSING: Final = {"{": "}", "[": "]"}
+OPENING: Final = {"}": "{", "]": "["}
+AFTER: Final = {KEY: COLON}  # what comes after a key; NEXT comes after a value
+ITEM: Final = {"{": KEY, "[": VALUE}  # what comes first within an open bracket, and after each comma there
 
 
 def strict_json(text: str) -> Any:
@@ -51,7 +54,8 @@ def number_json(text: str, *, whole: bool = False) -> str | None:
     if JSON_NUMBER.fullmatch(text):
         if whole and not text.lstrip("-").isdigit():
             value = float(text)
-            return str(int(value)) if value.is_integer() and abs(value) < 2**53 else text
+            if value.is_integer() and abs(value) < 2**53:
+                return str(int(value))
         return text
     digits = text.replace("_", "").removeprefix("+")
     if digits.lstrip("-").isdigit():
@@ -116,7 +120,7 @@ class JsonText:
         text = ""
         if self._quote:
             text += '"'
-            self._expected = COLON if self._expected == KEY else NEXT
+            self._expected = AFTER.get(self._expected, NEXT)
         if self._expected == COLON:
             text += ": null"
         elif self._expected == VALUE and (not self._stack or self._stack[-1] == "{"):
@@ -161,7 +165,7 @@ class JsonText:
         text = self._begin() + bracket
         self._stack.append(bracket)
         self._ends.append(CLOSING[bracket])
-        self._expected = KEY if bracket == "{" else VALUE
+        self._expected = ITEM[bracket]
         return text
 
     def _release(self) -> str:
@@ -173,7 +177,7 @@ class JsonText:
         if self._expected == NEXT:
             self.sound = False
             self._held = "," + self._held
-            self._expected = KEY if self._stack[-1] == "{" else VALUE
+            self._expected = ITEM[self._stack[-1]]
         elif self._expected == COLON:
             self.sound = False
             self._held = ":" + self._held
@@ -185,11 +189,11 @@ class JsonText:
             self.sound = False
             return
         self._held += ","
-        self._expected = KEY if self._stack[-1] == "{" else VALUE
+        self._expected = ITEM[self._stack[-1]]
 
     def _end(self, bracket: str) -> str:
         """Close a bracket and all open brackets within it. Ignore `bracket` if no such bracket is open."""
-        opening = "{" if bracket == "}" else "["
+        opening = OPENING[bracket]
         if opening not in self._stack:
             self.sound = False
             return ""
@@ -213,7 +217,7 @@ class JsonText:
 
     def _completed(self) -> None:
         """Note that a key, or a value without brackets, has come."""
-        self._expected = COLON if self._expected == KEY else NEXT
+        self._expected = AFTER.get(self._expected, NEXT)
         self.done = not self._stack
 
     def _word(self, source: Incoming) -> Iterator[str | None]:
@@ -253,13 +257,17 @@ class JsonText:
         elif char == "<":
             if self._stop is not None and not self._depth and (yield from source.matched(self._stop)) is not None:
                 return False
-            tag = (yield from source.matched(self._inner)) if self._inner is not None else None
+            tag = None
+            if self._inner is not None:
+                tag = yield from source.matched(self._inner)
             if tag is None:
                 yield source.take(source.at + 1)
-            else:
-                self._depth += 1 if tag["begin"] is not None else -1
-                self._depth = max(self._depth, 0)
-                yield escaped(source.take(tag.end()))
+                return True
+            if tag["begin"] is not None:
+                self._depth += 1
+            elif self._depth:
+                self._depth -= 1
+            yield escaped(source.take(tag.end()))
         elif char == self._quote:
             yield from self._quote_mark(source)
         else:  # a control character or a quote of the other kind

@@ -34,8 +34,9 @@ def _loose_json(text: str) -> str | None:
     source.append(text)
     source.finish(cut=False)
     written = "".join(part for part in value.read(source) if part is not None)
-    is_whole = value.done and value.sound and not source.text[source.at :].strip()
-    return written if is_whole else None
+    if not value.done or not value.sound or source.text[source.at :].strip():
+        return None
+    return written
 
 
 def _python_json(text: str) -> str | None:

@@ -29,13 +29,13 @@ AFTER_STRING: Final = (
 )
 STRING_ENDS: Final = {quote: Ending.compile(quote + AFTER_STRING) for quote in ("'", '"', "'''", '"""')}
 TEXT_RUNS: Final = {quote: regex.compile(rf"[^\\{quote}]+") for quote in ("'", '"')}
+VALUE_RUNS: Final = {**TEXT_RUNS, "": regex.compile(r"[^()\[\]{}\"',\\<]+")}  # by the open quote
 ESCAPE = regex.compile(
     r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}(?=[^0-7])|[^xuU0-7])", regex.DOTALL
 )
 ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""} | {
     char: char for char in "\\'\""
 }
-PLAIN_RUN = regex.compile(r"[^()\[\]{}\"',\\<]+")
 CLOSED_BY: Final = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -68,7 +68,7 @@ def read_python(site: Site) -> CallReader:
             source.at = quote.end()
             yield opening + '"'
             for text in _string(source, quote["quote"], raw=quote["raw"] is not None):
-                yield text if text is None else escaped(text)
+                yield text and escaped(text)
             if source.final and source.is_empty:
                 yield "" if source.cut else '"}'
                 return False
@@ -148,7 +148,7 @@ def _value(source: Incoming) -> Generator[None, None, str]:
     quote = ""
     while (yield from source.more()):
         char = source.text[source.at]
-        run = (TEXT_RUNS[quote] if quote else PLAIN_RUN).match(source.text, source.at)
+        run = VALUE_RUNS[quote].match(source.text, source.at)
         if run is not None:
             parts.append(source.take(run.end()))
             continue
@@ -156,7 +156,8 @@ def _value(source: Incoming) -> Generator[None, None, str]:
             yield None
             continue
         if quote:
-            quote = "" if char == quote else quote
+            if char == quote:
+                quote = ""
         elif char in "\"'":
             quote = char
         elif char in CLOSED_BY:

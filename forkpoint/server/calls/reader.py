@@ -48,7 +48,9 @@ class CallsReader:
         opening, closing = regex.escape(notation.opening), regex.escape(notation.closing)
         begins = "|".join([rf"{opening}{SPACE}[\[{{<]", *map(regex.escape, notation.tags)])
         over = f"{closing}{SPACE}(?:{begins}|{END})"
-        inner = regex.compile(rf"(?P<begin>{opening}{SPACE}[\[{{<])|(?P<end>{closing})") if closing else None
+        inner: regex.Pattern[str] | None = None
+        if closing:
+            inner = regex.compile(rf"(?P<begin>{opening}{SPACE}[\[{{<])|(?P<end>{closing})")
         strict = Ending.compile(f"{over}|{opening}")
         self._tagged = Site(source, self.functions, Ending.compile(over), strict, opening, inner)
         never = Ending.compile("(?!)")

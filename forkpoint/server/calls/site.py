@@ -9,6 +9,7 @@ from typing import TypeAlias
 import regex
 
 from forkpoint.server.calls.incoming import Ending, Incoming
+from forkpoint.server.calls.json_text import JsonText
 from forkpoint.server.calls.schema_types import Functions
 
 
@@ -46,6 +47,13 @@ class Site:
         """Return the function that `written` names, and whether it is declared."""
         declared = self.functions.declared(written)
         return declared or written, declared is not None
+
+    def json(self, *, strict: bool) -> JsonText:
+        """Return a reader of JSON within the call. `strict`: the call is not certain."""
+        stop = self.stop
+        if strict:
+            stop = self.strict_stop
+        return JsonText(stop, self.inner)
 
 
 ReadCall: TypeAlias = Callable[[Site], CallReader]

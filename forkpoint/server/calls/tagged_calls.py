@@ -10,7 +10,7 @@ import regex
 
 from forkpoint.server.calls.incoming import END, Ending, Incoming
 from forkpoint.server.calls.json_calls import read_object
-from forkpoint.server.calls.json_text import JsonText, escaped
+from forkpoint.server.calls.json_text import escaped
 from forkpoint.server.calls.schema_types import Parameter, dumps
 from forkpoint.server.calls.site import CallReader, Named, Site
 
@@ -49,9 +49,10 @@ def _tags(head: str, parameter: str, value_close: str, call_end: str, space: str
     key = parameter.format(key=KEY)
     named_key = parameter.format(key=f"(?P<key>{KEY})")
     begins = f"{CALL}{space}(?:{head}{space}(?:{key}|{call_end}))".replace("?P<name>", "")
-    tags = rf"(?:{CALL}{space})?" if call_end != CALL_END else rf"{CALL}{space}"
+    tags, over = rf"{CALL}{space}", call_end
+    if call_end != CALL_END:  # the function has tags of its own
+        tags, over = rf"(?:{CALL}{space})?", rf"{call_end}(?:{space}{CALL_END})?"
     inner = rf"{tags}{head}(?={space}(?:{key}|{call_end}))"
-    over = call_end if call_end == CALL_END else rf"{call_end}(?:{space}{CALL_END})?"
     inner_end = rf"(?P<last>(?:{value_close}{space})?{over}{space}{END})|{over}"
     structure, json = f"{key}|{call_end}|{CALL_END}|{CALL}", ""
     ends = [
@@ -59,7 +60,7 @@ def _tags(head: str, parameter: str, value_close: str, call_end: str, space: str
         f"{CALL_END}{space}(?:{begins}|{CALL}{space}\\{{|{END})",
         f"(?P<restart>{CALL}{space}{head}{space}(?:{key}|{call_end}))",
     ]
-    if call_end != CALL_END:  # the function has tags of its own
+    if call_end != CALL_END:
         structure, json = f"{structure}|{FUNCTION}", r"(?P<json>(?=\{))|"
         ends.append(f"{call_end}{space}(?:{CALL_END}|{CALL}|{FUNCTION}|{END})")
     return Tags(
@@ -118,13 +119,13 @@ def _read_tagged(site: Site, tags: Tags) -> CallReader:
         return False  # a single word between the tags of a call is not a call
     yield Named(function)
     yield "{"
-    is_first, given = True, set[str]()
+    separator, given = "", set[str]()
     while parameter is not None:
         key = parameter["key"].strip()
         given.add(key)
         source.at = parameter.end()
-        yield ("" if is_first else ", ") + f"{dumps(key)}: "
-        is_first = False
+        yield f"{separator}{dumps(key)}: "
+        separator = ", "
         value = _Value(site, tags, function, given, strict=not declared)
         ended = yield from _value_json(value, site.functions.parameter(function, key), source)
         if not ended and (source.cut or not declared):
@@ -144,7 +145,7 @@ def _read_tagged(site: Site, tags: Tags) -> CallReader:
 def _read_json_in_tags(site: Site, function: str, declared: bool, tags: Tags) -> CallReader:
     """Read `<function=name>{...}</function>`, which mixes two notations."""
     yield Named(function)
-    arguments = JsonText(site.stop if declared else site.strict_stop, site.inner)
+    arguments = site.json(strict=not declared)
     yield from arguments.read(site.source)
     sound = arguments.done and arguments.sound
     if not site.source.is_cut_here:
@@ -218,9 +219,9 @@ class _Value:
             else:
                 end = source.text.find("<", source.at)
                 text = source.take(end if end >= 0 else len(source.text))
-            text = held + text
-            held = "\n" if text.endswith("\n") else ""
-            text = text.removesuffix("\n")
+            whole = held + text
+            text = whole.removesuffix("\n")
+            held = whole[len(text) :]
             if self._is_first and self.tags.own_lines and (text or held):
                 self._is_first = False
                 if text.startswith("\n"):

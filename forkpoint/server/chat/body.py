@@ -130,8 +130,9 @@ class ChatBody(SamplingBody, ThinkingFields, apis=("completions", "chat")):
     @property
     def reports_reasoning(self) -> bool:
         """Whether the answer may contain reasoning."""
-        excluded = self.reasoning is not None and self.reasoning.exclude
-        return not excluded if self.include_reasoning is None else self.include_reasoning
+        if self.include_reasoning is not None:
+            return self.include_reasoning
+        return self.reasoning is None or not self.reasoning.exclude
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatBody:

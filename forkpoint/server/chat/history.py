@@ -50,7 +50,9 @@ def _without_billing_lines(content: Any) -> Any:
     rest = BILLING_LINES.sub("", text)
     if rest == text:
         return content
-    return [{**content[0], "text": rest}, *content[1:]] if rest else content[1:]
+    if not rest:
+        return content[1:]
+    return [{**content[0], "text": rest}, *content[1:]]
 
 
 def _result_part(part: dict[str, Any], note: Note) -> dict[str, Any]:

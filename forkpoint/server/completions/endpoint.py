@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from forkpoint.outputs import CompletionOutput, Logprob
-from forkpoint.params import SamplingParams
+from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.server.api_answer import CompletionAnswer
 from forkpoint.server.completions.body import CompletionBody
 from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, prompt_logprobs, text_logprobs
@@ -72,7 +72,8 @@ def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
             prompt.text if prompt.text is not None and not prompt.num_dropped else texts.text_of(ids)
             for prompt, ids in zip(prompts, all_ids, strict=True)
         )
-        first_texts = tuple(texts.text_of(ids[:1]) for ids in all_ids) if body.logprobs is not None else ()
+        if body.logprobs is not None:
+            first_texts = tuple(texts.text_of(ids[:1]) for ids in all_ids)
     return PreparedCompletion.of(
         body,
         texts,
@@ -87,8 +88,12 @@ def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
 
 
 def _params(texts: Texts, body: CompletionBody) -> SamplingParams:
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    max_tokens = body.max_tokens
+    if max_tokens is None:
+        max_tokens = DEFAULT_MAX_TOKENS
+    wanted = [body.prompt_logprobs]
+    if body.echo:
+        wanted.append(body.logprobs)
     return sampling_params(
         body,
         texts,
@@ -131,29 +136,30 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
         """Return `delta` as the choice of a chunk. The first chunk begins with the prompt if that is echoed."""
         prepared = self.prepared
         index = number * prepared.params.n + delta.index
-        text = "" if prepared.drops_output else delta.text
-        entries: list[tuple[str, dict[int, Logprob] | None]] = []
-        if not prepared.drops_output:
-            entries += [(_text_of(entry), entry) for entry in delta.logprobs or ()]
+        if prepared.drops_output:
+            delta = _without_output(delta)
+        text = delta.text
+        entries: list[tuple[str, dict[int, Logprob] | None]]
+        entries = [(_text_of(entry), entry) for entry in delta.logprobs or ()]
         first = index not in self._offsets
         num_top = prepared.params.logprobs
         if prepared.echoed is not None and first:
             text = prepared.echoed[number] + text
-            entries = [*self._prompt_entries(number), *entries] if num_top is not None else []
+            if num_top is not None:
+                entries = [*self._prompt_entries(number), *entries]
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + sum(
             len(token) for token, _ in entries
         )  # not the text's length, as text may be held back for a stop string
-        reason = delta.finish_reason.value if delta.finish_reason is not None else None
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
             "logprobs": text_logprobs(entries, num_top, offset) if num_top is not None else None,
-            "finish_reason": "length" if reason and prepared.drops_output else reason,
+            "finish_reason": delta.finish_reason and delta.finish_reason.value,
             "stop_reason": delta.stop_reason,
         }
         if prepared.returns_ids:
-            choice["token_ids"] = [] if prepared.drops_output else list(delta.token_ids)
+            choice["token_ids"] = list(delta.token_ids)
             if first:
                 choice["prompt_token_ids"] = prepared.prompts[number].token_ids.tolist()
         if prepared.reports_prompt_logprobs:
@@ -163,6 +169,12 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
     def _prompt_entries(self, number: int) -> list[tuple[str, dict[int, Logprob] | None]]:
         found = self.generation.states[number].all_prompt_logprobs() or ()
         return [(_text_of(entry) if entry else self.prepared.first_texts[number], entry) for entry in found]
+
+
+def _without_output(delta: CompletionOutput) -> CompletionOutput:
+    """Drop the token that the engine generates although `max_tokens` is 0."""
+    reason = delta.finish_reason and FinishReason.LENGTH
+    return replace(delta, text="", token_ids=(), logprobs=None, finish_reason=reason)
 
 
 def _text_of(entry: dict[int, Logprob]) -> str:

@@ -87,8 +87,9 @@ def chat_fields(body: CountTokensBody, note: Note) -> dict[str, Any]:
 
     Raises HTTPError naming a part that this server does not understand.
     """
-    system = text_of(body.system, "system") if body.system else ""
-    messages = [{"role": "system", "content": system}] if system else []
+    messages: list[dict[str, Any]] = []
+    if body.system and (system := text_of(body.system, "system")):
+        messages.append({"role": "system", "content": system})
     for message in body.messages:
         messages += chat_messages(message.role, message.content, note)
     same = MessagesBody.model_fields.keys() & ChatBody.model_fields.keys() - ThinkingFields.model_fields.keys()
@@ -102,8 +103,9 @@ def chat_fields(body: CountTokensBody, note: Note) -> dict[str, Any]:
         fields["response_format"] = _response_format(output_format)
     if body.messages[-1].role == "assistant":  # this message is the beginning of the answer
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    budget = body.thinking.budget_tokens if body.thinking is not None else None
-    fields["thinking_token_budget"] = budget if body.thinking_token_budget is None else body.thinking_token_budget
+    fields["thinking_token_budget"] = body.thinking_token_budget
+    if body.thinking_token_budget is None and body.thinking is not None:
+        fields["thinking_token_budget"] = body.thinking.budget_tokens
     if isinstance(body, MessagesBody):
         fields |= {"include_reasoning": body.shows_thinking, "stop": body.stop_sequences}
     return {name: value for name, value in fields.items() if value is not None}

@@ -124,7 +124,7 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
             case "grows", Content(text):
                 self._texts.append(text)
                 yield self._delta({"type": "text_delta", "text": text})
-            case "grows", CallPart(arguments=text):
+            case "grows", CallPart(text=text):
                 self._texts.append(text)
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
             case _:
@@ -150,8 +150,9 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
         that is OpenAI's reason if the request named the function to call."""
         if news.reason == "stop" and isinstance(news.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": news.stop_reason}
-        calls = any(block["type"] == "tool_use" for block in self._blocks)
-        reason = "tool_calls" if calls and news.reason == "stop" else news.reason
+        reason = news.reason
+        if reason == "stop" and any(block["type"] == "tool_use" for block in self._blocks):
+            reason = "tool_calls"
         return {"stop_reason": STOP_REASONS[reason or "stop"], "stop_sequence": None}
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -177,4 +178,6 @@ def _whole_arguments(text: str) -> dict[str, Any]:
         value = json.loads(text)
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return {}
+    return value

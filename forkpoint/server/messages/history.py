@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from forkpoint.checks import member
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN
@@ -110,9 +111,10 @@ def _result(block: dict[str, Any]) -> dict[str, Any]:
     content: Any = block.get("content") or ""
     if not isinstance(content, str):
         content = _joined([_result_part(part) for part in _blocks(content, "messages")])
-    if block.get("is_error"):
-        error = {"type": "text", "text": "Error:"}
-        content = f"Error: {content}" if isinstance(content, str) else [error, *content]
+    if block.get("is_error") and isinstance(content, str):
+        content = f"Error: {content}"
+    elif block.get("is_error"):
+        content = [_text_part("Error:"), *content]
     return {"role": "tool", "tool_call_id": string(block, "tool_use_id"), "content": content}
 
 
@@ -134,8 +136,10 @@ def _result_part(block: dict[str, Any]) -> dict[str, Any]:
 def _document(block: dict[str, Any]) -> str | None:
     """Return the text of a plain text document, or None for PDF files and the like."""
     source = block.get("source")
-    text = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
-    return text if isinstance(text, str) else None
+    text = member(source, "data")
+    if member(source, "type") != "text" or not isinstance(text, str):
+        return None
+    return text
 
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:

@@ -162,9 +162,9 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
             case "begins", Content():
                 yield self._begin("msg", "message", {"role": "assistant", "content": []})
                 yield self._begin_part({"type": "output_text", "text": "", "annotations": []})
-            case "grows", CallPart(arguments=text) if "input" in self._items[-1]:
+            case "grows", CallPart(text=text) if "input" in self._items[-1]:
                 self._texts.append(text)  # JSON; the free text is read from it once it is whole
-            case "grows", CallPart(arguments=text):
+            case "grows", CallPart(text=text):
                 self._texts.append(text)
                 yield self._of_item("function_call_arguments.delta", delta=text)
             case "grows", Reasoning(text) | Content(text):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
@@ -80,10 +80,17 @@ class Found:
     replies: tuple[bytes, ...]
 
 
+NOTHING_FOUND: Final = Found(b"", ())
+
+
 def wanted(body: CountBody) -> Wanted | None:
     """Return the references of `body`, or None if it has none."""
-    items = () if isinstance(body.input, str) else tuple(map(referred, filter(is_reference, body.input or ())))
-    return Wanted(body.previous_response_id, items) if body.previous_response_id or items else None
+    items: tuple[str, ...] = ()
+    if not isinstance(body.input, str):
+        items = tuple(map(referred, filter(is_reference, body.input or ())))
+    if not body.previous_response_id and not items:
+        return None
+    return Wanted(body.previous_response_id, items)
 
 
 def conversation_of(body: CountBody, found: Found | None, note: Note) -> list[dict[str, Any]]:
@@ -91,10 +98,11 @@ def conversation_of(body: CountBody, found: Found | None, note: Note) -> list[di
 
     Raises HTTPError if `body` has a wrong item, or refers to one that was not `found`.
     """
-    messages = [message for line in found.messages.splitlines() for message in json.loads(line)] if found else []
+    found = found or NOTHING_FOUND
+    messages = [message for line in found.messages.splitlines() for message in json.loads(line)]
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    stored = [item for reply in (found.replies if found else ()) for item in json.loads(reply)["output"]]
+    stored = [item for reply in found.replies for item in json.loads(reply)["output"]]
     return messages + messages_of(resolved(body.input or (), stored), note)
 
 

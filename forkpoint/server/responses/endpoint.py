@@ -154,11 +154,8 @@ class Responses:
     def _stored(self, name: str, status: int = 404) -> Stored:
         stored = self._store.get(self._key(name))
         if stored is None:
-            code = "response_not_found" if status == 404 else "previous_response_not_found"
-            raise HTTPError(
-                status,
-                f"there is no response {name[:80]!r}; stored responses are dropped for newer ones",
-                "not_found_error" if status == 404 else "invalid_request_error",
-                code=code,
-            )
+            text = f"there is no response {name[:80]!r}; stored responses are dropped for newer ones"
+            if status == 404:
+                raise HTTPError(404, text, "not_found_error", code="response_not_found")
+            raise HTTPError(status, text, "invalid_request_error", code="previous_response_not_found")
         return stored

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
+from forkpoint.checks import listed, member
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN
@@ -66,8 +67,8 @@ def messages_of(items: Sequence[dict[str, Any]], note: Note) -> list[dict[str, A
 def _call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
     """Return a call of a function, or of another tool that the client ran, such as its shell."""
     name, namespace = item.get("name"), item.get("namespace")
-    if isinstance(name, str):
-        name = flat_name(namespace if isinstance(namespace, str) else None, name)
+    if isinstance(name, str) and isinstance(namespace, str):
+        name = flat_name(namespace, name)
     arguments: Any
     match kind:
         case "function_call":
@@ -110,12 +111,13 @@ def _content(content: Any) -> Any:
 
 def _output(output: Any) -> Any:
     """Return a tool's result: a text or a list of parts. Any other value is written as JSON."""
-    if isinstance(output, list) and not all(isinstance(part, dict) and "type" in part for part in output):
+    has_other_items = any(not isinstance(item, dict) or "type" not in item for item in listed(output))
+    if isinstance(output, dict) or has_other_items:
         return json.dumps(output, ensure_ascii=False)
-    return json.dumps(output, ensure_ascii=False) if isinstance(output, dict) else _content(output)
+    return _content(output)
 
 
 def _reasoning(item: dict[str, Any]) -> str:
     parts = item.get("content") or item.get("summary") or []
-    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    texts = [member(part, "text") for part in listed(parts)]
     return "\n".join(text for text in texts if isinstance(text, str))

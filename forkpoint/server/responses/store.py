@@ -76,8 +76,9 @@ class ResponseStore:
     def with_item(self, owner: bytes, item: str) -> Stored | None:
         """Return the owner's response that has the item with the id `item`, or None."""
         named = ITEM_ID.fullmatch(item)
-        key = self._by_tail.get(Key(owner, named[1])) if named is not None else None
-        return self.get(key) if key is not None else None
+        if named is None or (key := self._by_tail.get(Key(owner, named[1]))) is None:
+            return None
+        return self.get(key)
 
     def drop(self, key: Key) -> None:
         stored = self._stored.pop(key, None)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
+from forkpoint.checks import member
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many
@@ -42,7 +43,7 @@ class OtherTool(Body):
 
 
 def _kind(tool: object) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    kind = getattr(tool, "type", member(tool, "type"))
     names = {"function": "FunctionTool", "custom": "CustomTool", "namespace": "NamespaceTool"}
     return names.get(str(kind), "OtherTool")
 
@@ -132,12 +133,15 @@ def chat_tools(tools: Sequence[Any], note: Note) -> Tools:
             shown = tool.type[:MAX_SHOWN]
             note(f"requests have tools of the type {shown!r}, which are left out: this server runs no tools")
             continue
-        name = flat_name(namespace.name if namespace is not None else None, tool.name)
+        group: str | None = None
+        if namespace is not None:
+            group = namespace.name
+        name = flat_name(group, tool.name)
         if name in functions:
             raise HTTPError(400, f"two tools are named {name!r}; give each a name of its own", param="tools")
         is_custom = isinstance(tool, CustomTool)
         if namespace is not None or is_custom:
-            called[name] = CalledTool(tool.name, namespace.name if namespace is not None else None, is_custom)
+            called[name] = CalledTool(tool.name, group, is_custom)
         functions[name] = _function(name, tool, namespace, note)
     if tools and not functions:
         kinds = ", ".join(sorted({tool.type[:MAX_SHOWN] for _, tool in _unpacked(tools)}))
@@ -172,8 +176,10 @@ def custom_input(arguments: str) -> str:
         value = json.loads(arguments)
     except ValueError:
         return arguments
-    text = value.get(INPUT) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
+    text = member(value, INPUT)
+    if not isinstance(text, str):
+        return arguments
+    return text
 
 
 def _unpacked(tools: Sequence[Any]) -> list[tuple[NamespaceTool | None, FunctionTool | CustomTool | OtherTool]]:
@@ -190,7 +196,9 @@ def _unpacked(tools: Sequence[Any]) -> list[tuple[NamespaceTool | None, Function
 def _function(
     name: str, tool: FunctionTool | CustomTool, namespace: NamespaceTool | None, note: Note
 ) -> dict[str, Any]:
-    texts = [namespace.description if namespace is not None else None, tool.description]
+    texts = [tool.description]
+    if namespace is not None:
+        texts.insert(0, namespace.description)
     function: dict[str, Any] = {"name": name}
     if isinstance(tool, FunctionTool):
         if tool.parameters is not None:
