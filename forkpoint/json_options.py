@@ -134,11 +134,14 @@ class SpeculativeConfig(JsonConfig):
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
         """Read the options. Without a number of tokens, `suffix` drafts as many as its depth allows."""
-        given = {**given, "method": "mtp"} if given.get("method") in MTP_NAMES else given
+        if given.get("method") in MTP_NAMES:
+            given = {**given, "method": "mtp"}
         ignored = tuple(name for name in WITHOUT_EFFECT if name in given)
         given = {name: value for name, value in given.items() if name not in ignored}
         as_many_as_fit = given.get("method") == "suffix" and given.get("num_speculative_tokens") is None
-        found = {**given, "num_speculative_tokens": MAX_DRAFTS} if as_many_as_fit else given
+        found = dict(given)
+        if as_many_as_fit:
+            found["num_speculative_tokens"] = MAX_DRAFTS
         for key in ("method", "num_speculative_tokens"):
             if found.get(key) is None:
                 raise ConfigError(f"{cls.option_name}={given!r} needs {key!r}, as in {EXAMPLE_OF_SPECULATION}")
@@ -155,12 +158,12 @@ class SpeculativeConfig(JsonConfig):
 
         As in vLLM, one option stands for both. Without either, both are 5, or the range of past outputs for
         `suffix`."""
-        least, most = self.prompt_lookup_min, self.prompt_lookup_max
-        default = (
-            [LEAST_MATCH, self.suffix_decoding_max_tree_depth - 1] if self.method == "suffix" else [DEFAULT_LOOKUP]
-        )
-        given = [length for length in (least, most) if length is not None] or default
-        return given[0], given[-1]
+        given = [length for length in (self.prompt_lookup_min, self.prompt_lookup_max) if length is not None]
+        if given:
+            return given[0], given[-1]
+        if self.method == "suffix":
+            return LEAST_MATCH, self.suffix_decoding_max_tree_depth - 1
+        return DEFAULT_LOOKUP, DEFAULT_LOOKUP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,10 +75,11 @@ class Registry(Generic[Thing]):
                 found = getattr(found, part)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise self._error(f"{what} cannot be imported from {place!r}: {error}") from error
-        base = self._base
-        fits = callable(found) if base is None else isinstance(found, type) and issubclass(found, base)
+        fits, needed = callable(found), "a class or a function"
+        if (base := self._base) is not None:
+            fits = isinstance(found, type) and issubclass(found, base)
+            needed = f"a subclass of {base.__module__}.{base.__name__}"
         if not fits:
-            needed = "a class or a function" if base is None else f"a subclass of {base.__module__}.{base.__name__}"
             raise self._error(f"{what} is {found!r}; {needed} is needed")
         thing: Thing = found
         return thing

@@ -31,9 +31,14 @@ Model: TypeAlias = Callable[[Messages, Answer, Show], None]
 
 def chat(options: argparse.Namespace) -> int:
     """Answer messages from standard input, one for each line. Return 1 if an answer failed."""
-    with _local_model(options) if options.url is None else _server_model(options) as model:
+    opened, lines = _local_model, _lines()
+    if options.url is not None:
+        opened = _server_model
+    if options.quick is not None:
+        lines = iter([options.quick])
+    with opened(options) as model:
         conversation = Conversation(model, options.system_prompt)
-        for line in [options.quick] if options.quick is not None else _lines():
+        for line in lines:
             match line.strip():
                 case "/reset":
                     conversation.reset()

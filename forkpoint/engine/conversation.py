@@ -92,7 +92,9 @@ def _texts(content: object, take_image: TakeImage | None) -> list[str]:
         return [content or ""]
     parts = _list(content, "message content must be a text or a list of parts")
     texts = [_part(part, take_image) for part in parts]
-    return ["".join(texts)] if any(map(is_media, parts)) else texts
+    if any(map(is_media, parts)):
+        return ["".join(texts)]
+    return texts
 
 
 def is_image(part: object) -> bool:

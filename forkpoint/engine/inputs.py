@@ -150,15 +150,17 @@ class InputProcessor:
         base = params.seed
         if base is None:
             base = derive_seed(self.seed, number)
-        # the prompt's own log-probabilities are reported only once
-        others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
+        each = [(params, base)]
+        if params.n > 1:
+            others = replace(params, prompt_logprobs=None)  # only the first request reports those of the prompt
+            each += [(others, derive_seed(base, index)) for index in range(1, params.n)]
         return [
             Request(
                 id=sequence_id(request_id, index),
                 prompt_token_ids=prompt.token_ids,
-                params=params if index == 0 else others,
+                params=own_params,
                 max_tokens=min(params.max_tokens or room, room),
-                seed=base if index == 0 else derive_seed(base, index),
+                seed=seed,
                 stop_token_ids=stops,
                 breakpoints=breakpoints,
                 priority=priority,
@@ -166,7 +168,7 @@ class InputProcessor:
                 tool_call_token_ids=self.tool_call_token_ids,
                 images=prompt.images,
             )
-            for index in range(params.n)
+            for index, (own_params, seed) in enumerate(each)
         ]
 
     def _prompt_of_mapping(self, given: Mapping[str, object], params: SamplingParams | None) -> Prompt:

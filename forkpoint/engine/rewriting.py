@@ -157,13 +157,15 @@ class Rewriter:
         """Write calls and results in the form that the template shows."""
         traits = self._traits
         shown: list[Placed] = []
-        are_calls_shown = False  # whether those of the last assistant message are
+        shows_results = traits.results_of_text  # whether results of the last assistant message's calls are shown
         for one in placed:
             if one.role == "assistant":
                 messages = self._calling(one, rewrites)
-                are_calls_shown = bool(messages[-1].calls)
+                shows_results = traits.results_of_text
+                if messages[-1].calls:
+                    shows_results = traits.results_of_calls
                 shown += messages
-            elif one.role == "tool" and not (traits.results_of_calls if are_calls_shown else traits.results_of_text):
+            elif one.role == "tool" and not shows_results:
                 rewrites.add(Rewrite.RESULT_TO_USER)
                 shown.append(one.with_text(_tagged("tool_response", one), "user"))
             else:

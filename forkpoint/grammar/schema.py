@@ -80,7 +80,9 @@ class _Rewriter:
             if any(abs(number) > MAX_EXACT for number in _numbers(found.get(name))):
                 refuse(name, path, f"has a number beyond {MAX_EXACT} (2^53); enforced are smaller ones")
         for (*outer, last), child in list(children(found)):
-            holder = found[outer[0]] if outer else found
+            holder = found
+            if outer:
+                holder = found[outer[0]]
             holder[last] = self.schema(child, pointer(path, *outer, last))
         self._object(found, path)
         self._strings(found, path)

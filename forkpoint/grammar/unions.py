@@ -86,7 +86,9 @@ class Unions:
         if isinstance(schema.get("oneOf"), list):
             self._note_exclusive(schema["oneOf"], path)
         for place, child in children(schema):
-            free = inner if place[0] in _IN_PLACE else place[0] not in ("dependentSchemas", "dependencies", "not")
+            free = place[0] not in ("dependentSchemas", "dependencies", "not")
+            if place[0] in _IN_PLACE:
+                free = inner
             self._look(child, pointer(path, *place), free)
 
     def _note_exclusive(self, branches: list[Any], path: str) -> None:

@@ -178,7 +178,10 @@ class ApiServer:
                 metrics = self._metrics
                 now = Reading(time.perf_counter(), metrics.num_prompt_tokens, metrics.num_output_tokens, stats)
                 if before is not None:
-                    (LOGGER.debug if is_idle(before, now) else LOGGER.info)(load_line(before, now))
+                    level = logging.INFO
+                    if is_idle(before, now):
+                        level = logging.DEBUG
+                    LOGGER.log(level, load_line(before, now))
                 before = now
 
 

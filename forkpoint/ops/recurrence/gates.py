@@ -67,7 +67,8 @@ def described(inputs: RecurrenceInputs, params: RecurrenceParams) -> tuple[list[
     the kernels then do not read. HIGH = 0 means that steps are not clamped."""
     (mixed, a, b), spec = inputs, params.spec
     assert b is not None or not spec.delta, "the delta rule needs b"
-    b = a if b is None else b
+    if b is None:
+        b = a
     assert mixed.stride(1) == 1 and a.stride(1) == 1 and b.stride(1) == 1, "rows must be dense"
     strides = {"mixed_stride": mixed.stride(0), "a_stride": a.stride(0), "b_stride": b.stride(0)}
     low, high = (0.0, 0.0) if spec.step_limit == (0.0, math.inf) else spec.step_limit

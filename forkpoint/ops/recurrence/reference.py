@@ -160,8 +160,12 @@ def recurrence_prefill(
         live = [n for n in range(len(index)) if first[n] + step < first[n + 1]]
         at = torch.tensor([first[n] + step for n in live], device=inputs.mixed.device)
         everyone = len(live) == len(index)
-        before = states if everyone else states[live]
-        fresh = chunks.u[at] if chunks.w is None else chunks.u[at] - chunks.w[at] @ before
+        before = states
+        if not everyone:
+            before = states[live]
+        fresh = chunks.u[at]
+        if chunks.w is not None:
+            fresh = fresh - chunks.w[at] @ before
         answers[at] = chunks.q_decayed[at] @ before + chunks.intra[at] @ fresh
         after = before * chunks.decay[at] + chunks.k_decayed[at].transpose(-1, -2) @ fresh
         after = after.to(pool.dtype).float()  # round as if the state were stored and resumed here
