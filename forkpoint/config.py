@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from forkpoint.checks import MAX_INTEGER, MAX_POSITIONS, Bounds, Checker, checked_fields, option
@@ -34,6 +35,7 @@ MAX_THREADS: Final = 1024
 MAX_RANKS: Final = 64
 GIB: Final = 2**30
 MAX_HOST_GIB: Final = 2**20
+DISK_WRITE_LIMIT: Final = 512  # GiB a day; consumer drives are rated for a few hundred over years
 
 _CHECK: Final = Checker(ConfigError)
 Options = TypeVar("Options")
@@ -185,6 +187,20 @@ class EngineConfig:
         f"JSON: the same as kv_offloading_size, as vLLM's connector takes it: {EXAMPLE_OF_TRANSFER}",
         metavar="JSON",
     )
+    kv_disk_path: str | None = option(
+        None,
+        "a folder of this engine's own for what the arena or the host tier evicts; prefixes in it are found after a "
+        "restart; default: none",
+        metavar="DIR",
+    )
+    kv_disk_size: float | None = option(
+        None, "GiB of that folder, of all ranks together", bounds=Bounds(0, MAX_HOST_GIB, above=True)
+    )
+    kv_disk_write_limit: float | None = option(
+        None,
+        f"GiB that are written to that folder in 24 hours, of all ranks together; default: {DISK_WRITE_LIMIT}",
+        bounds=Bounds(0, MAX_HOST_GIB),
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "share of a GPU's memory for everything: weights, activations, graphs and arena",
@@ -293,6 +309,17 @@ class EngineConfig:
         return math.ceil((self.kv_offloading_size or 0) * GIB)
 
     @property
+    def disk_tier_bytes(self) -> int:
+        """Bytes of the disk tier, of all ranks together; 0: there is none."""
+        return math.ceil((self.kv_disk_size or 0) * GIB)
+
+    @property
+    def disk_write_limit_bytes(self) -> int:
+        """Bytes that all ranks together write to the disk tier in a day."""
+        limit = DISK_WRITE_LIMIT if self.kv_disk_write_limit is None else self.kv_disk_write_limit
+        return math.ceil(limit * GIB)
+
+    @property
     def max_images(self) -> int:
         """The most images of a prompt."""
         return int((self.limit_mm_per_prompt or {}).get("image", MAX_IMAGES))
@@ -320,10 +347,30 @@ class EngineConfig:
                 "kv_offloading_size needs the prefix cache, whose evicted entries it keeps; leave "
                 "--no-enable-prefix-caching out"
             )
+        self._validate_disk()
         if self.deterministic and self.speculative_config and self.mamba_ssm_cache_dtype != "float32":
             raise ConfigError(
                 "--deterministic with --speculative-config needs --mamba-ssm-cache-dtype float32: states in bfloat16 "
                 "are rounded after each token without drafts, and after several with them"
+            )
+
+    def _validate_disk(self) -> None:
+        """Raise a ConfigError if the options of the disk tier do not make one."""
+        if self.kv_disk_path is None:
+            for name in ("kv_disk_size", "kv_disk_write_limit"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name}={getattr(self, name)} needs a folder; give kv_disk_path, too")
+            return
+        if not self.kv_disk_path:
+            raise ConfigError("kv_disk_path='' names no folder; give the path of one")
+        if Path(self.kv_disk_path).exists() and not Path(self.kv_disk_path).is_dir():
+            raise ConfigError(f"kv_disk_path={self.kv_disk_path!r} is not a folder; give the path of one")
+        if self.kv_disk_size is None:
+            raise ConfigError(f"kv_disk_path={self.kv_disk_path!r} needs kv_disk_size, in GiB; give both")
+        if not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                "kv_disk_path needs the prefix cache, whose evicted entries it keeps; leave "
+                "--no-enable-prefix-caching out"
             )
 
 

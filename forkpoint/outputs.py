@@ -25,7 +25,7 @@ class CacheReport:
 
     `num_cached_tokens` of `num_prompt_tokens` prompt tokens were reused. Keys and values alone reached
     `kv_num_tokens`. `miss` says why less than the reusable prompt was reused; None means that all of it was.
-    `num_restored_tokens` of the reused tokens were copied from the host tier.
+    `num_restored_tokens` of the reused tokens were copied from the host tier or the disk tier.
     """
 
     num_prompt_tokens: int = 0

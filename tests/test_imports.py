@@ -23,6 +23,7 @@ LATER = (
     "transformers",
     "uvicorn",
     "uvloop",
+    "xxhash",
     "zmq",
 )
 MOST_S = 0.4

@@ -35,10 +35,14 @@ ALLOWED: dict[str, set[str]] = {
     "platforms": VALUES,
     "ops": {"platforms.table"} | VALUES,
     "models": {"ops", "cache.layout"} | VALUES,
-    "runtime": {"platforms", "models", "ops", "cache.layout", "sched.plan"} | VALUES,
+    "disk": {"cache.disk_entries"},
+    "runtime": {"platforms", "models", "ops", "cache.layout", "cache.disk_entries", "disk.store", "sched.plan"}
+    | VALUES,
     "obs": {"cache.layout", "cache.counters"} | VALUES,
     "grammar": {"sched.plan", "sched.request", "engine.tokenizer"} | VALUES,
-    "worker": {"platforms", "sched", "cache.layout", "runtime", "models", "ops", "obs"} | VALUES,
+    "worker": {"platforms", "sched", "cache.layout", "cache.disk_entries", "cache.tree", "disk", "runtime", "models"}
+    | {"ops", "obs"}
+    | VALUES,
     "engine": {"worker", "grammar", "sched", "cache", "models.registry", "obs", "routing.wire"} | VALUES,
     "server": {"engine", "worker.child", "obs", "cache.hashing", "routing.wire"} | VALUES,
     "client": VALUES,

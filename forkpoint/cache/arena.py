@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.errors import ConfigError
 
@@ -23,12 +24,23 @@ class MoveKind(enum.Enum):
 
 @enum.unique
 class MoveRoute(enum.Enum):
-    """The rooms between which a unit is copied: the arena, and the host tier's memory."""
+    """The rooms between which a unit is copied: the arena, the host tier's memory, the disk tier.
+
+    A unit comes from the disk in two moves: a read into a buffer of the worker, named by its ticket, and a copy from
+    there.
+    """
 
     ARENA = "arena"  # within the arena
     HOST = "host"  # within the host tier
+    DISK = "disk"  # within the disk tier
     STORE = "store"  # from the arena to the host tier
     LOAD = "load"  # from the host tier to the arena
+    ARENA_TO_DISK = "arena_to_disk"
+    HOST_TO_DISK = "host_to_disk"
+    READ = "read"  # from the disk tier to the buffer of the move's ticket
+    LAND = "land"  # from that buffer to the arena
+    DISCARD = "discard"  # no copy: nobody wants the buffer
+    REMOVE = "remove"  # no copy: the disk tier's entry `src` must not be found again; 0: all of that kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +48,16 @@ class Move:
     """The copy of one unit from `src` to `dst`.
 
     A move within a room is a part of its compaction: every table that names `src` has to name `dst` afterwards. A move
-    between rooms leaves the contents of `src` in place.
+    between rooms leaves the contents of `src` in place. Moves to the disk, and reads, end later than the plan: the
+    worker then reports their `ticket`. `name` says what they write, or what they must find.
     """
 
     kind: MoveKind
     src: int
     dst: int
     route: MoveRoute = MoveRoute.ARENA
+    ticket: int = 0
+    name: EntryName | None = None
 
 
 class UnitOwner(Protocol):
@@ -83,6 +98,17 @@ class UnitPool:
             units += self._pop(count - len(units))
         self.owners.update(dict.fromkeys(units, owner))
         return units
+
+    def occupy(self, pages: Iterable[int], owners: Mapping[int, UnitOwner]) -> None:
+        """Add pages whose units are free, except those with an owner."""
+        self.owners.update(owners)
+        for page in pages:
+            first = page * self.per_page
+            free = [unit for unit in range(first + self.per_page - 1, first - 1, -1) if unit not in owners]
+            self.num_free_in_partial += len(free)
+            if free:
+                self._free[page] = free
+                self._file(page, len(free))
 
     def transfer(self, units: Sequence[int], owners: Iterable[UnitOwner]) -> None:
         """Give units in use to other owners."""
@@ -202,6 +228,14 @@ class Arena:
 
     def take_slot(self, owner: UnitOwner, compact: bool = True) -> int | None:
         return next(iter(self._take(self.slots, self.blocks if compact else None, owner, 1)), None)
+
+    def occupy(self, kind: MoveKind, owners: Mapping[int, UnitOwner]) -> None:
+        """Give units of an arena in which nothing was taken yet to these owners. No page may get both kinds."""
+        pool = self.blocks if kind is MoveKind.BLOCK else self.slots
+        pages = {unit // pool.per_page for unit in owners}
+        self._free_pages = [page for page in self._free_pages if page not in pages]
+        pool.occupy(pages, owners)
+        self._given_bytes += len(owners) * pool.stride_bytes
 
     def give_blocks(self, blocks: Sequence[int]) -> None:
         self._free_pages += self.blocks.give(blocks)

@@ -28,6 +28,12 @@ class CacheCounters:
     host_stored_bytes: int = 0
     host_loaded_bytes: int = 0
     host_skipped: int = 0  # evicted entries that were worth less than what the host tier would have evicted for them
+    disk_hit_tokens: int = 0  # the reused tokens that were read from the disk tier
+    disk_stored_bytes: int = 0
+    disk_loaded_bytes: int = 0
+    disk_skipped: int = 0  # evicted entries that the disk tier did not store
+    disk_failed_reads: int = 0  # damaged entries among them
+    disk_failed_writes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,3 +51,7 @@ class CacheStats(CacheCounters):
     num_free_host_pages: int = 0
     num_host_blocks: int = 0
     num_host_checkpoints: int = 0
+    num_disk_pages: int = 0
+    num_free_disk_pages: int = 0
+    num_disk_blocks: int = 0
+    num_disk_checkpoints: int = 0

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from forkpoint.cache.arena import Arena, Move, MoveRoute
 from forkpoint.cache.capture import Candidate
 from forkpoint.cache.counters import CacheStats
+from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.filing import Filing
 from forkpoint.cache.hashing import HashChain, TokenIds
@@ -18,7 +19,8 @@ from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.restoring import Restoring
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tier import HostTier
+from forkpoint.cache.tier import HostTier, Tier
+from forkpoint.cache.tiers import NO_TIERS, TierSizes, build_tiers
 from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin
 from forkpoint.config import BLOCK_SIZE, CacheConfig
 from forkpoint.images import ImageSpan
@@ -39,12 +41,9 @@ class CacheManager:
         deterministic: bool = False,
         cost: RecomputeCost | None = None,
         policy: EvictionPolicy | None = None,
-        num_host_pages: int = 0,
+        tiers: TierSizes = NO_TIERS,
     ) -> None:
-        """`cost` weighs entries for eviction; `policy` replaces the one that `config` names.
-
-        `num_host_pages` is the size of the host tier, its reserved page included. Without pages there is no such tier.
-        """
+        """`cost` weighs entries for eviction; `policy` replaces the one that `config` names."""
         self.layout = layout
         self.deterministic = deterministic
         self.enabled = config.enable_prefix_caching and (config.checkpoints or not layout.has_states)
@@ -55,13 +54,32 @@ class CacheManager:
         self.filing = Filing(self.store)
         self._num_running_slots = 0
         self.tier: HostTier | None = None
+        self.disk: DiskTier | None = None
         self.restoring: Restoring | None = None
-        if num_host_pages and self.enabled:
-            own = EVICTION.find(config.eviction_policy)()
-            counters, moves = self.store.counters, self.arena.moves
-            self.tier = HostTier(layout, num_host_pages, moves, own, cost, counters, has_private=deterministic)
-            self.store.keep = self.tier.keep
-            self.restoring = Restoring(self.store, self.tier)
+        if self.enabled:
+            new_policy = EVICTION.find(config.eviction_policy)
+            self.tier, self.disk = build_tiers(tiers, self.store, new_policy, cost, has_private=deterministic)
+        self._tiers: list[Tier] = [tier for tier in (self.tier, self.disk) if tier is not None]
+        if self._tiers:
+            self.restoring = Restoring(self.store, self._tiers)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the disk has entries that must not be found again and no plan has said so yet."""
+        return self.disk is not None and self.disk.has_unsent
+
+    def save_to_disk(self) -> bool:
+        """Store what the arena and the host tier hold in the disk tier, as far as it can be written soon.
+
+        Returns whether some of it is still to be written.
+        """
+        if self.disk is None:
+            return False
+        self.drop_restore()
+        self.disk.save(self.store, MoveRoute.ARENA_TO_DISK)
+        if self.tier is not None:
+            self.disk.save(self.tier.store, MoveRoute.HOST_TO_DISK)
+        return self.disk.is_writing or self.has_unsent
 
     def watch_restorable(self) -> Restorable:
         """Start to track what lookups can find. Call it while the cache is empty."""
@@ -97,17 +115,17 @@ class CacheManager:
         return self.layout.fallback_step(self.arena.num_pages)
 
     def reset(self) -> None:
-        """Let nothing cached so far be found again, neither in the arena nor in the host tier."""
+        """Let nothing cached so far be found again, neither in the arena nor in a tier."""
         self.drop_restore()
         self.store.reset()
-        if self.tier is not None:
-            self.tier.reset()
+        for tier in self._tiers:
+            tier.reset()
 
     def stats(self) -> CacheStats:
         """Return gauges and counters as they are now."""
         stats = self.store.stats()
-        if self.tier is not None:
-            self.tier.fill(stats)
+        for tier in self._tiers:
+            tier.fill(stats)
         return stats
 
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -335,6 +353,8 @@ class CacheManager:
         for lease, num_tokens in computed:
             self.filing.publish(lease, num_tokens)
         moves = self.arena.drain_moves() if self.arena.moves else ()
+        if self.disk is not None:
+            self.disk.has_unsent = False
         self.store.counters.moves += sum(move.route is MoveRoute.ARENA for move in moves)
         filed: list[Node | Checkpoint] = []
         if self.filing.filed or self.filing.reusable_next:
@@ -398,13 +418,14 @@ class CacheManager:
     def condemn(self, items: Iterable[Node | Checkpoint]) -> None:
         """Remove checkpoints, and nodes with all below them, that were never computed or hold garbage.
 
-        An item that was evicted may be in the host tier, or back in the arena. Its hash finds these copies.
+        An item that was evicted may be in a tier, or back in the arena. Its hash finds these copies.
         """
         items = list(items)
-        if self.tier is not None:
+        if self._tiers:
             self.drop_restore()
             hashes = [item.hash if isinstance(item, Node) else item.node.hash for item in items]
-            self.tier.condemn(hashes)
+            for tier in self._tiers:
+                tier.condemn(hashes)
             copies = [self.store.tree.find(each) for each, item in zip(hashes, items, strict=True) if item.dropped]
             items += [node for node in copies if node is not None]
         self._condemn_here(items)
@@ -424,15 +445,20 @@ class CacheManager:
         if lease.own_blocks:
             self.arena.give_blocks(lease.pop_blocks(list(lease.own_blocks)))
 
-    def count_query(self, lease: Lease, num_tokens: int, hit: PrefixHit, num_restored: int = 0) -> frozenset[int]:
-        """Count a prompt of `num_tokens` tokens and its hit, of which `num_restored` came from the host tier.
+    def count_query(
+        self, lease: Lease, num_tokens: int, hit: PrefixHit, num_restored: int = 0, from_disk: bool = False
+    ) -> frozenset[int]:
+        """Count a prompt of `num_tokens` tokens and its hit, of which `num_restored` came from a tier.
 
         Returns the junctions that the lookup saw. A conversation that goes on after it lost its end shows none there.
         """
         counters = self.store.counters
         counters.query_tokens += num_tokens
         counters.hit_tokens += hit.num_tokens
-        counters.host_hit_tokens += min(num_restored, hit.num_tokens)
+        if from_disk:
+            counters.disk_hit_tokens += min(num_restored, hit.num_tokens)
+        else:
+            counters.host_hit_tokens += min(num_restored, hit.num_tokens)
         if hit.miss is not None:
             counters.lost_tokens[hit.miss] += hit.once_num_tokens - hit.num_tokens
         gone = lease.chain.hashes[hit.num_tokens // BLOCK_SIZE : self.layout.usable_prefix(num_tokens) // BLOCK_SIZE]

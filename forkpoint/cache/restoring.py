@@ -1,16 +1,16 @@
-"""Restoring: copies a prefix from the host tier to the arena, over several plans, for a request that waits."""
+"""Restoring: copies a prefix from a tier to the arena, over several plans, for a request that waits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from forkpoint.cache.arena import Move, MoveKind, MoveRoute
 from forkpoint.cache.layout import NO_BLOCK
 from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tier import HostTier
+from forkpoint.cache.tier import Tier
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.config import BLOCK_SIZE
 
@@ -22,12 +22,13 @@ LOADED_AT_ONCE: Final = 64 * 2**20
 class Restore:
     """The prefix of one waiting request on its way into the arena. Restoring writes it.
 
-    The tier holds `source`, the end of the prefix there. `node` is the deepest node that is in the arena by now; it is
+    `tier` holds `source`, the end of the prefix there. `node` is the deepest node that is in the arena by now; it is
     pinned. `loaded` is its checkpoint, which the restore reads so that it cannot be evicted.
     """
 
     lease: Lease
     order: tuple[int, int]  # of the request, as in ScheduledRequest
+    tier: Tier
     source: Node
     source_checkpoint: Checkpoint | None
     node: Node
@@ -40,13 +41,13 @@ class Restoring:
     """Loads one prefix at a time, so that requests that wait for memory never wait for each other's prefixes.
 
     What was loaded is filed at once: a plan's copies run before its rows. Others read `current`, and `has_loaded`:
-    whether the plan under construction loads something.
+    whether the plan under construction loads something or starts to read something.
     """
 
-    def __init__(self, store: PrefixStore, tier: HostTier) -> None:
-        """`store` is the arena's."""
+    def __init__(self, store: PrefixStore, tiers: Sequence[Tier]) -> None:
+        """`store` is the arena's. Of two tiers with the same prefix the first one is used."""
         self._store = store
-        self._tier = tier
+        self._tiers = tiers
         self.current: Restore | None = None
         self.loaded_at_once = LOADED_AT_ONCE
         self.has_loaded = False
@@ -56,46 +57,65 @@ class Restoring:
         """Start to count what the next plan loads."""
         self._left_bytes, self.has_loaded = self.loaded_at_once, False
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether the current restore waits for its tier."""
+        return self.current is not None and self.current.tier.is_reading
+
     def is_for(self, lease: Lease) -> bool:
         """Return whether a prefix is being restored for the request of this lease."""
         return self.current is not None and self.current.lease is lease
 
-    def find(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> Node | None:
-        """Return the end of a longer prefix in the tier than the arena's `hit`; None if there is none."""
-        usable = self._store.layout.usable_prefix(num_tokens)
-        node = self._tier.find(lease.chain, usable // BLOCK_SIZE)
-        if node is None or node.depth * BLOCK_SIZE <= hit.num_tokens:
-            return None
-        return node
+    def find(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> tuple[Tier, Node] | None:
+        """Return the tier with the longest prefix and the prefix's end there; None if the arena's `hit` is as long."""
+        usable, longest = self._store.layout.usable_prefix(num_tokens), hit.num_tokens
+        found: tuple[Tier, Node] | None = None
+        for tier in self._tiers:
+            node = tier.find(lease.chain, usable // BLOCK_SIZE)
+            if node is not None and node.depth * BLOCK_SIZE > longest:
+                found, longest = (tier, node), node.depth * BLOCK_SIZE
+        return found
 
-    def begin(self, lease: Lease, order: tuple[int, int], source: Node, hit: PrefixHit) -> None:
+    def begin(self, lease: Lease, order: tuple[int, int], tier: Tier, source: Node, hit: PrefixHit) -> None:
         """Start to restore the prefix that ends at `source` for a waiting request. Nothing is copied yet."""
         assert self.current is None
         node = hit.path[-1] if hit.path else self._store.tree.root(lease.chain.root)
         self._store.tree.pin(node)
-        self._tier.hold(source)
-        self.current = Restore(lease, order, source, source.checkpoint, node, hit.num_tokens)
+        tier.hold(source)
+        self.current = Restore(lease, order, tier, source, source.checkpoint, node, hit.num_tokens)
 
     def advance(self) -> bool:
         """Copy as much of the current prefix as the plan still takes. Returns whether all of it is copied now.
 
-        The restore is dropped if the arena has no room for it, or its prefix was condemned.
+        The restore is dropped if the arena has no room for it, its prefix was condemned, or its tier cannot read it.
         """
         restore = self.current
         assert restore is not None
         while not restore.is_complete and self._left_bytes > 0:
             self._follow(restore)
-            if restore.node.condemned:
+            if restore.node.condemned or restore.source.condemned or restore.tier.is_stalled():
                 self.drop()
                 return False
-            if restore.node.depth < restore.source.depth:
-                loaded = self._load_blocks(restore)
-            else:
+            num_moves = len(self._store.arena.moves)
+            path = self._path(restore.source, restore.node.depth)
+            num_ready = restore.tier.num_ready(path, self._missing_state(restore))
+            self.has_loaded = self.has_loaded or len(self._store.arena.moves) > num_moves
+            if path and (num_ready or not self._store.layout.has_kv):
+                loaded = self._load_blocks(restore, num_ready)
+            elif not path and (num_ready or self._missing_state(restore) is None):
                 loaded = self._load_state(restore)
+            else:
+                return False
             if not loaded:
                 self.drop()
                 return False
         return restore.is_complete
+
+    def _missing_state(self, restore: Restore) -> Checkpoint | None:
+        """Return the state at the end of the prefix that has to be loaded, if there is one."""
+        if restore.node.depth == restore.source.depth and restore.node.checkpoint is not None:
+            return None
+        return restore.source_checkpoint
 
     def _follow(self, restore: Restore) -> None:
         """Go on to the deepest node of the prefix that the arena has; requests may have filed some meanwhile."""
@@ -110,13 +130,16 @@ class Restoring:
             self._store.unpin(restore.node)
             restore.node = node
 
-    def _load_blocks(self, restore: Restore) -> bool:
-        """Load the next blocks and file them. Returns False if there is no room for a single one."""
+    def _load_blocks(self, restore: Restore, num_ready: int) -> bool:
+        """Load the next blocks, of which the tier has `num_ready` ready, and file them.
+
+        Returns False if there is no room for a single one.
+        """
         chain, layout, start = restore.lease.chain, self._store.layout, restore.node.depth
         count = restore.source.depth - start
         blocks = [NO_BLOCK] * count
         if layout.has_kv:
-            count = min(count, max(1, self._left_bytes // layout.block_bytes))
+            count = min(count, num_ready, max(1, self._left_bytes // layout.block_bytes))
             blocks = self._store.take_blocks(restore.node, count)
             count = len(blocks)
             if not count:
@@ -124,8 +147,7 @@ class Restoring:
             # Read the places in the tier only now: taking blocks may have evicted entries to it and compacted it.
             sources = self._path(restore.source, start)[:count]
             self._store.arena.moves += [
-                Move(MoveKind.BLOCK, node.block, block, MoveRoute.LOAD)
-                for node, block in zip(sources, blocks, strict=True)
+                restore.tier.load(node, None, block) for node, block in zip(sources, blocks, strict=True)
             ]
             self._count(count * layout.block_bytes)
         end = start + count
@@ -142,15 +164,15 @@ class Restoring:
                 slot = self._store.take_slot(owner)
                 if slot is None:
                     return False
-                self._store.arena.moves.append(Move(MoveKind.SLOT, source.slot, slot, MoveRoute.LOAD))
+                self._store.arena.moves.append(restore.tier.load(source.node, source, slot))
                 self._count(self._store.layout.slot_bytes)
                 self._store.adopt(node, slot, source)
-            self._tier.store.resume(source, None)
+            restore.tier.store.resume(source, None)
             restore.loaded = node.checkpoint
             assert restore.loaded is not None
             self._store.start_reading(restore.loaded)
         else:
-            self._tier.store.count_hit(restore.source)
+            restore.tier.store.count_hit(restore.source)
         restore.is_complete = True
         return True
 
@@ -166,7 +188,6 @@ class Restoring:
     def _count(self, num_bytes: int) -> None:
         self.has_loaded = True
         self._left_bytes -= num_bytes
-        self._store.counters.host_loaded_bytes += num_bytes
 
     def drop(self, lease: Lease | None = None) -> bool:
         """Stop the current restore if it is for this lease, or for any lease if none is given.
@@ -180,5 +201,5 @@ class Restoring:
         if restore.loaded is not None:
             self._store.done_reading(restore.loaded)
         self._store.unpin(restore.node)
-        self._tier.release(restore.source, restore.source_checkpoint)
+        restore.tier.release(restore.source, restore.source_checkpoint)
         return True

@@ -165,6 +165,15 @@ class PrefixStore:
 
     # --- keys of entries
 
+    def by_worth(self) -> list[Checkpoint | Node]:
+        """Return the checkpoints (without states: the leaves) that nobody uses now, by falling key."""
+        entries: list[Checkpoint | Node] = []
+        for node in self.tree.nodes():
+            entry = node.checkpoint if self.layout.has_states else node
+            if entry is not None and entry.is_evictable and not node.condemned:
+                entries.append(entry)
+        return sorted(entries, key=self.key_of, reverse=True)
+
     def key_of(self, entry: Checkpoint | Node) -> float:
         """Return the key of an entry as it is now."""
         age = self.arena.turnover - entry.last_used

@@ -1,7 +1,8 @@
-"""The host tier: cache entries that left the arena, in the host's memory."""
+"""Tiers: cache entries that left the arena. The host tier keeps them in the host's memory."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
@@ -15,31 +16,66 @@ from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import Checkpoint, Node, nearest_checkpoint
 
 
-class HostTier:
-    """Keeps what the arena evicts, as a `PrefixStore` over pages of the host's memory.
+class Tier(ABC):
+    """Keeps what a room above evicts, as a `PrefixStore` over pages of its own.
 
     A checkpoint is stored with its whole path, so that the tier alone can restore it. In a layout without states the
     path of an evicted block is stored. Blocks that the tier already has are not copied again. Entries stay when they
-    are loaded: their next eviction from the arena copies nothing. `moves` is the arena's list of copies.
+    are loaded: their next eviction copies nothing. `moves` is the list of copies that all rooms share.
     """
 
     def __init__(
         self,
         layout: CacheLayout,
-        num_pages: int,
-        moves: list[Move],
+        arena: Arena,
         policy: EvictionPolicy,
         cost: RecomputeCost,
         counters: CacheCounters,
         *,
         has_private: bool,
     ) -> None:
-        """`has_private`: some entries of the arena can be found by one request alone. Those are not kept."""
+        """`has_private`: some entries can be found by one request alone. Those are not kept."""
         self.layout = layout
-        self.arena = Arena(layout, num_pages, MoveRoute.HOST, moves)
-        self.store = PrefixStore(layout, self.arena, policy, cost, num_ghosts=0)
-        self._counters = counters
+        self.arena = arena
+        self.store = PrefixStore(layout, arena, policy, cost, num_ghosts=0)
+        self.counters = counters
         self._has_private = has_private
+
+    @abstractmethod
+    def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
+        """Add the copy of a node's block, or of its checkpoint if one is given, to a unit of the tier."""
+
+    @abstractmethod
+    def _skip(self) -> None:
+        """Count an entry that is not stored."""
+
+    def may_store(self, num_bytes: int) -> bool:
+        """Return whether the tier takes so many bytes more now."""
+        return True
+
+    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
+        """Return how many of these nodes, from the first on, can be loaded at once; 1 more if `checkpoint` can, too.
+
+        A tier that cannot load all of them at once starts to prepare the others.
+        """
+        return len(path) + 1
+
+    @abstractmethod
+    def fill(self, stats: CacheStats) -> None:
+        """Write the tier's gauges."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether something that `num_ready` prepares is still to come."""
+        return False
+
+    def is_stalled(self) -> bool:
+        """Return whether nothing more can be loaded."""
+        return False
+
+    @abstractmethod
+    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
+        """Return the copy of a node's block, or of its checkpoint if one is given, to a unit of the arena."""
 
     def keep(self, node: Node, checkpoint: Checkpoint | None) -> None:
         """Store the path of a node of the arena, and its checkpoint if it has one, before they are evicted.
@@ -76,15 +112,19 @@ class HostTier:
 
     def _copy(self, top: Node, missing: Sequence[Node], checkpoint: Checkpoint | None) -> None:
         """Copy nodes below `top`, and a checkpoint at their end, into units of the tier."""
-        moves, below = self.arena.moves, None
+        below: float | None = None
         owner: StateSave | None = None
+        num_bytes = len(missing) * self.layout.block_bytes + (checkpoint is not None) * self.layout.slot_bytes
+        if not self.may_store(num_bytes):
+            self._skip()
+            return
         if checkpoint is not None:
             inside = not missing and bool(top.children)
             below = self.store.key_of_copy(checkpoint, nearest_checkpoint(top), inside)
             owner = StateSave(checkpoint.num_tokens, checkpoint.origin)
             slot = self.store.take_slot(owner, below)
             if slot is None:
-                self._counters.host_skipped += 1
+                self._skip()
                 return
             owner.slot = slot
         # Taking blocks may move the slot, of which its owner learns, but no blocks.
@@ -95,30 +135,34 @@ class HostTier:
                 self.arena.give_blocks(blocks)
                 if owner is not None:
                     self.arena.give_slot(owner.slot)
-                self._counters.host_skipped += 1
+                self._skip()
                 return
-            moves += [
-                Move(MoveKind.BLOCK, node.block, block, MoveRoute.STORE)
-                for node, block in zip(missing, blocks, strict=True)
-            ]
-            self._counters.host_stored_bytes += len(blocks) * self.layout.block_bytes
+            for node, block in zip(missing, blocks, strict=True):
+                self._send(node, None, block)
         if missing:
             top = self.store.add_blocks(
-                top, [node.hash for node in missing], [node.tokens for node in missing], blocks
+                top, [node.hash for node in missing], [self._tokens(node) for node in missing], blocks
             )[-1]
         if checkpoint is not None and owner is not None:
-            moves.append(Move(MoveKind.SLOT, checkpoint.slot, owner.slot, MoveRoute.STORE))
-            self._counters.host_stored_bytes += self.layout.slot_bytes
+            self._send(checkpoint.node, checkpoint, owner.slot)
             self.store.adopt(top, owner.slot, checkpoint)
         elif not self.layout.has_states:
             self.store.touch(top)
 
+    def _tokens(self, node: Node) -> bytes:
+        """Return what the tier keeps of a block's tokens."""
+        return node.tokens
+
     def find(self, chain: HashChain, max_blocks: int) -> Node | None:
         """Return the deepest node of a history, at most `max_blocks` deep, that can be restored; None if none can."""
-        path = self.store.tree.match(chain, max_blocks)
+        path = self._match(chain, max_blocks)
         if self.layout.has_states:
             return next((node for node in reversed(path) if node.checkpoint is not None), None)
         return path[-1] if path else None
+
+    def _match(self, chain: HashChain, max_blocks: int) -> list[Node]:
+        """Return the longest path of a history that the tier has."""
+        return self.store.tree.match(chain, max_blocks)
 
     def hold(self, node: Node) -> None:
         """Keep a node that is about to be loaded, with its path and its checkpoint."""
@@ -143,7 +187,44 @@ class HostTier:
         """Let nothing stored so far be found again."""
         self.store.reset()
 
+
+class HostTier(Tier):
+    """Keeps what the arena evicts in the host's memory."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_pages: int,
+        moves: list[Move],
+        policy: EvictionPolicy,
+        cost: RecomputeCost,
+        counters: CacheCounters,
+        *,
+        has_private: bool,
+    ) -> None:
+        arena = Arena(layout, num_pages, MoveRoute.HOST, moves)
+        super().__init__(layout, arena, policy, cost, counters, has_private=has_private)
+
+    def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
+        kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
+        self.arena.moves.append(Move(kind, src, unit, MoveRoute.STORE))
+        self.counters.host_stored_bytes += num_bytes
+
+    def _skip(self) -> None:
+        self.counters.host_skipped += 1
+
+    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
+        kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
+        self.counters.host_loaded_bytes += num_bytes
+        return Move(kind, src, unit, MoveRoute.LOAD)
+
     def fill(self, stats: CacheStats) -> None:
-        """Write the tier's gauges."""
         stats.num_host_pages, stats.num_free_host_pages = self.arena.num_pages, self.arena.num_free_pages
         stats.num_host_blocks, stats.num_host_checkpoints = self.store.tree.num_nodes, self.store.num_checkpoints
+
+
+def unit_of(layout: CacheLayout, node: Node, checkpoint: Checkpoint | None) -> tuple[MoveKind, int, int]:
+    """Return kind, unit and bytes of a node's block, or of its checkpoint if one is given."""
+    if checkpoint is None:
+        return MoveKind.BLOCK, node.block, layout.block_bytes
+    return MoveKind.SLOT, checkpoint.slot, layout.slot_bytes

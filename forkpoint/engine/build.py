@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from forkpoint.cache.eviction import RecomputeCost
 from forkpoint.cache.policies import CAPTURE, EVICTION
+from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import EngineConfig
 from forkpoint.engine.chat import check_template
 from forkpoint.engine.core import EngineCore
@@ -62,7 +63,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
         policy=policy(),
         capture=capture(),
         drafter=drafter,
-        num_host_pages=facts.num_host_pages,
+        tiers=TierSizes(facts.num_host_pages, facts.disk, config.disk_write_limit_bytes // config.tensor_parallel_size),
     )
     _log_plan(config, facts)
     events = None
@@ -95,7 +96,8 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
 def _log_plan(config: EngineConfig, facts: WorkerFacts) -> None:
     """Log what the arena holds, what is reused, and a warning if some allowed requests are too long for it."""
     layout, limit = facts.layout, facts.max_model_len
-    for line in cache_plan_lines(layout, facts.num_pages, config, limit, facts.num_host_pages):
+    num_disk_entries = None if facts.disk is None else len(facts.disk.entries)
+    for line in cache_plan_lines(layout, facts.num_pages, config, limit, facts.num_host_pages, num_disk_entries):
         LOGGER.info(line)
     if config.deterministic:
         LOGGER.info("deterministic: cached and uncached runs agree bit for bit")

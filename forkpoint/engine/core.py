@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +11,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from forkpoint.engine.request_log import RequestLog
-from forkpoint.errors import EngineStoppedError, StepFailedError
+from forkpoint.errors import EngineStoppedError, ForkpointError, StepFailedError
+from forkpoint.obs.logs import LOGGER
 from forkpoint.params import FinishReason
 from forkpoint.sched.plan import Runner, SubmittedStep
 from forkpoint.sched.request import Request, RequestUpdate
@@ -22,6 +24,7 @@ if TYPE_CHECKING:  # it imports sockets and a codec
 MIDDLE_EVERY = 64  # steps between collections of the middle garbage generation
 FULL_EVERY = 1 << 16  # steps between full collections, which take a tenth of a second and rarely find a cycle
 CLOSED = "the engine is closed; create a new one"
+SAVE_S = 10.0  # for storing the cache in the disk tier when the engine closes
 LOOK_AHEAD = 2  # steps in flight with async scheduling: one runs, the next is planned
 
 
@@ -144,7 +147,10 @@ class EngineCore:
         }
 
     def close(self) -> None:
-        """Release the runner. Calling it again does nothing."""
+        """Store the cache in the disk tier, if there is one, and release the runner. Calling it again does nothing."""
+        if not self._closed:
+            self.drain()
+            self._save()
         self._closed = True
         self._in_flight.clear()
         if self._runner is not None:
@@ -153,6 +159,19 @@ class EngineCore:
             self._on_close()
             if self._events is not None:
                 self._events.close()
+
+    def _save(self) -> None:
+        """Store what the cache holds in the disk tier, as far as SAVE_S allows. The next engine finds it there."""
+        start, runner = time.monotonic(), self._runner
+        while runner is not None and time.monotonic() - start < SAVE_S:
+            plan = self.scheduler.plan_save()
+            if plan is None:
+                return
+            try:
+                self.scheduler.apply(runner.submit(plan).result())
+            except ForkpointError as error:
+                LOGGER.warning("the cache is not stored in the disk tier: %s", error)
+                return
 
     def _finish_oldest(self) -> list[RequestUpdate]:
         step, pending = self._in_flight[0]
@@ -173,7 +192,7 @@ class EngineCore:
         self._in_flight.popleft()
         while self._in_flight:
             with suppress(Exception):  # they ran on the failed step's state, so only its error is reported
-                self._in_flight.popleft()[1].result()
+                self.scheduler.note_disk(self._in_flight.popleft()[1].result())
         described = str(error)
         if not isinstance(error, StepFailedError):
             described = f"{type(error).__name__}: {error}"

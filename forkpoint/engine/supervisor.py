@@ -11,6 +11,7 @@ from multiprocessing.context import SpawnProcess
 import zmq
 
 from forkpoint.config import EngineConfig
+from forkpoint.engine.core import SAVE_S
 from forkpoint.engine.messages import Command, Died, Report, Stop
 from forkpoint.engine.process import run_engine
 from forkpoint.errors import ConfigError, EngineStoppedError, ForkpointError
@@ -80,7 +81,8 @@ class EngineProcess:
         if gently and self._process.is_alive():
             self.send(Stop())
         if gently or self._is_ending:
-            await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
+            saving_s = SAVE_S if self._config.kv_disk_path is not None else 0.0
+            await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S + saving_s)
         if self._process.is_alive():
             self._process.kill()
             await asyncio.to_thread(self._process.join)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.config import BLOCK_SIZE, EngineConfig
+from forkpoint.config import BLOCK_SIZE, GIB, EngineConfig
 
 LOGGER: Final = logging.getLogger("forkpoint")
 COLORS: Final = {"DEBUG": "36", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
@@ -95,7 +95,12 @@ def wants_color(stream: TextIO) -> bool:
 
 
 def cache_plan_lines(
-    layout: CacheLayout, num_pages: int, config: EngineConfig, max_model_len: int, num_host_pages: int = 0
+    layout: CacheLayout,
+    num_pages: int,
+    config: EngineConfig,
+    max_model_len: int,
+    num_host_pages: int = 0,
+    num_disk_entries: int | None = None,
 ) -> list[str]:
     """Return start-up lines on the arena's contents, the sizes of a block and a slot, and from which length hits
     pay."""
@@ -120,6 +125,12 @@ def cache_plan_lines(
     if num_host_pages:
         size = num_host_pages * layout.page_bytes / MIB
         lines.append(f"host tier: {num_host_pages} pages ({size:.1f} MiB) for what the arena evicts")
+    if num_disk_entries is not None:
+        limit = config.disk_write_limit_bytes / GIB
+        lines.append(
+            f"disk tier: {config.kv_disk_path}, {config.kv_disk_size:g} GiB, at most {limit:g} GiB written a day; "
+            f"{num_disk_entries:,} entries of earlier runs"
+        )
     return [*lines, _caching_line(layout, config)]
 
 
@@ -189,6 +200,9 @@ def load_line(before: Reading, now: Reading) -> str:
     restored = _grown(before, now, "host_hit_tokens")
     if restored:
         parts.append(f"{restored:,} tokens restored from the host tier")
+    read = _grown(before, now, "disk_hit_tokens")
+    if read:
+        parts.append(f"{read:,} tokens restored from the disk tier")
     lost = sum(stats["lost_tokens"].get(reason, 0) - before.stats["lost_tokens"].get(reason, 0) for reason in MISSED)
     if lost > 0:
         parts.append(f"computed {lost:,} tokens again that had been cached")

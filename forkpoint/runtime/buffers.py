@@ -8,11 +8,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from forkpoint.cache.disk_entries import BLOCK, SLOT
 from forkpoint.cache.layout import FP8, CacheLayout, KVSpec, TensorSpec
+from forkpoint.disk.store import DiskStore
 from forkpoint.models.context import LayerCache
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8: torch.float8_e4m3fn}
+
+MEMORY_ROUTES = frozenset({MoveRoute.ARENA, MoveRoute.HOST, MoveRoute.STORE, MoveRoute.LOAD})
 
 
 class ArenaBuffer:
@@ -21,7 +25,8 @@ class ArenaBuffer:
     `layers[i]` are the tensors of layer i by name. Tensors of tokens are `[blocks, heads, block_size, dim]` in kernel
     blocks: block b has those from `b * kernel_blocks` on. Tensors of sequences are `[slots, *shape]`. All are strided
     views: in a block or slot the layers' parts follow each other. `host` is the memory of the host tier, with
-    `num_host_pages` pages of the same layout. The system provides its pages when they are first written.
+    `num_host_pages` pages of the same layout. The system provides its pages when they are first written. `disk` has the
+    disk tier, if there is one.
     """
 
     def __init__(
@@ -31,6 +36,7 @@ class ArenaBuffer:
         self.num_pages = num_pages
         self.data = torch.empty(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
         self.host = torch.empty(num_host_pages * layout.page_bytes, dtype=torch.uint8)
+        self.disk: DiskStore | None = None
         self.block_views: list[Tensor] = []  # all tensors of tokens, layer by layer
         self.states: list[tuple[int, TensorSpec, Tensor]] = []  # all tensors of sequences, with their layer's number
         self.layers = tuple(self._views())
@@ -43,18 +49,53 @@ class ArenaBuffer:
     def num_slots(self) -> int:
         return self.num_pages * self.layout.slots_per_page
 
-    def move(self, moves: Sequence[Move]) -> None:
-        """Copy whole blocks and slots, in order."""
-        layout = self.layout
+    def move(self, moves: Sequence[Move], sound: bool = True) -> None:
+        """Copy whole blocks and slots, in order. Unless the memory is `sound`, nothing is written to the disk."""
         for move in moves:
-            source = self.host if move.route in (MoveRoute.HOST, MoveRoute.LOAD) else self.data
-            target = self.host if move.route in (MoveRoute.HOST, MoveRoute.STORE) else self.data
-            stride, size = layout.slot_stride_bytes, layout.slot_bytes
-            if move.kind is MoveKind.BLOCK:  # including the gaps between kernel blocks
-                stride = layout.block_stride_bytes
-                size = stride - layout.kernel_block_stride_bytes + layout.block_bytes // layout.kernel_blocks
-            src, dst = move.src * stride, move.dst * stride
-            target[dst : dst + size].copy_(source[src : src + size])
+            if move.route in MEMORY_ROUTES:
+                source = self.host if move.route in (MoveRoute.HOST, MoveRoute.LOAD) else self.data
+                target = self.host if move.route in (MoveRoute.HOST, MoveRoute.STORE) else self.data
+                target[self._extent(move.kind, move.dst)].copy_(source[self._extent(move.kind, move.src)])
+            else:
+                self._use_disk(move, sound)
+
+    def _use_disk(self, move: Move, sound: bool) -> None:
+        disk, route, name = self.disk, move.route, move.name
+        assert disk is not None, "the worker has opened no disk tier"
+        if route is MoveRoute.LAND:
+            disk.take(move.ticket, self._bytes(self.data, move.kind, move.dst))
+        elif route is MoveRoute.READ:
+            assert name is not None
+            disk.submit_read(name, move.src, move.ticket)
+        elif route is MoveRoute.DISCARD:
+            disk.discard(move.ticket)
+        elif route is MoveRoute.REMOVE:
+            disk.submit_removal(name)
+        elif route is MoveRoute.DISK:
+            disk.submit_copy(BLOCK if move.kind is MoveKind.BLOCK else SLOT, move.src, move.dst)
+        elif not sound:
+            disk.fail_write(move.ticket)
+        else:
+            assert name is not None
+            room = self.host if route is MoveRoute.HOST_TO_DISK else self.data
+            disk.submit_write(name, move.dst, self._bytes(room, move.kind, move.src), move.ticket)
+
+    def unit_bytes(self, kind: MoveKind) -> int:
+        """Return the bytes of a block or a slot, including the gaps between kernel blocks."""
+        layout = self.layout
+        if kind is MoveKind.SLOT:
+            return layout.slot_bytes
+        gaps = layout.block_stride_bytes - layout.kernel_block_stride_bytes
+        return gaps + layout.block_bytes // layout.kernel_blocks
+
+    def _extent(self, kind: MoveKind, unit: int) -> slice:
+        layout = self.layout
+        start = unit * (layout.slot_stride_bytes if kind is MoveKind.SLOT else layout.block_stride_bytes)
+        return slice(start, start + self.unit_bytes(kind))
+
+    def _bytes(self, room: Tensor, kind: MoveKind, unit: int) -> memoryview:
+        """Return the bytes of a unit, which can be written. The room is memory of the host."""
+        return room[self._extent(kind, unit)].numpy().data
 
     def _views(self) -> Iterator[LayerCache]:
         layout, block_offset, slot_offset = self.layout, 0, 0

@@ -41,6 +41,8 @@ from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, StepPlan, StepRes
 
 MOST_QUERIES = 32  # query heads of one key head, over all tokens of a row for which keys are read together
 
+DISK_WAIT_S = 0.01  # of a step without work for news of the disk; requests that arrive meanwhile wait as long
+
 
 class StepOutputs(NamedTuple):
     """The outputs for the sampled rows, padded.
@@ -142,7 +144,7 @@ class ModelRunner:
         if self._encoded is not None:
             self._encoded.drop(plan.dropped_images)
         if plan.moves:
-            self.arena.move(plan.moves)
+            self.arena.move(plan.moves, sound=self._failure is None)
         self.batch.update(plan)
         if self._failure is not None:
             error = StepFailedError(f"step {plan.step} was not run: a step before it failed with {self._failure!r}")
@@ -155,8 +157,10 @@ class ModelRunner:
             return FailedStep(error, self._failure_seen)
 
     def close(self) -> None:
-        """Wait for the device and drop the graphs. All other memory is freed with the runner."""
+        """Wait for the device, close the disk tier and drop the graphs. All other memory is freed with the runner."""
         self.platform.synchronize()
+        if self.arena.disk is not None:
+            self.arena.disk.close()
         self._graphs.clear()
         if self._drafts is not None:
             self._drafts.close()
@@ -169,7 +173,9 @@ class ModelRunner:
         if plan.added:
             self.batch.prepare(plan.added)
         if not plan.num_tokens:
-            return RunningStep(StepResult(plan.step, np.empty(0, np.int32)), self.platform.mark(), plan.sampled_rows)
+            nothing = StepResult(plan.step, np.empty(0, np.int32))
+            wait_s = DISK_WAIT_S if plan.waits_for_disk else 0.0
+            return RunningStep(nothing, self.platform.mark(), plan.sampled_rows, disk=self.arena.disk, wait_s=wait_s)
         sampling = self.batch.sampling(plan.sampled_rows)
         if self._drafts is not None:  # penalties count drafts
             plan = self._drafts.filled(plan, any(row.counts is not None for row in sampling))
@@ -225,7 +231,14 @@ class ModelRunner:
             else:
                 answers, verified = self._finish_windows(plan, windows, sampling, sampled)
         return RunningStep(
-            partial_result, self.platform.mark(), plan.sampled_rows, answers, verified, logprobs, prompts
+            partial_result,
+            self.platform.mark(),
+            plan.sampled_rows,
+            answers,
+            verified,
+            logprobs,
+            prompts,
+            self.arena.disk,
         )
 
     def _verifies(self, plan: StepPlan) -> bool:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from forkpoint.disk.store import DiskStore
 from forkpoint.ops.rows.columns import NOT_FINITE
 from forkpoint.platforms.platform import Mark
 from forkpoint.runtime.logprobs import Scores
@@ -39,11 +40,14 @@ class RunningStep:
     verified: Verified | None = None
     logprobs: Scores | None = None
     prompts: Sequence[tuple[int, Sequence[Scores]]] = ()  # rows, with the scores of their prompts' tiles
+    disk: DiskStore | None = None
+    wait_s: float = 0.0  # for news of the disk
 
     def result(self) -> StepResult:
         self.done.synchronize()
         prompts = {row: tuple(each for tile in tiles for each in tile.fetch().items()) for row, tiles in self.prompts}
-        result = replace(self.partial, prompt_logprobs=prompts)
+        news = self.disk.news(self.wait_s) if self.disk is not None else None
+        result = replace(self.partial, prompt_logprobs=prompts, disk=news)
         if self.answers is None:
             return result
         token_ids, rows, counts, kept = self.answers.numpy().astype(np.int32), self.rows, None, None

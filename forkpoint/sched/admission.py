@@ -82,28 +82,32 @@ class Admission:
         return self._cache.lookup(scheduled.lease, request.num_tokens, not request.wants_prompt_logprobs)
 
     def _restored(self, scheduled: ScheduledRequest, hit: PrefixHit) -> PrefixHit | None:
-        """Return the request's hit, which is `hit` unless the host tier has a longer prefix.
+        """Return the request's hit, which is `hit` unless a tier has a longer prefix.
 
         None: the request waits, because its prefix is being copied, or another one that comes first. A restore that
-        was dropped is not tried again in this run of the request.
+        was dropped for want of memory is not tried again in this run of the request.
         """
         restoring, request, lease = self._cache.restoring, scheduled.request, scheduled.lease
         assert restoring is not None
         if not scheduled.restores or request.wants_prompt_logprobs:
             return hit
         if not restoring.is_for(lease):
-            source = restoring.find(lease, request.num_tokens, hit)
-            if source is None:
+            found = restoring.find(lease, request.num_tokens, hit)
+            if found is None:
                 return hit
             if restoring.current is not None and not self._drop_later_restore(scheduled):
                 return None
             if not self._cache.has_room(hit, request.num_tokens + 1, self._running.num_requests, spare_slots=1):
                 return hit
-            restoring.begin(lease, scheduled.order, source, hit)
+            restoring.begin(lease, scheduled.order, *found, hit)
+        restore = restoring.current
         if restoring.advance():
             return self._lookup(scheduled)
-        scheduled.restores = restoring.is_for(lease)
-        return None if scheduled.restores else self._lookup(scheduled)
+        if restoring.is_for(lease):
+            return None
+        assert restore is not None
+        scheduled.restores = restore.source.condemned  # the tier may have a shorter prefix that is sound
+        return self._lookup(scheduled)
 
     def _drop_later_restore(self, scheduled: ScheduledRequest) -> bool:
         """Stop a restore for a request that comes after this one. Returns whether there was one."""
@@ -140,6 +144,7 @@ class Admission:
         restoring = self._cache.restoring
         if restoring is not None and restoring.current is not None and restoring.is_for(lease):
             scheduled.num_restored_tokens = max(0, hit.num_tokens - restoring.current.num_tokens_before)
+            scheduled.from_disk = restoring.current.tier is self._cache.disk
         self._cache.attach(lease, hit)
         start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
         in_prefill = start < prefill_end
@@ -172,7 +177,7 @@ class Admission:
         self._running.start(scheduled)
         scheduled.prefill_end, scheduled.num_tokens_at_admission = prefill_end, request.num_tokens
         scheduled.junctions = self._cache.count_query(
-            scheduled.lease, request.num_tokens, hit, scheduled.num_restored_tokens
+            scheduled.lease, request.num_tokens, hit, scheduled.num_restored_tokens, scheduled.from_disk
         )
         scheduled.record_hit(hit)
         if request.first_scheduled_s is None:

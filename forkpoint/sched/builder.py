@@ -92,7 +92,9 @@ class PlanBuilder:
         works.append(_Work(scheduled, tokens, decodes, masks))
         self.budget -= len(tokens)
 
-    def finish(self, removed: tuple[int, ...], dropped_images: tuple[bytes, ...] = ()) -> IssuedStep:
+    def finish(
+        self, removed: tuple[int, ...], dropped_images: tuple[bytes, ...] = (), waits_for_disk: bool = False
+    ) -> IssuedStep:
         """Return the plan in its record. The leases' planned tokens advance past it, and what it computes is filed."""
         added = tuple(self._make_row(scheduled) for scheduled in self._added)
         replaced = tuple(ReplacedPrefix(scheduled.row, _sent_blocks(scheduled)) for scheduled in self._replaced)
@@ -117,6 +119,7 @@ class PlanBuilder:
             num_tokens=len(rows.tokens),
             sampled_rows=rows.row[rows.samples],
             masks=token_masks,
+            waits_for_disk=waits_for_disk,
         )
         requests = [*self._steady, *(work.scheduled for work in itertools.chain(self._decodes, self._prefills))]
         sampled = requests

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from forkpoint.cache.arena import Move as Move
 from forkpoint.cache.arena import MoveKind as MoveKind
 from forkpoint.cache.arena import MoveRoute as MoveRoute
+from forkpoint.cache.disk_entries import DiskNews as DiskNews
 from forkpoint.cache.layout import NO_SLOT as NO_SLOT
 from forkpoint.images import ImageSpan
 from forkpoint.params import SamplingParams
@@ -119,7 +120,7 @@ class StepPlan:
     """One forward pass. The runner handles `removed` rows, `dropped_images`, `moves`, `added` and `replaced` rows, then
     `rows`.
 
-    `moves` run one after the other: compaction and copies from and to the host tier depend on their order. All block
+    `moves` run one after the other: compaction and copies from and to the tiers depend on their order. All block
     and slot ids are those after the moves. A plan without rows has copies alone. The first `num_decodes` rows go
     through the decode kernels, the others through the prefill kernels, whose results differ in their last bits.
     """
@@ -135,6 +136,7 @@ class StepPlan:
     num_tokens: int = 0  # all rows'
     sampled_rows: IntArray = field(default_factory=_no_ints)  # the rows that sample, in the order of `rows`
     masks: TokenMasks | None = None  # None: every row may sample any id
+    waits_for_disk: bool = False  # a plan without work: its result comes with the next news of the disk, or soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ class StepResult:
     num_tokens: int = 0
     slot_bytes_copied: int = 0
     replayed: bool = False  # by a recorded graph
+    disk: DiskNews | None = None  # since the last result
 
 
 class SubmittedStep(Protocol):

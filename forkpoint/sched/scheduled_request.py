@@ -37,8 +37,9 @@ class ScheduledRequest:
     ended: bool = False  # its request has ended; otherwise it leaves in order to run again
     junctions: frozenset[int] = frozenset()
     expected: Checkpoint | None = None  # the checkpoint that this waiting request would resume from
-    restores: bool = True  # whether a longer prefix is to be copied from the host tier
-    num_restored_tokens: int = 0  # of the prefix that this run starts from: copied from the host tier
+    restores: bool = True  # whether a longer prefix is to be copied from a tier
+    num_restored_tokens: int = 0  # of the prefix that this run starts from: copied from a tier
+    from_disk: bool = False  # these came from the disk tier
     suspect_until: int = 0  # tokens; up to there Retries plans it alone
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.policies import CAPTURE
+from forkpoint.cache.tiers import NO_TIERS, TierSizes
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.errors import NonFiniteLogitsError, QueueFullError
 from forkpoint.params import FinishReason
@@ -54,7 +55,7 @@ class Scheduler:
         capture: CapturePolicy | None = None,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        num_host_pages: int = 0,
+        tiers: TierSizes = NO_TIERS,
     ) -> None:
         self.layout = layout
         self.config = scheduler
@@ -65,7 +66,7 @@ class Scheduler:
             deterministic=deterministic,
             cost=cost,
             policy=policy,
-            num_host_pages=num_host_pages,
+            tiers=tiers,
         )
         self._waiting = WaitingQueue()
         self._issued: deque[IssuedStep] = deque()
@@ -125,7 +126,7 @@ class Scheduler:
         return len(self._waiting.requests) >= self.config.max_queue_len
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests or self._running.leaving or self._issued)
+        return bool(self._requests or self._running.leaving or self._issued) or self.cache.has_unsent
 
     def reset_prefix_cache(self) -> bool:
         """Let nothing cached so far be found again, embeddings of images included. Always True: that never fails."""
@@ -184,16 +185,30 @@ class Scheduler:
                 self._preempt_all()
                 builder = PlanBuilder(step, budget, self.cache)
                 self._plan_alone(builder, suspect)
-        if builder.budget == budget and not (restoring is not None and restoring.has_loaded):
+        waits, has_copies = False, self.cache.has_unsent or (restoring is not None and restoring.has_loaded)
+        if builder.budget == budget and not has_copies:
+            waits = not self._issued and restoring is not None and restoring.is_reading
             is_stuck = not self._issued and bool(self._running.requests or self._waiting.requests)
-            assert not is_stuck, "nothing can run, yet requests wait"
-            return None
+            assert waits or not is_stuck, "nothing can run, yet requests wait"
+            if not waits:
+                return None
         removed = self._running.drain_removed() if self._running.removed_rows else ()
-        issued = builder.finish(removed, self._encoder.drain_dropped())
+        issued = builder.finish(removed, self._encoder.drain_dropped(), waits_for_disk=waits)
         if self._drafting is not None:
             self._drafting.begin(issued)
         self._issued.append(issued)
         self._num_steps += 1
+        return issued.plan
+
+    def plan_save(self) -> StepPlan | None:
+        """Return a plan that stores cached entries in the disk tier, before the engine closes; None if that is done.
+
+        All results have to be applied before. Plan nothing else afterwards.
+        """
+        if not self.cache.save_to_disk():
+            return None
+        issued = PlanBuilder(next(self._steps), 0, self.cache).finish((), waits_for_disk=True)
+        self._issued.append(issued)
         return issued.plan
 
     def _plan_all(self, builder: PlanBuilder, early: Collection[ScheduledRequest]) -> None:
@@ -374,6 +389,7 @@ class Scheduler:
         """Apply the result of the oldest step in flight, and return what it means for each request."""
         issued = self._issued.popleft()
         assert issued.plan.step == result.step, f"result of step {result.step}, expected {issued.plan.step}"
+        self.note_disk(result)
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)
         sampled, ends = confirm_tokens(issued, result)
@@ -406,6 +422,11 @@ class Scheduler:
         if self._running.leaving:
             self._release_ready()
         return updates
+
+    def note_disk(self, result: StepResult) -> None:
+        """Take in what the disk has done. `apply` does so; call it for a result that is not applied."""
+        if result.disk is not None and self.cache.disk is not None:
+            self.cache.disk.apply(result.disk)
 
     def _fail_request(self, scheduled: ScheduledRequest) -> RequestUpdate:
         """End a request whose logits were not finite, and let nobody reuse what it computed."""

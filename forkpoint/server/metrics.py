@@ -42,6 +42,8 @@ GAUGES: Final = (
     ("cached_blocks", "Blocks of the prefix tree.", "num_cached_blocks"),
     ("host_tier_checkpoints", "Checkpoints kept in the host tier.", "num_host_checkpoints"),
     ("host_tier_blocks", "Blocks kept in the host tier.", "num_host_blocks"),
+    ("disk_tier_checkpoints", "Checkpoints kept in the disk tier.", "num_disk_checkpoints"),
+    ("disk_tier_blocks", "Blocks kept in the disk tier.", "num_disk_blocks"),
 )
 COUNTERS: Final = (
     ("log_lines_lost", "Log lines that could not be written.", "log_lines_lost"),
@@ -52,6 +54,12 @@ COUNTERS: Final = (
     ("host_tier_stored_bytes", "Bytes of evicted entries that were copied to the host tier.", "host_stored_bytes"),
     ("host_tier_loaded_bytes", "Bytes that were copied back from the host tier.", "host_loaded_bytes"),
     ("host_tier_skipped", "Evicted entries that were worth too little for the host tier.", "host_skipped"),
+    ("disk_tier_hits", "Reused prompt tokens that were read from the disk tier.", "disk_hit_tokens"),
+    ("disk_tier_stored_bytes", "Bytes of evicted entries that went to the disk tier.", "disk_stored_bytes"),
+    ("disk_tier_loaded_bytes", "Bytes that came back from the disk tier.", "disk_loaded_bytes"),
+    ("disk_tier_skipped", "Evicted entries that the disk tier did not store.", "disk_skipped"),
+    ("disk_tier_failed_reads", "Entries of the disk tier that were damaged or could not be read.", "disk_failed_reads"),
+    ("disk_tier_failed_writes", "Entries that could not be written to the disk tier.", "disk_failed_writes"),
     ("blocks_evicted", "Blocks that were evicted.", "blocks_evicted"),
     ("arena_moves", "Blocks and slots moved to make room.", "moves"),
     ("steps", "Forward passes.", "num_steps"),

@@ -137,7 +137,7 @@ class CacheInfo(ReplyModel):
 
     `num_tokens` tokens were reused, `num_image_tokens` of them tokens of images. Keys and values alone were cached for
     `kv_num_tokens`. `miss` says why not all of the reusable prompt was reused.
-    `num_restored_tokens` of the reused tokens were copied from the host tier.
+    `num_restored_tokens` of the reused tokens were copied from the host tier or the disk tier.
     """
 
     num_tokens: int

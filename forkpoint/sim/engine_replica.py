@@ -10,6 +10,7 @@ import numpy as np
 from forkpoint.cache.capture import CapturePolicy
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tiers import NO_TIERS, TierSizes
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.errors import RequestTooLargeError
 from forkpoint.params import SamplingParams
@@ -34,7 +35,7 @@ class EngineOptions:
     policy: EvictionPolicy | None = None
     capture: CapturePolicy | None = None
     drafter: SetAcceptance | None = None
-    num_host_pages: int = 0
+    tiers: TierSizes = NO_TIERS
 
 
 class EngineReplica:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from forkpoint.cache.policies import CAPTURE, EVICTION
+from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import GIB, MAX_HOST_GIB, CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.sim.acceptance import SetAcceptance
@@ -57,7 +58,7 @@ def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler
         policy=EVICTION.find(chosen["eviction"])(),
         capture=CAPTURE.find(chosen["capture"])(),
         drafter=_drafter(*(chosen[name] for name in DRAFTS)),
-        num_host_pages=_num_host_pages(chosen["host_memory"], layout.page_bytes),
+        tiers=TierSizes(_num_host_pages(chosen["host_memory"], layout.page_bytes)),
     )
 
 

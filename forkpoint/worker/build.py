@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from forkpoint.cache.disk_entries import DiskFacts
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
@@ -27,6 +28,7 @@ from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import resolve_platform
 from forkpoint.runtime.graphs import graph_shapes
 from forkpoint.runtime.runner import Loaded, ModelRunner
+from forkpoint.worker.disk import open_disk_tier
 from forkpoint.worker.memory import GIB, bytes_beside_arena, explained_exhaustion
 from forkpoint.worker.sizing import choose_num_host_pages, choose_num_pages
 from forkpoint.worker.trial import compile_ahead
@@ -84,6 +86,9 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     if config.host_tier_bytes:
         num_host_pages = choose_num_host_pages(layout, config.host_tier_bytes, size, free_host_bytes())
     runner = _make_runner(config, loaded, num_pages, num_host_pages)
+    disk: DiskFacts | None = None
+    if config.kv_disk_path is not None:
+        disk = open_disk_tier(config, loaded, runner.arena, ranks)
     facts = WorkerFacts(
         layout,
         num_pages,
@@ -93,6 +98,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         model.config.flops_per_token,
         model.config.flops_per_pair,
         num_host_pages,
+        disk,
     )
     return Worker(facts, runner, platform.release_unused)
 
@@ -117,10 +123,10 @@ def _check_device(config: EngineConfig, num_rows: int, platform: Platform) -> No
             f"kv_cache_dtype='fp8' is not possible on {device}, which does not convert 8-bit floats (NVIDIA GPUs of "
             "compute capability 8.9 or more do); give 'auto'"
         )
-    if config.host_tier_bytes and not platform.shares_memory:
+    if (config.host_tier_bytes or config.disk_tier_bytes) and not platform.shares_memory:
         raise ConfigError(
-            f"a host tier (kv_offloading_size, kv_transfer_config) is not possible on {device}, whose steps would wait "
-            "for its copies; it is for models that run on a CPU; leave it out"
+            f"a tier (kv_offloading_size, kv_transfer_config, kv_disk_path) is not possible on {device}, whose steps "
+            "would wait for its copies; tiers are for models that run on a CPU; leave it out"
         )
     if traits.most_rows is not None and num_rows > traits.most_rows:
         raise ConfigError(

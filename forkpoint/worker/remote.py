@@ -13,7 +13,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -25,9 +25,10 @@ import msgspec
 from forkpoint.config import EngineConfig
 from forkpoint.errors import EngineStoppedError, ForkpointError, StepFailedError
 from forkpoint.obs.logs import LOGGER, set_up_logging
-from forkpoint.sched.plan import StepPlan, StepResult, SubmittedStep
+from forkpoint.sched.plan import DiskNews, StepPlan, StepResult, SubmittedStep
 from forkpoint.worker.child import begin_child, how_it_ended, start_child
 from forkpoint.worker.codec import Failure, decoder, encoder
+from forkpoint.worker.disk_ranks import DiskTickets, common_disk
 from forkpoint.worker.worker import Worker, WorkerFacts
 
 STOP_TIMEOUT_S = 10.0  # for the device to finish and the worker to end; then it is killed
@@ -39,13 +40,14 @@ class StepAnswer(msgspec.Struct, array_like=True, frozen=True):
     """A step's result, or why there is none.
 
     `refused`: the plan contradicts the worker's batch. Only the first rank sends the result; all send the `digest` of
-    the sampled ids.
+    the sampled ids, and the news of their disks.
     """
 
     result: StepResult | None = None
     digest: int = 0
     failure: str = ""
     refused: bool = False
+    disk: DiskNews | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +94,12 @@ class RemoteRunner:
         self._ranks = ranks
         self._encode, self._decode = encoder(), decoder(StepAnswer)
         self._why: str | None = None  # why the ranks were ended
+        self._disk = DiskTickets(len(ranks))
         self._end = Finalize(self, _end, (ranks,), exitpriority=1)  # runs when this process ends, at the latest
 
     def wait_until_built(self) -> WorkerFacts:
         """Wait for all ranks and return the first one's facts. Raises what building a worker raised."""
-        facts: WorkerFacts | None = None
+        facts: dict[str, WorkerFacts] = {}
         waiting = {rank.socket: rank for rank in self._ranks}
         while waiting:
             for socket in connection.wait(list(waiting)):
@@ -110,10 +113,9 @@ class RemoteRunner:
                     _end(self._ranks, kill=len(self._ranks) > 1)  # the others wait for this one
                     raise message.error()
                 assert isinstance(message, WorkerFacts)
-                if rank is self._ranks[0]:
-                    facts = message
-        assert facts is not None
-        return facts
+                facts[rank.name] = message
+        first = facts[self._ranks[0].name]
+        return replace(first, disk=common_disk([each.disk for each in facts.values()]))
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Send a plan. Raises EngineStoppedError if a rank has ended."""
@@ -155,6 +157,9 @@ class RemoteRunner:
         for name, answer in answers.items():
             if answer.digest != first.digest:
                 raise self._stopped(f"{name} sampled other tokens than {self._ranks[0].name}")
+        news = self._disk.merge([answer.disk for answer in answers.values() if answer.disk is not None])
+        if news is not None and first.result is not None:
+            return msgspec.structs.replace(first, result=replace(first.result, disk=news))
         return first
 
     def check(self) -> None:
@@ -253,4 +258,5 @@ def _answer(step: SubmittedStep | StepAnswer, rank: int) -> StepAnswer:
     except Exception as error:
         LOGGER.debug("a step failed", exc_info=error)
         return StepAnswer(failure=f"{type(error).__name__}: {error}")
-    return StepAnswer(None if rank else result, zlib.crc32(result.token_ids.tobytes()))
+    digest = zlib.crc32(result.token_ids.tobytes())
+    return StepAnswer(None if rank else replace(result, disk=None), digest, disk=result.disk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forkpoint.cache.disk_entries import DiskFacts
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import SchedulerConfig
 from forkpoint.sched.plan import Runner
@@ -22,6 +23,7 @@ class WorkerFacts:
     flops_per_token: int
     flops_per_pair: int  # for one query that attends to one key
     num_host_pages: int = 0  # of the host tier, including its page 0; 0: there is no such tier
+    disk: DiskFacts | None = None  # the disk tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.engine import Engine
@@ -408,7 +409,7 @@ def start(
         config,
         deterministic=options.deterministic,
         drafter=drafter,
-        num_host_pages=num_host_pages,
+        tiers=TierSizes(num_host_pages),
     )
     if sched.cache.restoring is not None and options.loaded_at_once:
         sched.cache.restoring.loaded_at_once = options.loaded_at_once

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forkpoint.cache.layout import CacheLayout, KVSpec
+from forkpoint.cache.tiers import TierSizes
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.images import DIGEST_BYTES, ImageSpan
@@ -90,7 +91,7 @@ class Harness:
             config,
             deterministic=self.deterministic,
             drafter=drafter,
-            num_host_pages=self.num_host_pages,
+            tiers=TierSizes(self.num_host_pages),
         )
         restoring = self.sched.cache.restoring
         if restoring is not None and self.loaded_at_once:

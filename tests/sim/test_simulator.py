@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.engine.core import EngineCore
 from forkpoint.errors import ConfigError
@@ -92,7 +93,7 @@ def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: i
     """The same requests at the same steps: every plan is the same, block by block and slot by slot."""
     layout = LAYOUTS[name]
     num_pages = layout.num_pages_for(tokens, 4) + 1
-    scheduler = Scheduler(layout, num_pages, CacheConfig(), SCHEDULER, cost=COST, num_host_pages=num_host_pages)
+    scheduler = Scheduler(layout, num_pages, CacheConfig(), SCHEDULER, cost=COST, tiers=TierSizes(num_host_pages))
     runner = Watched(layout, num_pages, num_host_pages)
     core = EngineCore(scheduler, runner)
     requests = {}
@@ -111,7 +112,7 @@ def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: i
         core.step()
         step += 1
 
-    options = EngineOptions(layout, num_pages, CacheConfig(), SCHEDULER, COST, num_host_pages=num_host_pages)
+    options = EngineOptions(layout, num_pages, CacheConfig(), SCHEDULER, COST, tiers=TierSizes(num_host_pages))
     system = EngineReplica(options)
     plans = []
     plan_step = system.sched.schedule

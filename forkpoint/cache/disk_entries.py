@@ -1,0 +1,75 @@
+"""What the disk tier knows of its entries: their names, and the records that survive the process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from forkpoint.cache.hashing import HASH_BYTES
+
+BLOCK, SLOT = 1, 2  # `kind` of a record
+# One unit of the slab and what it holds. `origin` and `decoded` matter for slots alone. `sum` is the xxh3-128 of the
+# namespace, the entry's name and its bytes.
+RECORD: Final = np.dtype(
+    [
+        ("unit", "<u4"),
+        ("depth", "<u4"),
+        ("kind", "u1"),
+        ("live", "u1"),  # 0: the unit holds nothing any more
+        ("origin", "u1"),
+        ("decoded", "u1"),
+        ("hash", f"V{HASH_BYTES}"),
+        ("parent", f"V{HASH_BYTES}"),
+        ("sum", "V16"),
+    ]
+)
+Records: TypeAlias = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class EntryName:
+    """What an entry of the disk tier is: the block of a hash, or the state after it.
+
+    `depth` counts blocks from the root, this one included. `parent` is the hash of the block before it. `origin` and
+    `decoded` are those of a checkpoint.
+    """
+
+    kind: int
+    hash: bytes
+    parent: bytes
+    depth: int
+    origin: int = 0
+    decoded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFacts:
+    """The disk tier that a worker has opened.
+
+    `num_pages` includes page 0, which stays empty. `entries` are the live records of earlier processes, as RECORD.
+    Since `window_start_s`, a time as `time.time()` returns it, `window_bytes` were written.
+    """
+
+    num_pages: int
+    entries: Records
+    window_start_s: float = 0.0
+    window_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskNews:
+    """What the worker's disk has done since it last reported: tickets of reads and writes.
+
+    `writes`: the worker still writes. It stops after an error.
+    """
+
+    done: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+    writes: bool = True
+
+
+def no_entries() -> Records:
+    return np.zeros(0, RECORD)

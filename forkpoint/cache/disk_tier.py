@@ -1,0 +1,294 @@
+"""The disk tier: cache entries that left the arena or the host tier, in a file that outlives the process."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
+from forkpoint.cache.counters import CacheCounters, CacheStats
+from forkpoint.cache.disk_entries import BLOCK, SLOT, DiskFacts, DiskNews, EntryName
+from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
+from forkpoint.cache.hashing import BlockHash, HashChain
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.store import PrefixStore
+from forkpoint.cache.tier import Tier, unit_of
+from forkpoint.cache.tree import Checkpoint, Node, Origin
+
+READ_AT_ONCE: Final = 128 * 2**20  # bytes that the worker reads ahead into buffers; a larger state is read alone
+UNWRITTEN_AT_ONCE: Final = 256 * 2**20  # bytes that wait to be written; what is evicted meanwhile is not stored
+STALLED_S: Final = 20.0  # without an answer to a read, after which nothing is read any more
+DAY_S: Final = 86400.0
+ORIGINS: Final = tuple(Origin)  # a record's `origin` is an index of it
+
+
+@dataclass(slots=True)
+class DiskRead:
+    """A read of a node's block, or of its checkpoint."""
+
+    node: Node
+    checkpoint: Checkpoint | None
+    num_bytes: int
+    has_arrived: bool = False
+
+
+class DiskTier(Tier):
+    """Keeps what the room above evicts on a disk, which a thread of the worker reads and writes.
+
+    Its nodes have no tokens: their hashes alone name them. `apply` takes in what the worker's disk reports. A failed
+    write or read removes its entry. After a failed write nothing is stored any more.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        facts: DiskFacts,
+        moves: list[Move],
+        policy: EvictionPolicy,
+        cost: RecomputeCost,
+        counters: CacheCounters,
+        *,
+        has_private: bool,
+        source: MoveRoute,
+        write_limit: int,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`source` is the route from the room above. At most `write_limit` bytes are written in a day."""
+        arena = Arena(layout, facts.num_pages, MoveRoute.DISK, moves)
+        super().__init__(layout, arena, policy, cost, counters, has_private=has_private)
+        self.writes = self.reads = True
+        self.has_unsent = False  # entries to remove that no plan has carried yet
+        self._source = source
+        self._write_limit = write_limit
+        self._wall_clock, self._clock = wall_clock, clock
+        self._window_start_s, self._window_bytes = facts.window_start_s, facts.window_bytes
+        self._tickets = itertools.count(1)
+        self._writing: dict[int, tuple[BlockHash, int]] = {}  # ticket -> hash and bytes
+        self._unwritten_bytes = 0
+        self._reading: dict[int, DiskRead] = {}  # by ticket; reads whose contents have not been copied to the arena
+        self._tickets_of: dict[Node | Checkpoint, int] = {}
+        self._read_bytes = 0
+        self._answered_s = 0.0
+        self._load(facts)
+
+    def _load(self, facts: DiskFacts) -> None:
+        """Take in the entries of earlier processes. Those whose path is not whole are left out."""
+        was_enabled = gc.isenabled()
+        gc.disable()  # hundreds of thousands of objects that all stay
+        try:
+            self._load_blocks(facts)
+            self._load_checkpoints(facts)
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    def _load_blocks(self, facts: DiskFacts) -> None:
+        records = facts.entries[facts.entries["kind"] == BLOCK]
+        records = records[records["depth"].argsort(kind="stable")]
+        tree, owners = self.store.tree, dict[int, Node]()
+        columns = (records[name].tolist() for name in ("unit", "depth", "hash", "parent"))
+        for unit, depth, block_hash, parent_hash in zip(*columns, strict=True):
+            parent = tree.find(parent_hash) if depth > 1 else tree.root(parent_hash)
+            if parent is not None and parent.depth == depth - 1 and tree.find(block_hash) is None:
+                (owners[unit],) = tree.extend(parent, (block_hash,), (b"",), (unit,))
+        self.arena.occupy(MoveKind.BLOCK, owners)
+        for node in owners.values():
+            if not node.children:
+                self.store.touch(node)
+
+    def _load_checkpoints(self, facts: DiskFacts) -> None:
+        records = facts.entries[facts.entries["kind"] == SLOT]
+        columns = (records[name].tolist() for name in ("unit", "depth", "hash", "origin", "decoded"))
+        found = dict[int, tuple[Node, Origin, bool]]()
+        for unit, depth, block_hash, origin, decoded in zip(*columns, strict=True):
+            node = self.store.tree.find(block_hash)
+            if node is not None and node.depth == depth and origin < len(ORIGINS):
+                found[unit] = node, ORIGINS[origin], bool(decoded)
+        self.arena.occupy(MoveKind.SLOT, {unit: node for unit, (node, _, _) in found.items()})
+        for unit, (node, kind, decoded) in found.items():
+            self.store.add_checkpoint(node, unit, kind, decoded)
+
+    # --- storing
+
+    def save(self, store: PrefixStore, source: MoveRoute) -> None:
+        """Store what a room above holds, the most valuable first, as far as that can be written soon.
+
+        `source` is the route from that room.
+        """
+        usual, self._source = self._source, source
+        for entry in store.by_worth():
+            if not self.writes or self._unwritten_bytes > UNWRITTEN_AT_ONCE // 2:
+                break
+            if isinstance(entry, Node):
+                self.keep(entry, None)
+            else:
+                self.keep(entry.node, entry)
+        self._source = usual
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether some writes have not been reported yet."""
+        return bool(self._writing)
+
+    def may_store(self, num_bytes: int) -> bool:
+        now = self._wall_clock()
+        if not 0 <= now - self._window_start_s < DAY_S:
+            self._window_start_s, self._window_bytes = now, 0
+        is_calm = not self._unwritten_bytes or self._unwritten_bytes + num_bytes <= UNWRITTEN_AT_ONCE
+        return self.writes and is_calm and self._window_bytes + num_bytes <= self._write_limit
+
+    def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
+        kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
+        ticket = next(self._tickets)
+        self.arena.moves.append(Move(kind, src, unit, self._source, ticket, _name_of(node, checkpoint)))
+        self._writing[ticket] = node.hash, num_bytes
+        self._unwritten_bytes += num_bytes
+        self.counters.disk_stored_bytes += num_bytes
+        self._window_bytes += num_bytes
+
+    def _skip(self) -> None:
+        self.counters.disk_skipped += 1
+
+    def _tokens(self, node: Node) -> bytes:
+        return b""
+
+    # --- restoring
+
+    def _match(self, chain: HashChain, max_blocks: int) -> list[Node]:
+        path: list[Node] = []
+        if not self.reads:
+            return path
+        find = self.store.tree.find
+        for block_hash in chain.hashes[:max_blocks]:
+            node = find(block_hash)
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
+        """Return how many of these units, in order, have been read, and start to read those that follow."""
+        wanted: list[tuple[Node, Checkpoint | None]] = []
+        if self.layout.has_kv:
+            wanted += [(node, None) for node in path]
+        if checkpoint is not None:
+            wanted.append((checkpoint.node, checkpoint))
+        self._keep_only({state or node for node, state in wanted})
+        for node, state in wanted:
+            if (state or node) in self._tickets_of:
+                continue
+            num_bytes = unit_of(self.layout, node, state)[2]
+            if self._read_bytes and self._read_bytes + num_bytes > READ_AT_ONCE:
+                break
+            self._read(node, state, num_bytes)
+        ready = itertools.takewhile(self._has_arrived, wanted)
+        return sum(1 for _ in ready)
+
+    def _has_arrived(self, wanted: tuple[Node, Checkpoint | None]) -> bool:
+        ticket = self._tickets_of.get(wanted[1] or wanted[0])
+        return ticket is not None and self._reading[ticket].has_arrived
+
+    def _read(self, node: Node, checkpoint: Checkpoint | None, num_bytes: int) -> None:
+        if not self.is_reading:
+            self._answered_s = self._clock()
+        ticket = next(self._tickets)
+        kind, unit, _ = unit_of(self.layout, node, checkpoint)
+        self.arena.moves.append(Move(kind, unit, 0, MoveRoute.READ, ticket, _name_of(node, checkpoint)))
+        self._reading[ticket] = DiskRead(node, checkpoint, num_bytes)
+        self._tickets_of[checkpoint or node] = ticket
+        self._read_bytes += num_bytes
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the answer to a read is still to come."""
+        return any(not read.has_arrived for read in self._reading.values())
+
+    def is_stalled(self) -> bool:
+        """Return whether the disk does not answer. From then on nothing is read."""
+        if self.is_reading and self._clock() - self._answered_s > STALLED_S:
+            self.reads = False
+        return not self.reads
+
+    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
+        kind, _, num_bytes = unit_of(self.layout, node, checkpoint)
+        ticket = self._tickets_of[checkpoint or node]
+        self._end_read(ticket)
+        self.counters.disk_loaded_bytes += num_bytes
+        return Move(kind, 0, unit, MoveRoute.LAND, ticket)
+
+    def _end_read(self, ticket: int) -> DiskRead:
+        read = self._reading.pop(ticket)
+        del self._tickets_of[read.checkpoint or read.node]
+        self._read_bytes -= read.num_bytes
+        return read
+
+    def _keep_only(self, wanted: set[Node | Checkpoint]) -> None:
+        """Give up the reads of other entries."""
+        for entry, ticket in list(self._tickets_of.items()):
+            if entry not in wanted:
+                self._end_read(ticket)
+                self.arena.moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.DISCARD, ticket))
+
+    def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        self._keep_only(set())
+        super().release(node, checkpoint)
+
+    # --- what the worker reports
+
+    def apply(self, news: DiskNews) -> None:
+        """Take in what the worker's disk has done."""
+        self.writes = self.writes and news.writes
+        self._answered_s = self._clock()
+        for ticket in news.done:
+            if ticket in self._reading:
+                self._reading[ticket].has_arrived = True
+            else:
+                self._end_write(ticket)
+        for ticket in news.failed:
+            if ticket in self._reading:
+                self.counters.disk_failed_reads += 1
+                self.condemn([self._end_read(ticket).node.hash])
+            elif (block_hash := self._end_write(ticket)) is not None:
+                self.counters.disk_failed_writes += 1
+                self.condemn([block_hash])
+
+    def _end_write(self, ticket: int) -> BlockHash | None:
+        """Return the hash of a write that has ended; None if it was a read that nobody waits for."""
+        if ticket not in self._writing:
+            return None
+        block_hash, num_bytes = self._writing.pop(ticket)
+        self._unwritten_bytes -= num_bytes
+        return block_hash
+
+    # --- removing
+
+    def condemn(self, hashes: Iterable[BlockHash]) -> None:
+        hashes = list(hashes)
+        super().condemn(hashes)
+        # An entry that the tree has evicted may still be in the journal. The worker finds it by its hash.
+        self.arena.moves += [
+            Move(MoveKind.BLOCK, 0, 0, MoveRoute.REMOVE, name=EntryName(BLOCK, each, b"", 0)) for each in hashes
+        ]
+        self.has_unsent = self.has_unsent or bool(hashes)
+
+    def reset(self) -> None:
+        super().reset()
+        self.arena.moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.REMOVE))
+        self.has_unsent = True
+
+    def fill(self, stats: CacheStats) -> None:
+        stats.num_disk_pages, stats.num_free_disk_pages = self.arena.num_pages, self.arena.num_free_pages
+        stats.num_disk_blocks, stats.num_disk_checkpoints = self.store.tree.num_nodes, self.store.num_checkpoints
+
+
+def _name_of(node: Node, checkpoint: Checkpoint | None) -> EntryName:
+    assert node.parent is not None
+    if checkpoint is None:
+        return EntryName(BLOCK, node.hash, node.parent.hash, node.depth)
+    origin = ORIGINS.index(checkpoint.origin)
+    return EntryName(SLOT, node.hash, node.parent.hash, node.depth, origin, checkpoint.decoded)

@@ -1,0 +1,69 @@
+"""The rooms below the arena: which there are, and what falls into which."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from forkpoint.cache.arena import MoveRoute
+from forkpoint.cache.disk_entries import DiskFacts
+from forkpoint.cache.disk_tier import DiskTier
+from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
+from forkpoint.cache.store import PrefixStore
+from forkpoint.cache.tier import HostTier
+
+NO_LIMIT: Final = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class TierSizes:
+    """The tiers of an engine.
+
+    `num_host_pages` is the size of the host tier, its reserved page included; without pages there is no such tier.
+    `disk` is the disk tier that the worker has opened. At most `write_limit` bytes are written to it in a day of
+    `wall_clock`. A disk that does not answer is noticed by `clock`.
+    """
+
+    num_host_pages: int = 0
+    disk: DiskFacts | None = None
+    write_limit: int = NO_LIMIT
+    wall_clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.perf_counter
+
+
+NO_TIERS: Final = TierSizes()
+
+
+def build_tiers(
+    sizes: TierSizes,
+    store: PrefixStore,
+    new_policy: Callable[[], EvictionPolicy],
+    cost: RecomputeCost,
+    *,
+    has_private: bool,
+) -> tuple[HostTier | None, DiskTier | None]:
+    """Build the tiers below `store`, the arena's. What leaves a room falls into the next one that exists."""
+    layout, moves, counters = store.layout, store.arena.moves, store.counters
+    host: HostTier | None = None
+    if sizes.num_host_pages:
+        host = HostTier(layout, sizes.num_host_pages, moves, new_policy(), cost, counters, has_private=has_private)
+        store.keep = host.keep
+    if sizes.disk is None:
+        return host, None
+    disk = DiskTier(
+        layout,
+        sizes.disk,
+        moves,
+        new_policy(),
+        cost,
+        counters,
+        has_private=has_private,
+        source=MoveRoute.ARENA_TO_DISK if host is None else MoveRoute.HOST_TO_DISK,
+        write_limit=sizes.write_limit,
+        wall_clock=sizes.wall_clock,
+        clock=sizes.clock,
+    )
+    (store if host is None else host.store).keep = disk.keep
+    return host, disk

@@ -1,0 +1,141 @@
+"""The journal: which unit of the slab holds what. An append-only file of checked batches of records."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from forkpoint.cache.disk_entries import RECORD, Records, no_entries
+
+MAGIC: Final = b"FKJ1"
+# Magic, number of records, start of the day's window in seconds, bytes written in it, check of all but the magic.
+HEAD: Final = struct.Struct("<4sIdQ8s")
+CHECK_BYTES: Final = 8
+MOST_BATCHES: Final = 4096  # a journal of more is rewritten as one batch, so that it loads quickly
+LEAST_REWRITTEN: Final = 4096  # dead records; a shorter journal costs less than its rewriting
+
+
+class Journal:
+    """Owns the file `path`. Its first batch holds the namespace alone, as a record's `hash`.
+
+    `entries` are the live records that the file had. `is_foreign` says whether it had records of another namespace,
+    which are dropped. A batch that is damaged, and all after it, count as never written. Methods raise OSError.
+    """
+
+    def __init__(self, path: Path, namespace: bytes) -> None:
+        self._path = path
+        self._namespace = namespace
+        self.window_start_s, self.window_bytes = 0.0, 0
+        self.is_foreign = False
+        self._num_batches = 0
+        self._num_records = 0
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self.entries = self._load()
+        self.rewrite(self.entries)
+
+    def _load(self) -> Records:
+        data = memoryview(os.pread(self._fd, os.fstat(self._fd).st_size, 0))
+        batches = list[Records]()
+        offset = 0
+        while offset + HEAD.size <= len(data):
+            magic, count, start_s, num_bytes, check = HEAD.unpack_from(data, offset)
+            body = offset + HEAD.size
+            end = body + count * RECORD.itemsize
+            if magic != MAGIC or end > len(data):
+                break
+            if _check(data[offset + 4 : body - CHECK_BYTES], data[body:end]) != check:
+                break
+            batches.append(np.frombuffer(data[body:end], RECORD))
+            self.window_start_s, self.window_bytes = start_s, num_bytes
+            offset = end
+        if not batches or not len(batches[0]):
+            return no_entries()
+        if batches[0]["hash"][0].tobytes() != self._namespace:
+            self.is_foreign = True
+            return no_entries()
+        return newest(np.concatenate([batches[0][1:], *batches[1:]]))
+
+    def append(self, records: Records, num_bytes: int, now_s: float, window_s: float) -> None:
+        """Append records, and count `num_bytes` as written in the current window of `window_s` seconds."""
+        if not 0 <= now_s - self.window_start_s < window_s:
+            self.window_start_s, self.window_bytes = now_s, 0
+        self.window_bytes += num_bytes
+        _write_all(self._fd, self._batch(records))
+        self._num_batches += 1
+        self._num_records += len(records)
+
+    def is_long(self, num_live: int) -> bool:
+        """Return whether the journal should be rewritten; `num_live` of its records still count."""
+        dead = self._num_records - num_live
+        return self._num_batches > MOST_BATCHES or dead > max(num_live, LEAST_REWRITTEN)
+
+    def rewrite(self, live: Records) -> None:
+        """Replace the file by one with these records alone. The old file stays until the new one is complete."""
+        first = np.zeros(1, RECORD)
+        first["hash"] = np.void(self._namespace)
+        other = self._path.with_name(self._path.name + ".new")
+        fd = os.open(other, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        try:
+            _write_all(fd, self._batch(np.concatenate([first, live])))
+            os.replace(other, self._path)
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(self._fd)
+        self._fd = fd
+        self._num_batches, self._num_records = 1, len(live)
+
+    def empty(self) -> None:
+        """Remove all records from the file, which needs no room on the disk."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, 0)
+
+    def is_in_place(self) -> bool:
+        """Return whether the path still names the open file."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _batch(self, records: Records) -> bytes:
+        body = records.tobytes()
+        head = HEAD.pack(MAGIC, len(records), self.window_start_s, self.window_bytes, b"")
+        return head[:-CHECK_BYTES] + _check(memoryview(head)[4:-CHECK_BYTES], memoryview(body)) + body
+
+
+def newest(records: Records) -> Records:
+    """Return the records that still count: the last one of each unit, and of each entry, if it is live."""
+    units = records["unit"].astype(np.int64) * 4 + records["kind"]
+    records = records[_last_of_each(units)]
+    records = records[records["live"] == 1]
+    # Half of a hash tells entries apart. If two ever agree in it, one of them is a miss.
+    halves = np.ascontiguousarray(records["hash"]).view("<u8").reshape(-1, 2)[:, 0]
+    kept: Records = records[_last_of_each(halves ^ records["kind"])]
+    return kept
+
+
+def _last_of_each(keys: np.ndarray) -> np.ndarray:
+    """Return the index of the last occurrence of each key, in ascending order."""
+    _, from_end = np.unique(keys[::-1], return_index=True)
+    return np.sort(len(keys) - 1 - from_end)
+
+
+def _check(head: memoryview, body: memoryview) -> bytes:
+    found = xxhash.xxh3_64(head)
+    found.update(body)
+    return found.digest()
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

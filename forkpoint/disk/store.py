@@ -1,0 +1,379 @@
+"""The disk's side of the disk tier: one thread that reads and writes units, so that no step waits for the disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from forkpoint.cache.disk_entries import BLOCK, RECORD, SLOT, DiskFacts, DiskNews, EntryName, Records
+from forkpoint.disk.journal import Journal
+from forkpoint.disk.slab import Slab, SlabLayout
+
+DAY_S: Final = 86400.0
+LOCK_WAIT_S: Final = 2.0  # for the process of an engine that was just killed
+FILE_NAMES: Final = ("slab", "journal")
+PIECE_BYTES: Final = 2**20  # that are summed at once: other threads wait meanwhile
+LOGGER: Final = logging.getLogger("forkpoint")
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A read, a write, a copy from one unit to another, or the removal of entries. Jobs run in their order, except that
+    reads overtake those that do not touch their unit."""
+
+    kind: int
+    unit: int
+    name: EntryName | None = None
+    data: mmap.mmap | None = None  # of a write
+    reads: bool = False
+    removes: bool = False
+    source: int | None = None  # of a copy
+    ticket: int = 0
+
+    def touches(self, kind: int, unit: int) -> bool:
+        return self.removes or (self.kind == kind and unit in (self.unit, self.source))
+
+
+@dataclass(slots=True)
+class _News:
+    done: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+
+
+class DiskStore:
+    """Owns a folder's slab and journal, and the thread that uses them.
+
+    `submit_*` methods only queue work. `news` says which tickets are done or failed. Contents that were read wait in
+    buffers until `take` or `discard`. After an error of a write, or once the folder has vanished, nothing is written
+    any more, which is logged once. Reads go on. Damaged contents are failed reads.
+    """
+
+    def __init__(self, journal: Journal, slab: Slab, lock: int, namespace: bytes) -> None:
+        """Use `open_store`, which opens these files."""
+        self._journal, self._slab, self._lock_fd, self._namespace = journal, slab, lock, namespace
+        layout = slab.layout
+        self._records = {kind: np.zeros(slab.num_pages * layout.per_page(kind), RECORD) for kind in (BLOCK, SLOT)}
+        entries = _fitting(journal.entries, slab)
+        for kind, table in self._records.items():
+            own = entries[entries["kind"] == kind]
+            table[own["unit"]] = own
+        self._num_live = len(entries)
+        self.facts = DiskFacts(slab.num_pages, entries, journal.window_start_s, journal.window_bytes)
+        self.writes = True
+        self._changed = threading.Condition()  # guards all below
+        self._jobs: deque[Job] = deque()
+        self._buffers: dict[int, list[mmap.mmap]] = {BLOCK: [], SLOT: []}  # idle ones
+        self._arrived: dict[int, tuple[int, mmap.mmap]] = {}  # ticket -> kind and contents
+        self._discarded: set[int] = set()  # tickets of reads whose contents nobody wants
+        self._news = _News()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="disk", daemon=True)
+        self._thread.start()
+
+    # --- called by the worker's thread
+
+    def submit_write(self, name: EntryName, unit: int, data: memoryview, ticket: int) -> None:
+        """Copy `data` and queue its writing."""
+        buffer = self._buffer(name.kind)
+        buffer[: len(data)] = data
+        self._submit(Job(name.kind, unit, name, buffer, ticket=ticket))
+
+    def submit_read(self, name: EntryName, unit: int, ticket: int) -> None:
+        self._submit(Job(name.kind, unit, name, reads=True, ticket=ticket))
+
+    def submit_copy(self, kind: int, source: int, unit: int) -> None:
+        """Queue a move of compaction."""
+        self._submit(Job(kind, unit, source=source))
+
+    def submit_removal(self, name: EntryName | None) -> None:
+        """Queue the removal of all entries with the name's hash; of all entries without a name."""
+        self._submit(Job(BLOCK, 0, name, removes=True))
+
+    def fail_write(self, ticket: int) -> None:
+        """Report a write as failed that the caller does not want."""
+        with self._changed:
+            self._news.failed.append(ticket)
+
+    def take(self, ticket: int, target: memoryview) -> None:
+        """Copy what a read found to `target`."""
+        with self._changed:
+            kind, buffer = self._arrived.pop(ticket)
+        target[:] = memoryview(buffer)[: len(target)]
+        with self._changed:
+            self._buffers[kind].append(buffer)
+
+    def discard(self, ticket: int) -> None:
+        """Forget what a read found or will find."""
+        with self._changed:
+            if ticket in self._arrived:
+                kind, buffer = self._arrived.pop(ticket)
+                self._buffers[kind].append(buffer)
+            else:
+                self._discarded.add(ticket)
+
+    def news(self, wait_s: float = 0.0) -> DiskNews | None:
+        """Return the tickets that were done or failed since the last call; None if there are none.
+
+        With `wait_s`, wait so long for the first one.
+        """
+        with self._changed:
+            if wait_s:
+                self._changed.wait_for(lambda: self._news.done or self._news.failed, wait_s)
+            news, self._news = self._news, _News()
+        if not news.done and not news.failed:
+            return None
+        return DiskNews(tuple(news.done), tuple(news.failed), self.writes)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Finish the writes that are queued, as far as the time allows, and close the files."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return  # it holds the files; they are closed with the process
+        self._journal.close()
+        self._slab.close()
+        os.close(self._lock_fd)
+
+    def _submit(self, job: Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def _buffer(self, kind: int) -> mmap.mmap:
+        with self._changed:
+            if self._buffers[kind]:
+                return self._buffers[kind].pop()
+        return mmap.mmap(-1, self._slab.layout.stored_bytes(kind))
+
+    # --- the disk's thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closing)
+                if not self._jobs:
+                    return
+                job = self._next()
+            if job.reads:
+                self._read(job)
+            else:
+                self._change(job)
+
+    def _next(self) -> Job:
+        """Take the first read that no earlier job's unit delays, or else the first job."""
+        for index, job in enumerate(self._jobs):
+            if job.reads and not any(self._jobs[i].touches(job.kind, job.unit) for i in range(index)):
+                del self._jobs[index]
+                return job
+        return self._jobs.popleft()
+
+    def _read(self, job: Job) -> None:
+        assert job.name is not None
+        buffer = self._buffer(job.kind)
+        record = self._records[job.kind][job.unit]
+        is_right = False
+        if record["live"] and record["hash"].tobytes() == job.name.hash:
+            try:
+                is_right = self._slab.read(job.kind, job.unit, buffer)
+            except OSError as error:
+                LOGGER.warning("disk tier: an entry cannot be read and is computed instead: %s", error)
+            is_right = is_right and self._sum(job.name, buffer) == record["sum"].tobytes()
+        with self._changed:
+            is_wanted = job.ticket not in self._discarded
+            self._discarded.discard(job.ticket)
+            if is_right and is_wanted:
+                self._arrived[job.ticket] = job.kind, buffer
+            else:
+                self._buffers[job.kind].append(buffer)
+            (self._news.done if is_right else self._news.failed).append(job.ticket)
+            self._changed.notify_all()
+
+    def _change(self, job: Job) -> None:
+        is_done = False
+        if job.removes:
+            self._remove(job.name)
+        elif self.writes:
+            try:
+                self._write(job)
+                is_done = True
+            except OSError as error:
+                self._stop_writing(error)
+        with self._changed:
+            if job.data is not None:
+                self._buffers[job.kind].append(job.data)
+            if job.ticket:
+                (self._news.done if is_done else self._news.failed).append(job.ticket)
+                self._changed.notify_all()
+
+    def _remove(self, name: EntryName | None) -> None:
+        """Remove entries whose contents are wrong. If the journal cannot say so, it is emptied."""
+        for kind, table in self._records.items():
+            is_named = table["live"] == 1
+            if name is not None:
+                is_named &= table["hash"] == np.void(name.hash)
+            units = np.flatnonzero(is_named)
+            if not len(units):
+                continue
+            try:
+                self._forget(units, kind)
+            except OSError as error:
+                self._stop_writing(error)
+                self._journal.empty()
+
+    def _write(self, job: Job) -> None:
+        """Run a write or a copy. The journal learns first what is overwritten, then what was written."""
+        if not self._journal.is_in_place():
+            raise FileNotFoundError(errno.ENOENT, "the folder or its journal was removed")
+        source: Records | None = None
+        data = job.data
+        if job.source is not None:
+            source = self._records[job.kind][job.source : job.source + 1].copy()
+            data = self._buffer(job.kind)
+            if not source["live"][0] or not self._slab.read(job.kind, job.source, data):
+                source, data = None, None
+        self._make_way(job)
+        if data is None:
+            return
+        self._slab.write(job.kind, job.unit, data)
+        record = source
+        if record is None:
+            assert job.name is not None
+            record = self._record(job.name, data)
+        else:
+            with self._changed:
+                self._buffers[job.kind].append(data)
+        record["unit"] = job.unit
+        self._put(record)
+
+    def _make_way(self, job: Job) -> None:
+        """Remove the entries whose bytes a job will overwrite: its unit's, and the page's of the other kind."""
+        self._forget(np.asarray([job.unit]), job.kind)
+        other = BLOCK + SLOT - job.kind
+        per_page = self._slab.layout.per_page(other)
+        first = job.unit // self._slab.layout.per_page(job.kind) * per_page
+        self._forget(np.arange(first, first + per_page), other)
+
+    def _forget(self, units: np.ndarray, kind: int) -> None:
+        """Remove the live entries among these units."""
+        table = self._records[kind]
+        gone = table[units[table["live"][units] == 1]]
+        if not len(gone):
+            return
+        gone["live"] = 0
+        table[gone["unit"]] = gone
+        self._num_live -= len(gone)
+        self._journal.append(gone, 0, time.time(), DAY_S)
+
+    def _put(self, record: Records) -> None:
+        kind = int(record["kind"][0])
+        self._journal.append(record, self._slab.layout.stored_bytes(kind), time.time(), DAY_S)
+        self._records[kind][record["unit"]] = record
+        self._num_live += 1
+        if self._journal.is_long(self._num_live):
+            tables = [self._records[each] for each in (BLOCK, SLOT)]
+            self._journal.rewrite(np.concatenate([table[table["live"] == 1] for table in tables]))
+
+    def _record(self, name: EntryName, data: mmap.mmap) -> Records:
+        record = np.zeros(1, RECORD)
+        record["kind"], record["live"], record["depth"] = name.kind, 1, name.depth
+        record["origin"], record["decoded"] = name.origin, name.decoded
+        record["hash"], record["parent"] = np.void(name.hash), np.void(name.parent)
+        record["sum"] = np.void(self._sum(name, data))
+        return record
+
+    def _sum(self, name: EntryName, data: mmap.mmap) -> bytes:
+        """Return the sum of an entry. It covers the namespace and the name, so that no other entry passes for it."""
+        numbers = (name.kind, name.depth, name.origin, int(name.decoded))
+        found = xxhash.xxh3_128(self._namespace + name.hash + name.parent + repr(numbers).encode())
+        view = memoryview(data)[: self._slab.layout.unit_bytes(name.kind)]
+        for start in range(0, len(view), PIECE_BYTES):
+            found.update(view[start : start + PIECE_BYTES])
+        return found.digest()
+
+    def _stop_writing(self, error: OSError) -> None:
+        self.writes = False
+        LOGGER.warning("disk tier: nothing is written any more, requests go on: %s", error)
+
+
+def open_store(
+    folder: Path, layout: SlabLayout, max_bytes: int, namespace: bytes, rank: int = 0, num_ranks: int = 1
+) -> DiskStore | None:
+    """Open a rank's part of the disk tier in `folder`, or return None after a warning that says why that is not
+    possible.
+
+    The ranks share `max_bytes`. What the folder holds of another namespace is dropped, with one line in the log.
+    """
+    num_pages = max_bytes // num_ranks // layout.page_bytes
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = _lock(folder / f"lock.{rank}")
+    except OSError as error:
+        LOGGER.warning("the disk tier is off: %s", error)
+        return None
+    if lock is None:
+        LOGGER.warning("the disk tier is off: another engine uses %s; give each engine a folder of its own", folder)
+        return None
+    try:
+        if rank == 0:
+            _remove_other_ranks(folder, num_ranks)
+        slab = Slab(folder / f"slab.{rank}", layout, num_pages)
+        journal = Journal(folder / f"journal.{rank}", namespace)
+    except OSError as error:
+        os.close(lock)
+        LOGGER.warning("the disk tier is off: %s", error)
+        return None
+    if journal.is_foreign and rank == 0:
+        LOGGER.warning(
+            "disk tier: %s held entries of another model, or of options that give other numbers; they are dropped",
+            folder,
+        )
+    return DiskStore(journal, slab, lock, namespace)
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a file for as long as this process lives. None: another process has locked it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    until = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() > until:
+                os.close(fd)
+                return None
+            time.sleep(0.05)
+
+
+def _remove_other_ranks(folder: Path, num_ranks: int) -> None:
+    """Remove the files of ranks that an engine of `num_ranks` ranks does not have, so that the folder stays bounded."""
+    for name in FILE_NAMES:
+        for path in folder.glob(f"{name}.*"):
+            number = path.name.removeprefix(f"{name}.")
+            if number.isdecimal() and int(number) >= num_ranks:
+                path.unlink(missing_ok=True)
+
+
+def _fitting(entries: Records, slab: Slab) -> Records:
+    """Return the entries whose units the slab has, in pages that hold entries of one kind."""
+    layout, kinds = slab.layout, entries["kind"]
+    per_page = np.where(kinds == BLOCK, layout.blocks_per_page, layout.slots_per_page)
+    pages = entries["unit"] // np.maximum(per_page, 1)
+    is_inside = (per_page > 0) & (pages > 0) & (pages < slab.num_pages) & ((kinds == BLOCK) | (kinds == SLOT))
+    entries, pages = entries[is_inside], pages[is_inside]
+    mixed = np.intersect1d(pages[entries["kind"] == BLOCK], pages[entries["kind"] == SLOT])
+    return entries[~np.isin(pages, mixed)]

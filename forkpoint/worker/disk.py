@@ -1,0 +1,83 @@
+"""Opens the disk tier of a worker, in the namespace of its model and options."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forkpoint.cache.disk_entries import DiskFacts
+from forkpoint.cache.tree import Origin
+from forkpoint.config import EngineConfig
+from forkpoint.disk.namespace import namespace_of, weights_digest
+from forkpoint.disk.slab import SlabLayout
+from forkpoint.disk.store import DiskStore, open_store
+from forkpoint.errors import ConfigError
+from forkpoint.ops.ranks import Ranks
+from forkpoint.runtime.buffers import ArenaBuffer
+from forkpoint.runtime.runner import Loaded
+from forkpoint.sched.plan import MoveKind
+from forkpoint.version import installed_version
+
+LEAST_PAGES = 3  # page 0, which stays empty, a page of blocks and one of slots
+
+
+def open_disk_tier(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ranks: Ranks) -> DiskFacts | None:
+    """Open the rank's disk tier and give it to `arena`. None: it cannot be used, which the log explains.
+
+    Raises ConfigError for a size that holds nothing, and for models without keys and values.
+    """
+    assert config.kv_disk_path is not None
+    layout = loaded.layout
+    if not layout.has_kv:
+        raise ConfigError("kv_disk_path is not possible for models without attention: leave it out")
+    slab = SlabLayout(
+        layout.blocks_per_page,
+        layout.slots_per_page,
+        arena.unit_bytes(MoveKind.BLOCK),
+        arena.unit_bytes(MoveKind.SLOT),
+    )
+    if config.disk_tier_bytes // ranks.size < LEAST_PAGES * slab.page_bytes:
+        raise ConfigError(
+            f"kv_disk_size={config.kv_disk_size} holds nothing: on {ranks.size} ranks it has to be "
+            f"{LEAST_PAGES * slab.page_bytes * ranks.size} bytes or more"
+        )
+    namespace = namespace_of(_namespace_facts(config, loaded, ranks))
+    store: DiskStore | None = open_store(
+        Path(config.kv_disk_path), slab, config.disk_tier_bytes, namespace, ranks.rank, ranks.size
+    )
+    has_all = ranks.least(int(store is not None), loaded.platform.device)
+    if store is None or not has_all:
+        if store is not None:
+            store.close()
+        return None
+    arena.disk = store
+    return store.facts
+
+
+def _namespace_facts(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> dict[str, Any]:
+    """Return all that the bytes of an entry depend on, besides its tokens."""
+    weights = f"dummy {config.seed}"
+    if config.load_format != "dummy":
+        weights = weights_digest(Path(config.model)) or "none"
+    model = loaded.model.config
+    facts: dict[str, Any] = {
+        "weights": weights,
+        "model": replace(model, unknown_fields=(), eos_token_ids=()),
+        "layout": loaded.layout,
+        "origins": [origin.value for origin in Origin],
+        "ranks": (ranks.rank, ranks.size),
+        "deterministic": config.deterministic,
+    }
+    if config.deterministic:
+        facts["kernels"] = {
+            "version": installed_version(),
+            "operators": loaded.ops.backends,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "device": (str(loaded.platform.device), platform.machine(), torch.backends.cpu.get_cpu_capability()),
+        }
+    return facts

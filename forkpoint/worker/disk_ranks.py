@@ -1,0 +1,63 @@
+"""The disks of several ranks as one: entries that all of them have, tickets that all of them report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+
+import numpy as np
+import numpy.typing as npt
+
+from forkpoint.cache.disk_entries import DiskFacts, Records
+from forkpoint.sched.plan import DiskNews
+
+
+class DiskTickets:
+    """Collects the ranks' news. A ticket is done when it is so on all ranks, and failed if it failed on one."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._reported = Counter[int]()
+        self._failed = set[int]()
+        self._writes = True
+
+    def merge(self, news: Sequence[DiskNews]) -> DiskNews | None:
+        """Return what all ranks have reported by now and had not before; None if that is nothing."""
+        for each in news:
+            self._writes = self._writes and each.writes
+            self._reported.update((*each.done, *each.failed))
+            self._failed.update(each.failed)
+        complete = [ticket for ticket, count in self._reported.items() if count == self._num_ranks]
+        if not complete:
+            return None
+        failed = tuple(ticket for ticket in complete if ticket in self._failed)
+        done = tuple(ticket for ticket in complete if ticket not in self._failed)
+        for ticket in complete:
+            del self._reported[ticket]
+        self._failed.difference_update(failed)
+        return DiskNews(done, failed, self._writes)
+
+
+def common_disk(disks: Sequence[DiskFacts | None]) -> DiskFacts | None:
+    """Return the disk tier with the entries that all ranks have in the same unit; None if a rank has no disk tier."""
+    found = [disk for disk in disks if disk is not None]
+    if len(found) < len(disks):
+        return None
+    first = found[0]
+    names = [_names(disk.entries) for disk in found]
+    shared = reduce(np.intersect1d, names)
+    return replace(
+        first,
+        entries=first.entries[np.isin(names[0], shared)],
+        window_start_s=max(disk.window_start_s for disk in found),
+        window_bytes=max(disk.window_bytes for disk in found),
+    )
+
+
+def _names(entries: Records) -> npt.NDArray[np.uint64]:
+    """Return a number for each record that is equal on all ranks: of its unit, its kind and half of its hash."""
+    halves = np.ascontiguousarray(entries["hash"]).view("<u8").reshape(-1, 2)[:, 0]
+    names: npt.NDArray[np.uint64] = halves ^ (entries["unit"].astype(np.uint64) << np.uint64(2)) ^ entries["kind"]
+    return names

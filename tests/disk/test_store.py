@@ -1,0 +1,338 @@
+"""The disk store: what it writes is found again whole, and nothing else is, whatever happens to its files.
+
+`FORKPOINT_DAMAGES` and `FORKPOINT_KILLS` are the numbers of damages and of killed processes.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forkpoint.cache.disk_entries import BLOCK, RECORD, SLOT
+from forkpoint.disk.journal import Journal
+from forkpoint.disk.slab import Slab
+from tests.disk.stores import (
+    LAYOUT,
+    NAMESPACE,
+    NUM_PAGES,
+    contents_of,
+    count_right,
+    found,
+    name_of,
+    open_now,
+    opened,
+    random_writes,
+    read,
+    settled,
+    write,
+)
+
+NUM_DAMAGES = int(os.environ.get("FORKPOINT_DAMAGES", "60"))
+NUM_KILLS = int(os.environ.get("FORKPOINT_KILLS", "4"))
+LOAD_S = 0.5  # for the journal of 100,000 entries, and as much for the tree; both together are asked to take that long
+
+
+def test_entries_outlive_the_process_that_wrote_them(tmp_path: Path) -> None:
+    store = open_now(tmp_path / "new" / "folder")
+    write(store, name_of(1), 2, 1)
+    write(store, name_of(2, SLOT), 6, 2)
+    assert settled(store, {1, 2}).done == (1, 2)
+    assert read(store, name_of(1), 2) == contents_of(name_of(1))
+    store.close()
+    store = open_now(tmp_path / "new" / "folder")
+    assert found(store) == {(BLOCK, 2): name_of(1), (SLOT, 6): name_of(2, SLOT)}
+    assert count_right(store) == 2
+    assert store.facts.window_bytes == LAYOUT.stored_bytes(BLOCK) + LAYOUT.stored_bytes(SLOT)
+    store.close()
+    files = list((tmp_path / "new" / "folder").iterdir())
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert stat.S_IMODE((tmp_path / "new" / "folder").stat().st_mode) == 0o700
+
+
+def test_an_entry_is_read_under_its_own_name_alone(tmp_path: Path) -> None:
+    store = open_now(tmp_path)
+    write(store, name_of(1), 2, 1)
+    assert read(store, name_of(2), 2, 2) is None
+    assert read(store, name_of(1), 3, 3) is None
+    assert read(store, name_of(1), 2, 4) is not None
+    store.close()
+
+
+def test_a_read_of_what_is_still_being_written_waits_for_it(tmp_path: Path) -> None:
+    store = open_now(tmp_path)
+    for number in range(1, 30):  # all to one unit: a read must see the write before it and none after it
+        write(store, name_of(number), 2, 2 * number)
+        store.submit_read(name_of(number), 2, 2 * number + 1)
+    store.submit_copy(BLOCK, 2, 5)
+    store.submit_read(name_of(29), 5, 60)
+    assert not settled(store, set(range(2, 61))).failed
+    for number, ticket in (*((number, 2 * number + 1) for number in range(1, 30)), (29, 60)):
+        target = np.zeros(LAYOUT.block_bytes, np.uint8)
+        store.take(ticket, target.data)
+        assert target.tobytes() == contents_of(name_of(number))
+    store.close()
+
+
+def test_a_page_holds_entries_of_one_kind(tmp_path: Path) -> None:
+    store = open_now(tmp_path)
+    write(store, name_of(1), 2, 1)  # page 1
+    write(store, name_of(2), 4, 2)  # page 2
+    write(store, name_of(3, SLOT), 4, 3)  # page 1
+    settled(store, {1, 2, 3})
+    assert read(store, name_of(1), 2) is None
+    store.close()
+    store = open_now(tmp_path)
+    assert set(found(store).values()) == {name_of(2), name_of(3, SLOT)}
+    store.close()
+
+
+def test_removed_entries_do_not_come_back(tmp_path: Path) -> None:
+    store = open_now(tmp_path)
+    for number in range(1, 5):
+        write(store, name_of(number), number + 1, number)
+    store.submit_removal(name_of(2))
+    assert read(store, name_of(2), 3) is None
+    store.close()
+    store = open_now(tmp_path)
+    assert set(found(store).values()) == {name_of(number) for number in (1, 3, 4)}
+    store.submit_removal(None)
+    store.close()
+    store = open_now(tmp_path)
+    assert not found(store)
+    store.close()
+
+
+def test_another_namespace_finds_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_now(tmp_path)
+    write(store, name_of(1), 2, 1)
+    store.close()
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        store = open_now(tmp_path, b"other namespace!")
+    assert not found(store) and len(caplog.records) == 1
+    store.close()
+    store = open_now(tmp_path, NAMESPACE)
+    assert not found(store), "the files belong to the other namespace now"
+    store.close()
+
+
+def test_a_sum_of_another_namespace_is_wrong(tmp_path: Path) -> None:
+    """Even if a journal says that the slab is its own."""
+    store = open_now(tmp_path)
+    write(store, name_of(1), 2, 1)
+    store.close()
+    journal = Journal(tmp_path / "journal.0", NAMESPACE)
+    entries = journal.entries
+    journal.close()
+    (tmp_path / "journal.0").unlink()
+    journal = Journal(tmp_path / "journal.0", b"other namespace!")
+    journal.rewrite(entries)
+    journal.close()
+    store = open_now(tmp_path, b"other namespace!")
+    assert found(store) and count_right(store) == 0
+    store.close()
+
+
+def test_a_smaller_slab_keeps_what_fits(tmp_path: Path) -> None:
+    store = open_now(tmp_path)
+    write(store, name_of(1), 2, 1)
+    write(store, name_of(2), 2 * NUM_PAGES - 1, 2)
+    store.close()
+    store = open_now(tmp_path, num_pages=4)
+    assert set(found(store).values()) == {name_of(1)} and count_right(store) == 1
+    store.close()
+    assert (tmp_path / "slab.0").stat().st_size == 4 * LAYOUT.page_bytes
+
+
+def test_a_second_engine_goes_on_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forkpoint.disk.store.LOCK_WAIT_S", 0.0)
+    store = open_now(tmp_path)
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        assert opened(tmp_path) is None
+    assert "another engine uses" in caplog.text
+    store.close()
+    open_now(tmp_path).close()
+
+
+def no_room(*given: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("what", ["slab", "journal"])
+def test_a_full_disk_ends_writing_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    store = open_now(tmp_path)
+    write(store, name_of(1), 2, 1)
+    settled(store, {1})
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        if what == "slab":
+            monkeypatch.setattr(Slab, "write", no_room)
+        else:
+            monkeypatch.setattr(Journal, "append", no_room)
+        for ticket in (2, 3):
+            write(store, name_of(ticket), ticket + 1, ticket)
+        news = settled(store, {2, 3})
+    assert news.failed == (2, 3) and not news.writes
+    assert len(caplog.records) == 1 and "nothing is written any more" in caplog.text
+    assert read(store, name_of(1), 2) == contents_of(name_of(1)), "reads go on"
+    store.submit_removal(name_of(1))  # a wrong entry must go even if there is no room to say so
+    assert read(store, name_of(1), 2) is None
+    store.close()
+    monkeypatch.undo()
+    store = open_now(tmp_path)
+    assert not found(store)
+    store.close()
+
+
+def test_a_disk_that_cannot_be_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_now(tmp_path)
+    write(store, name_of(1), 2, 1)
+    settled(store, {1})
+    monkeypatch.setattr(Slab, "read", lambda *given: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
+    assert read(store, name_of(1), 2, 7) is None
+    monkeypatch.undo()
+    assert read(store, name_of(1), 2, 8) is not None
+    store.close()
+
+
+def test_a_vanished_folder_ends_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_now(tmp_path / "gone")
+    write(store, name_of(1), 2, 1)
+    settled(store, {1})
+    shutil.rmtree(tmp_path / "gone")
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        write(store, name_of(2), 3, 2)
+        assert not settled(store, {2}).writes
+    assert "removed" in caplog.text
+    assert read(store, name_of(1), 2) is not None
+    store.close()
+
+
+def test_a_folder_that_cannot_be_made_is_no_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        assert opened(tmp_path / "file" / "folder") is None
+    assert "the disk tier is off" in caplog.text
+
+
+def test_the_journal_stays_short(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", NAMESPACE)
+    record = np.zeros(1, RECORD)
+    record["kind"], record["live"], record["unit"] = BLOCK, 1, 1
+    for number in range(10_000):
+        record["hash"] = np.void(number.to_bytes(16, "big"))
+        journal.append(record, 1, time.time(), 1e9)
+        if journal.is_long(1):
+            journal.rewrite(record)
+    assert (tmp_path / "journal").stat().st_size < 5000 * 100
+    journal.close()
+    journal = Journal(tmp_path / "journal", NAMESPACE)
+    assert len(journal.entries) == 1 and journal.window_bytes == 10_000
+    journal.close()
+
+
+def test_a_long_journal_loads_quickly(tmp_path: Path) -> None:
+    records = np.zeros(100_000, RECORD)
+    records["unit"], records["kind"], records["live"] = np.arange(100_000) + 1, BLOCK, 1
+    records["hash"] = np.frombuffer(np.random.default_rng(0).bytes(1_600_000), "V16")
+    journal = Journal(tmp_path / "journal", NAMESPACE)
+    for start in range(0, len(records), 32):
+        journal.append(records[start : start + 32], 1, 0.0, 1.0)
+    journal.close()
+    start_s = time.process_time()
+    journal = Journal(tmp_path / "journal", NAMESPACE)
+    assert time.process_time() - start_s < LOAD_S
+    assert (journal.entries == records).all()
+    journal.close()
+
+
+def damage(rng: np.random.Generator, data: bytearray) -> None:
+    """Cut off, flip a bit, zero a sector, or copy one over another."""
+    if not data:
+        return
+    at, other = (int(rng.integers(len(data))) // 512 * 512 for _ in range(2))
+    match rng.integers(5):
+        case 0:
+            del data[int(rng.integers(len(data))) :]
+        case 1:
+            data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+        case 2:
+            data[at : at + 512] = bytes(len(data[at : at + 512]))
+        case 3:
+            data[at : at + 512] = data[other : other + len(data[at : at + 512])]
+        case 4:
+            at, other = at // 4096 * 4096, other // 4096 * 4096
+            data[at : at + 4096] = data[other : other + 4096]
+
+
+def test_damaged_files_give_right_entries_or_none(tmp_path: Path) -> None:
+    rng = np.random.default_rng(int(os.environ.get("FORKPOINT_SEED", "0")))
+    folder = tmp_path / "disk"
+    store = open_now(folder)
+    random_writes(store, rng, 60)
+    store.close()
+    files = [folder / "slab.0", folder / "journal.0"]
+    whole = [path.read_bytes() for path in files]
+    store = open_now(folder)
+    most, num_right, num_found = count_right(store), 0, 0
+    assert most == len(found(store)) > 8
+    store.close()
+    for _ in range(NUM_DAMAGES):
+        damaged = list(map(bytearray, whole))
+        for _ in range(int(rng.integers(1, 4))):
+            damage(rng, damaged[int(rng.integers(2))])
+        for path, data in zip(files, damaged, strict=True):
+            path.write_bytes(data)
+        store = open_now(folder)
+        num_found += len(found(store))
+        num_right += count_right(store)
+        store.close()
+    print(f"{NUM_DAMAGES} damages: {num_right} entries right, {num_found - num_right} misses, 0 wrong")
+    assert 0 < num_right < NUM_DAMAGES * most
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import numpy as np
+from tests.disk.stores import count_right, found, open_now, random_writes, settled
+
+store = open_now(Path(sys.argv[1]))
+print(len(found(store)), count_right(store), flush=True)
+rng, first = np.random.default_rng(), int.from_bytes(np.random.default_rng().bytes(5), "big")
+while True:
+    random_writes(store, rng, 64, first)
+    settled(store, set(range(1, 65)))
+    first += 64
+"""
+
+
+def test_a_killed_writer_leaves_whole_entries(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    num_found = num_bad = 0
+    for _ in range(NUM_KILLS):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        seen, right = map(int, process.stdout.readline().split())
+        num_found, num_bad = num_found + seen, num_bad + seen - right
+        time.sleep(float(rng.uniform(0, 0.05)))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    print(f"{NUM_KILLS} kills: {num_found} entries found, {num_bad} damaged, 0 wrong")
+    store = open_now(tmp_path)
+    assert count_right(store) >= len(found(store)) - 1 and found(store)
+    store.close()
