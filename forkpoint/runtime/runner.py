@@ -20,7 +20,7 @@ from forkpoint.models.decoder import Model
 from forkpoint.ops.metadata import KeySplits
 from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, WindowColumns
 from forkpoint.ops.table import OpTable
-from forkpoint.platforms.packing import Tensors
+from forkpoint.platforms.packing import Arrays, Tensors
 from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import traits_of
 from forkpoint.runtime.batch import Batch
@@ -197,17 +197,11 @@ class ModelRunner:
         if self._states.copies:
             copied = self._states.place(arrays, self._ops, self.platform)
         prompts: list[tuple[int, list[Scores]]] = []
-        outputs: StepOutputs | None = None
+        outputs: StepOutputs | None
         if shape is not None:
             outputs = self._graphs.replay(shape, arrays)
         else:
-            tensors = self.platform.upload_all(arrays)
-            lens: HostLens = ((), ())
-            if not plan.rows.optimistic.any():  # otherwise only the device has the lengths
-                lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
-            hidden = self._forward(tensors, exact, lens, images)
-            if sampling:
-                outputs = self._heads(hidden, tensors, plain)
+            hidden, outputs = self._without_graph(plan, exact, arrays, images, plain)
             prompts = [(extent[0].row, self._prompt_scores(*extent, hidden)) for extent in asking]
         sampled: Sampled | None = None
         if outputs is not None:
@@ -240,6 +234,19 @@ class ModelRunner:
             prompts,
             self.arena.disk,
         )
+
+    def _without_graph(
+        self, plan: StepPlan, shape: StepShape, arrays: Arrays, images: ImageInputs | None, plain: bool
+    ) -> tuple[Tensor, StepOutputs | None]:
+        """Return the hidden states `[T, D]`, and the outputs if rows are sampled."""
+        tensors = self.platform.upload_all(arrays)
+        lens: HostLens = ((), ())
+        if not plan.rows.optimistic.any():  # otherwise only the device has the lengths
+            lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
+        hidden = self._forward(tensors, shape, lens, images)
+        if not len(plan.sampled_rows):
+            return hidden, None
+        return hidden, self._heads(hidden, tensors, plain)
 
     def _verifies(self, plan: StepPlan) -> bool:
         """Return whether the step uses the operators that verify drafts. Graphs that prefill always do."""
