@@ -1,4 +1,4 @@
-"""Attention over keys that are dealt to ranks: each looks at those it keeps, and what they saw is put together."""
+"""Attention over keys that are dealt to ranks: each rank attends to the keys it keeps, and the outputs are merged."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Deal:
     interleave: int = 1
 
     def check(self, block_size: int) -> None:
-        """Raises ConfigError."""
+        """Raise ConfigError if blocks of `block_size` tokens do not consist of whole runs."""
         if block_size % self.interleave:
             raise ConfigError(f"an interleave of {self.interleave} tokens does not divide a block of {block_size}")
 
     def owns(self, positions: Positions) -> npt.NDArray[np.bool_]:
-        """Whether the rank keeps the tokens at these positions of a row."""
+        """Return whether the rank keeps the tokens at these positions of a row."""
         owned: npt.NDArray[np.bool_] = positions // self.interleave % self.num_ranks == self.rank
         return owned
 
     def places(self, positions: Positions) -> Positions:
-        """How many tokens of the row the owner of each keeps before it."""
+        """Return how many earlier tokens of the row the owner of each token keeps."""
         return positions // (self.num_ranks * self.interleave) * self.interleave + positions % self.interleave
 
     def count(self, lens: Positions) -> Positions:
-        """How many of the first `lens` tokens of rows the rank keeps."""
+        """Return how many of the first `lens` tokens of each row the rank keeps."""
         rounds, rest = np.divmod(lens, self.num_ranks * self.interleave)
         counts: Positions = rounds * self.interleave + np.clip(rest - self.rank * self.interleave, 0, self.interleave)
         return counts
@@ -59,12 +59,12 @@ def attend_dealt(
 ) -> Tensor:
     """Attention of rows with one query, `q[N, Hq, D]`, over keys that are dealt to ranks -> `[N, Hq, Dv]`, fp32.
 
-    Queries and answers are the same on all ranks. `index` is of what the rank keeps: of its block table, with as
-    `kv_lens` what it keeps of the keys that each row sees. A row with drafts is a row for each of its tokens.
+    Queries and outputs are the same on all ranks. `index` has the rank's block table, and as `kv_lens` the number of
+    each row's visible keys that the rank keeps. A row with drafts counts as one row for each of its tokens.
     """
     seen = torch.stack([_seen(q[row], k_cache, v_cache, index, row, scale) for row in range(len(q))])
     parts = ranks.gather(seen).view(*seen.shape[:2], ranks.size, -1)
-    weights = parts[..., -1:].softmax(dim=2)  # what a rank's sum of exponentials is of that of all
+    weights = parts[..., -1:].softmax(dim=2)  # each rank's share of the sum of exponentials
     answer: Tensor = (parts[..., :-1] * weights).sum(dim=2)
     return answer
 
