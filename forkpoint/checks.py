@@ -10,7 +10,7 @@ import types
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
-from ipaddress import IPv6Address
+from ipaddress import IPv6Address, ip_address
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -231,6 +231,16 @@ def is_ipv6(text: str) -> bool:
     """Return whether `text` is an IPv6 address, without brackets."""
     try:
         return bool(IPv6Address(text))
+    except ValueError:
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address can only mean this machine."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(host).is_loopback
     except ValueError:
         return False
 

@@ -121,7 +121,7 @@ class StopStrings:
             self._state = self._step(self._state, character)
         self._num_read = len(text)
         state = self._state
-        if self._length[state] == self._longest:  # a whole stop string, which `find` has reported
+        if self._length[state] == self._longest:  # no further text extends the longest stop string
             state = self._fallback[state]
         return self._length[state]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import queue
 import socket as socketlib
 import threading
@@ -12,7 +11,7 @@ from collections import deque
 import zmq
 
 from forkpoint.cache.restorable import Change, Restorable
-from forkpoint.checks import host_in_url
+from forkpoint.checks import host_in_url, is_loopback
 from forkpoint.engine.replays import ROUND_S, Replays
 from forkpoint.errors import ConfigError
 from forkpoint.json_options import KVEventsConfig
@@ -74,7 +73,7 @@ class EventPublisher:
             raise ConfigError(
                 f"kv_events_config: {endpoint!r} cannot be opened: {error}; give a free address such as tcp://*:5557"
             ) from error
-        if binds and address.startswith("tcp:") and not is_loopback(address):
+        if binds and address.startswith("tcp:") and not _is_local(address):
             LOGGER.warning(
                 "KV cache events on %s contain all prompts as token ids: let only your routers reach this address",
                 address,
@@ -128,10 +127,7 @@ def address_of(endpoint: str, host: str | None) -> str:
     return f"tcp://{host_in_url(str(address))}{endpoint.removeprefix(ANYWHERE)}"
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether only this machine can reach a ZeroMQ address."""
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]").partition("%")[0]
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # the name of a network interface
-        return host == "lo"
+def _is_local(address: str) -> bool:
+    """Return whether only this machine can reach a ZeroMQ address of TCP."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return host == "lo" or is_loopback(host)  # a network interface may stand in place of a host

@@ -6,10 +6,10 @@ import contextlib
 import socket
 from dataclasses import replace
 
+from forkpoint.checks import is_loopback
 from forkpoint.config import EngineConfig
 from forkpoint.json_options import KVEventsConfig
 from forkpoint.server.config import ServerConfig
-from forkpoint.server.middleware import is_loopback
 from forkpoint.worker.child import begin_child
 
 LOOPBACK = "127.0.0.1"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import re
 import time
 import uuid
@@ -15,6 +14,7 @@ from typing import Final
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from forkpoint.checks import is_loopback
 from forkpoint.obs.logs import LOGGER
 from forkpoint.server.body import is_json
 from forkpoint.server.config import ServerConfig
@@ -174,16 +174,6 @@ def _without_port(host: str) -> str:
     if found is None:
         return host
     return found["address"] or found["name"]
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can be meant by a name or an address."""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def own_salt(given: str) -> str:
