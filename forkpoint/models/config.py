@@ -80,6 +80,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     vision: VisionConfig | None = None  # of the vision tower, if images are to be read
+    # starts of names of weights, and the part of a multimodal model that they belong to, which does not run
+    other_parts: tuple[tuple[str, str], ...] = ()
     # fields of config.json that forkpoint does not know
     unknown_fields: tuple[str, ...] = field(default=(), compare=False)
 

@@ -22,6 +22,7 @@ _MULTIMODAL = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head", "lm_head"),
+    ("language_model.mtp.", "mtp."),
 )
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 

@@ -66,7 +66,7 @@ class Lfm2(Model):
 class Lfm2Moe(Lfm2):
     """`Lfm2MoeForCausalLM`."""
 
-    architectures: ClassVar = ("Lfm2MoeForCausalLM",)
+    architectures: ClassVar[tuple[str, ...]] = ("Lfm2MoeForCausalLM",)
     config_class: ClassVar = "lfm2_moe.Lfm2MoeConfig"
 
     @classmethod

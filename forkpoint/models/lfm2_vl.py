@@ -14,7 +14,7 @@ from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.config import ModelConfig
 from forkpoint.models.field_rules import unknown_fields
 from forkpoint.models.fields import Fields, class_defaults
-from forkpoint.models.lfm2 import Lfm2
+from forkpoint.models.lfm2 import Lfm2, Lfm2Moe
 from forkpoint.models.vision import WITHOUT_TOWER, Operator, TowerReader, VisionConfig, VisionTower, attend
 from forkpoint.models.weights import WeightSource
 
@@ -98,13 +98,23 @@ class Lfm2Vl(Lfm2):
     unneeded_fields: ClassVar = (*Lfm2.unneeded_fields, *UNNEEDED)
 
     @classmethod
-    def parse(cls, fields: Fields) -> ModelConfig:
-        fields.require("model_type", "lfm2", "lfm2_vl")  # of the text model, or of older configs as a whole
-        return super().parse(fields)
+    def read(cls, fields: Fields) -> ModelConfig:
+        # of the text model, or of older configs as a whole
+        fields.require("model_type", "lfm2", "lfm2_vl", "lfm2_moe")
+        if fields.values.get("model_type") == "lfm2_moe":
+            return SparseText.read(fields)
+        return super().read(fields)
 
     @classmethod
     def read_vision(cls, fields: Fields, config: ModelConfig, settings: ImageSettings) -> VisionConfig:
         return Lfm2VisionConfig.read(fields, settings)
+
+
+class SparseText(Lfm2Moe):
+    """Reads the text part of an LFM2-VL with experts. Lfm2Vl builds it."""
+
+    architectures: ClassVar = ()
+    unneeded_fields: ClassVar = (*Lfm2Moe.unneeded_fields, *UNNEEDED)
 
 
 class _Layer:

@@ -18,6 +18,7 @@ from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.config import Build, ModelConfig
+from forkpoint.models.config_json import TEXT_PARTS, read_config_json
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import read_format
@@ -32,14 +33,14 @@ def _own_families() -> Iterator[type[Model]]:
     for module in iter_modules(models.__path__, f"{models.__name__}."):
         if module.name != __name__:
             found = vars(import_module(module.name)).values()
-            yield from (kind for kind in found if isinstance(kind, type) and issubclass(kind, Model) and kind != Model)
+            families = (kind for kind in found if isinstance(kind, type) and issubclass(kind, Model))
+            yield from (family for family in families if getattr(family, "architectures", ()))
 
 
 FAMILIES: Final = tuple(sorted(set(_own_families()), key=lambda family: family.__name__))
 NO_MTP: Final = "--speculative-config takes the method 'ngram', 'suffix' or 'cache' for any model"
 MTP_WEIGHT: Final = "mtp.fc.weight"
 LOGGER: Final = logging.getLogger(__name__)
-TIES: Final = "tie_word_embeddings"
 MODELS: Final[Registry[type[Model]]] = Registry(
     "model architecture",
     "forkpoint.models",
@@ -78,7 +79,8 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
     folder = Path(path)
     if not folder.is_dir():
         raise ModelFolderError(f"there is no model folder {str(path)!r}; give the path of a downloaded model")
-    fields = _read_fields(folder / "config.json")
+    found = read_config_json(folder / "config.json", MODELS.names())
+    fields = found.fields
     family = _family(fields)  # checked first, because other architectures may use other quantisations
     stored = read_format(fields, folder, options.get("quantization"))
     config = family.read(fields)
@@ -94,11 +96,11 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
         )
     if mtp and not config.draft_layer:
         count = config.num_draft_layers or fields.integer("mtp_num_hidden_layers", 0, low=0)
-        found = (
+        has = (
             f"{count} MTP layer(s), which forkpoint does not run for {config.architecture}" if count else "no MTP layer"
         )
         raise UnsupportedModelError(
-            f"{fields.where} has {found}; it drafts with the single MTP layer of Qwen3-Next and Qwen3.5; {NO_MTP}"
+            f"{fields.where} has {has}; it drafts with the single MTP layer of Qwen3-Next and Qwen3.5; {NO_MTP}"
         )
     dtype, kv_cache_dtype = options.get("dtype", "auto"), options.get("kv_cache_dtype", "auto")
     dtype = config.dtype if dtype == "auto" else dtype
@@ -117,31 +119,8 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
         fp8_keys=kv_cache_dtype == "fp8",
         draft_layer=config.draft_layer if mtp else (),
         vision=family.read_vision(fields, config, settings) if settings else None,
+        other_parts=tuple(found.other_parts.items()),
     )
-
-
-def _read_fields(path: Path) -> Fields:
-    """Read config.json. The text model's fields of a multimodal config replace those of the outer object.
-
-    The embeddings are tied if either of the two objects says so.
-    """
-    outer = read_json(path)
-    inner = outer.get("text_config")
-    given = {k: v for k, v in inner.items() if v is not None} if isinstance(inner, dict) else {}
-    named = outer.get("architectures") or _named_by_type(outer.get("model_type"))
-    values = {**outer, **given, "architectures": named}
-    ties = [part[TIES] for part in (given, outer) if part.get(TIES) is not None]
-    if ties:
-        # the family refuses wrong values when it reads the field
-        wrong = [value for value in ties if not isinstance(value, bool)]
-        values[TIES] = wrong[0] if wrong else any(ties)
-    return Fields(values, str(path))
-
-
-def _named_by_type(model_type: Any) -> list[str]:
-    """Find the architecture by transformers' model_type, because some files of the hub leave `architectures` out."""
-    said = f"{model_type}ForCausalLM".replace("_", "").lower()
-    return [name for name in MODELS.names() if name.replace("_", "").lower() == said]
 
 
 def _family(fields: Fields) -> type[Model]:
@@ -154,8 +133,8 @@ def _family(fields: Fields) -> type[Model]:
         raise ModelFolderError(f"{fields.where} has architectures={names!r}; a list with the model's name is needed")
     if names[0] not in MODELS.names():
         raise UnsupportedModelError(
-            f"{fields.where} is of a {names[0]}; forkpoint runs {', '.join(MODELS.names())}, and what installed "
-            "packages add (docs/extending.md)"
+            f"{fields.where} is of a {names[0]}; forkpoint runs {', '.join(MODELS.names())}, the text parts of "
+            f"{', '.join(TEXT_PARTS)}, and what installed packages add (docs/extending.md)"
         )
     return MODELS.find(names[0])
 
@@ -207,7 +186,7 @@ def _unused_parts(config: ModelConfig, mtp: bool) -> dict[str, str]:
     """Map the start of the names of unused tensors to a description of the part that they belong to."""
     layers = {f"model.layers.{len(config.layers) + i}.": "layers for drafts" for i in range(config.num_draft_layers)}
     tower = VISION_TOWER if config.vision is None else {}
-    return tower | layers | ({} if mtp else MTP_HEAD)
+    return tower | dict(config.other_parts) | layers | ({} if mtp else MTP_HEAD)
 
 
 def _build(config: ModelConfig, weights: WeightSource, ops: OpTable) -> Model:

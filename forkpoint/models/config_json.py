@@ -1,0 +1,124 @@
+"""Reads the fields of the text model from config.json, which may be that of a multimodal model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from forkpoint.checks import read_json
+from forkpoint.errors import ModelFolderError
+from forkpoint.models.fields import Fields
+
+TIES: Final = "tie_word_embeddings"
+TEXT_OBJECT: Final = "text_config"
+# Fields of a multimodal model that also apply to its text part.
+SHARED: Final[tuple[str, ...]] = (
+    TIES,
+    "compression_config",
+    "dtype",
+    "eos_token_id",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A multimodal architecture of which forkpoint runs the text part alone.
+
+    `object` is the field of config.json that describes the text model. `others` maps the starts of canonical names of
+    weights to the parts that do not run. `default_type` is the text's model_type if config.json has none.
+    """
+
+    others: Mapping[str, str]
+    object: str = TEXT_OBJECT
+    default_type: str | None = None
+
+
+TOWER: Final = "the vision tower, which forkpoint does not run for this model"
+SOUND: Final = "the sound encoder"
+NEMOTRON: Final = TextPart(
+    {
+        "mlp1.": TOWER,
+        "multi_modal_projector.": TOWER,
+        "sound": SOUND,
+        "audio": SOUND,
+        "vision_model.": TOWER,
+        "vision_final_layernorm.": TOWER,
+        "vision_projector.": TOWER,
+    },
+    object="llm_config",
+    default_type="nemotron_h",
+)
+MINICPM_V: Final = TextPart(
+    {name + part: TOWER for part in ("merger.", "vision_tower.", "vpm.") for name in ("model.", "")},
+    default_type="qwen3_5_text",
+)
+TEXT_PARTS: Final[Mapping[str, TextPart]] = {
+    "BailingMoeV3VLForConditionalGeneration": TextPart(
+        {name + part: TOWER for part in ("visual.", "linear_proj.") for name in ("model.", "")},
+        default_type="bailing_hybrid",
+    ),
+    "InternS2PreviewForConditionalGeneration": TextPart(
+        {"model.visual.": TOWER, "visual.": TOWER}
+        | {name + "time_series.": "the encoder of time series" for name in ("model.", "")},
+        default_type="qwen3_5_moe_text",
+    ),
+    "MiniCPMV4_6ForConditionalGeneration": MINICPM_V,
+    "MiniCPMV4_7ForConditionalGeneration": MINICPM_V,
+    "NemotronH_Nano_VL_V2": NEMOTRON,
+    "NemotronH_Nano_Omni_Reasoning_V3": NEMOTRON,
+    "NemotronH_Omni_Reasoning_V3": NEMOTRON,
+    "NemotronH_Super_Omni_Reasoning_V3": NEMOTRON,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigJson:
+    """The fields of the text model. `other_parts` maps starts of names of weights to parts that do not run."""
+
+    fields: Fields
+    other_parts: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_config_json(path: Path, architectures: Collection[str]) -> ConfigJson:
+    """Read config.json. `architectures` are the names of the text models and multimodal models that have a family.
+
+    If a model has a family of its own, the fields of its text model replace those of the outer object. The embeddings
+    are tied if either of the two objects says so. Raises ModelFolderError.
+    """
+    outer = read_json(path)
+    named = outer.get("architectures") or named_by_type(outer.get("model_type"), architectures)
+    part = TEXT_PARTS.get(named[0]) if isinstance(named, list) and named and isinstance(named[0], str) else None
+    if part is None:
+        return ConfigJson(_merged(outer, outer.get(TEXT_OBJECT), {"architectures": named}, path))
+    inner = outer.get(TEXT_OBJECT)
+    if inner is None:
+        inner = outer.get(part.object)
+    if not isinstance(inner, dict):
+        raise ModelFolderError(f"{path} has {part.object}={inner!r}; an object with the text model's fields is needed")
+    kind = inner.get("model_type") or part.default_type
+    named = named_by_type(kind, architectures) or [str(kind)]
+    shared = {name: outer[name] for name in SHARED if name in outer}
+    return ConfigJson(_merged(shared, inner, {"architectures": named}, path), part.others)
+
+
+def _merged(outer: Mapping[str, Any], inner: Any, more: Mapping[str, Any], path: Path) -> Fields:
+    given = {k: v for k, v in inner.items() if v is not None} if isinstance(inner, dict) else {}
+    values = {**outer, **given, **more}
+    ties = [each[TIES] for each in (given, outer) if each.get(TIES) is not None]
+    if ties:
+        # the family refuses wrong values when it reads the field
+        wrong = [value for value in ties if not isinstance(value, bool)]
+        values[TIES] = wrong[0] if wrong else any(ties)
+    return Fields(values, str(path))
+
+
+def named_by_type(model_type: Any, architectures: Collection[str]) -> list[str]:
+    """Find the architecture by transformers' model_type, because some files of the hub leave `architectures` out."""
+    kind = str(model_type).removesuffix("_text")
+    said = f"{kind}ForCausalLM".replace("_", "").lower()
+    return [name for name in architectures if name.replace("_", "").lower() == said]

@@ -1,0 +1,149 @@
+"""Folders of multimodal models whose text part alone runs: transformers' logits, a log line for each unused part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from forkpoint import LLM, SamplingParams
+from forkpoint.errors import InvalidPromptError, ModelFolderError, UnsupportedModelError
+from forkpoint.models.registry import load_model
+from forkpoint.ops.select import torch_table
+from tests.checkpoints import COMMON, DENSE, FAMILIES, GDN, HEAD, make_state_sensitive, write_checkpoint
+from tests.driver import Driver
+from tests.image_models import picture
+from tests.lfm2_vl_models import TEXT, VISION
+
+TOLERANCE = 1e-4  # of the logits' standard deviation
+TOKENS = list(range(2, 132))
+
+
+def lfm2_vl_moe(folder: Path) -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_dense_layers": 1}
+    text, more = {**TEXT, "model_type": "lfm2_moe", **experts}, {"image_token_id": 250, "projector_hidden_size": 80}
+    config = transformers.Lfm2VlConfig(text_config=text, vision_config=dict(VISION), **more)
+    return saved(transformers.Lfm2VlForConditionalGeneration(config), folder)
+
+
+def minicpm_v(folder: Path) -> Any:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**COMMON, **HEAD, **GDN, **DENSE, "model_type": "qwen3_5_text"}
+    config = transformers.MiniCPMV4_6Config(text_config=text, vision_config={**vision, "image_size": 64})
+    return saved(transformers.MiniCPMV4_6ForConditionalGeneration(config), folder)
+
+
+def nemotron_omni(folder: Path) -> Any:
+    """The published names: `llm_config` and the class of the checkpoint's own code."""
+    vision = {"model_type": "radio", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"projector_hidden_size": 32, "vision_hidden_size": 32}
+    text = FAMILIES["nemotron_h"]().config.to_dict()
+    parts = {"text_config": text, "vision_config": {**vision, "video_temporal_patch_size": 2}}
+    model = transformers.AutoModelForImageTextToText.from_config(
+        transformers.AutoConfig.for_model("nemotron_h_omni", **parts, **sizes)
+    )
+    saved(model, folder)
+    change(
+        folder, lambda values: {**values, "llm_config": values.pop("text_config")}, "NemotronH_Nano_Omni_Reasoning_V3"
+    )
+    return model
+
+
+def intern_s2(folder: Path) -> Any:
+    """Qwen3.5 with experts, and an encoder of time series that transformers does not have."""
+    model = write_checkpoint(folder, "qwen3_5_multimodal")
+    change(folder, lambda values: values, "InternS2PreviewForConditionalGeneration")
+    add(folder, {"model.time_series.conv.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)})
+    return model
+
+
+def ling_vl(folder: Path) -> Any:
+    """Ling-3.0 beside a vision tower; transformers has the text model alone."""
+    model = write_checkpoint(folder, "bailing_hybrid")
+    rest = {"vision_config": {"depth": 1, "model_type": "qwen3_moe_vit"}, "mrope_section": [2, 1, 1]}
+    change(folder, lambda values: {"text_config": values, **rest}, "BailingMoeV3VLForConditionalGeneration")
+    add(folder, {"model.visual.patch_embed.proj.weight": torch.ones(2), "model.linear_proj.0.weight": torch.ones(2)})
+    return model
+
+
+FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "lfm2_vl_moe": (lfm2_vl_moe, ["(model.multi_modal_projector.*)", "(model.vision_tower.*)"]),
+    "minicpm_v": (minicpm_v, ["(model.merger.*)", "(model.vision_tower.*)"]),
+    "nemotron_omni": (nemotron_omni, ["(mlp1.*)", "(vision_model.*)"]),
+    "intern_s2": (intern_s2, ["(model.time_series.*)", "(model.visual.*)", "(mtp.*)"]),
+    "ling_vl": (ling_vl, ["(model.linear_proj.*)", "(model.visual.*)"]),
+}
+
+
+def saved(model: Any, folder: Path) -> Any:
+    make_state_sensitive(model.eval(), 0)
+    model.save_pretrained(folder)
+    return model
+
+
+def change(folder: Path, edit: Callable[[dict[str, Any]], dict[str, Any]], architecture: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**edit(json.loads(path.read_text())), "architectures": [architecture]}))
+
+
+def add(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@torch.no_grad()
+def test_text_has_transformers_logits_and_unused_parts_a_line_each(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="forkpoint")
+    write, unused = FOLDERS[name]
+    theirs = write(tmp_path)
+    driver = Driver(load_model(tmp_path, ops=torch_table()))
+    got = driver.prefill(driver.row(), TOKENS, [64])
+    want = theirs(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0].float()
+    assert float((got - want).abs().max() / want.std()) <= TOLERANCE
+    lines = sorted(line.split()[-1] for line in caplog.messages if line.startswith("weights not used"))
+    assert lines == unused
+    add(tmp_path, {"model.other_tower.weight": torch.ones(2)})
+    with pytest.raises(ModelFolderError, match=r"does not use: 'model\.other_tower\.weight'"):
+        load_model(tmp_path, ops=torch_table())
+
+
+def test_pictures_are_refused_in_words(tmp_path: Path) -> None:
+    minicpm_v(tmp_path)
+    llm = LLM(
+        str(tmp_path), skip_tokenizer_init=True, device="cpu", cpu_ops="torch", max_model_len=256, log_level="error"
+    )
+    prompt: Any = {"prompt_token_ids": [5, 6, 7], "multi_modal_data": {"image": picture(0, 32, 32)}}
+    with pytest.raises(InvalidPromptError, match="has no vision tower that forkpoint runs"):
+        llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+    (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "says"),
+    [
+        (None, ModelFolderError, "has llm_config=None; an object with the text model's fields is needed"),
+        ({"model_type": "llama"}, None, ""),
+        ({"model_type": "gpt_oss"}, UnsupportedModelError, "is of a gpt_oss; forkpoint runs .* the text parts of Bail"),
+    ],
+)
+def test_other_text_models_are_read_or_refused(
+    text: Any, error: type[Exception] | None, says: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, "llama")
+    inner = {"llm_config": {**json.loads((tmp_path / "config.json").read_text()), **text}} if text else {}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NemotronH_Nano_VL_V2"], **inner}))
+    if error is None:
+        load_model(tmp_path, ops=torch_table())
+    else:
+        with pytest.raises(error, match=says):
+            load_model(tmp_path, ops=torch_table())
