@@ -180,7 +180,7 @@ class PrefixTree:
         return removed
 
     def condemn(self, node: Node) -> list[Node]:
-        """Hide a node and all below it from lookups, since their contents are wrong. Returns all of them."""
+        """Hide a node and all below it from lookups, for good. Returns all of them."""
         below = list(_with_descendants([node]))
         self._forget([item for item in below if not item.condemned])
         for item in below:

@@ -29,7 +29,7 @@ NOWHERE = -1  # instead of the start of a row's last step: the row was not decod
 
 
 class TokenRecords:
-    """The records of all rows, and how many tokens of each row are pending: recorded, but not in the row's state yet.
+    """The records of all rows, and how far the state in each row's slot lags behind the row.
 
     A slot lags its row. A *spaced* state, written at multiples of `interval`, lags by the tokens since the last
     multiple. Other states lag by the last step's tokens if rows have drafts, and not at all otherwise. Only positions
@@ -78,7 +78,7 @@ class TokenRecords:
                 behind = [*own.values(), *constants.get((number, tensor.name), ())]
                 self._pending_states.append((tensor.fold, pool, behind))
         self.layers: tuple[LayerCache, ...] = tuple(layers)
-        self._pending = np.zeros(num_rows, np.int32)
+        self._pending = np.zeros(num_rows, np.int32)  # tokens of the row's last step, if it had drafts
         self._line = 2 * np.arange(num_rows, dtype=np.int32)  # the line that the row's next step reads
         self._start = np.full(num_rows, NOWHERE, np.int32)  # the start of the row's last step
         self._whole = np.zeros(num_rows, np.int32)  # tokens in the state that the last step read
