@@ -40,7 +40,8 @@ def test_a_streamed_answer_is_put_together(server: FakeServer, path: str, cut: i
     assert (usage.num_prompt_tokens, usage.num_completion_tokens, usage.num_cached_tokens) == (100, 3, 64)
     assert answer.miss == "cold"
     assert answer.time_to_first_token_s is not None and answer.time_to_first_token_s >= 0.05
-    assert len(answer.gaps_s) == 2 and all(gap >= 0.015 for gap in answer.gaps_s)
+    assert len(answer.gaps_s) == 2  # a late first token shortens the first gap, but not the sum
+    assert answer.time_to_first_token_s + sum(answer.gaps_s) >= 0.05 + 2 * 0.02
     assert answer.latency_s >= answer.time_to_first_token_s + sum(answer.gaps_s)
     assert server.requests[0]["stream_options"] == {"include_usage": True}
 
