@@ -208,12 +208,9 @@ class ModelRunner:
             sampled = self._sample(plan, outputs, sampling, plain, windows)
         if self._records is not None:
             self._records.issued(plan)
+        replayed = shape is not None
         partial_result = StepResult(
-            plan.step,
-            np.empty(0, np.int32),
-            num_tokens=plan.num_tokens,
-            slot_bytes_copied=copied,
-            replayed=shape is not None,
+            plan.step, np.empty(0, np.int32), num_tokens=plan.num_tokens, slot_bytes_copied=copied, replayed=replayed
         )
         answers: Tensor | None = None
         verified: Verified | None = None
@@ -224,16 +221,8 @@ class ModelRunner:
                 answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
             else:
                 answers, verified = self._finish_windows(plan, windows, sampling, sampled)
-        return RunningStep(
-            partial_result,
-            self.platform.mark(),
-            plan.sampled_rows,
-            answers,
-            verified,
-            logprobs,
-            prompts,
-            self.arena.disk,
-        )
+        mark, rows, disk = self.platform.mark(), plan.sampled_rows, self.arena.disk
+        return RunningStep(partial_result, mark, rows, answers, verified, logprobs, prompts, disk)
 
     def _without_graph(
         self, plan: StepPlan, shape: StepShape, arrays: Arrays, images: ImageInputs | None, plain: bool

@@ -46,10 +46,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     """
     size = config.tensor_parallel_size
     platform = resolve_platform(config.device, rank, size)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    elif size > 1 and platform.serves_all_ranks:
-        torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    _set_num_threads(config, platform)
     ops = select_table(platform.operators(config.cpu_ops), config.deterministic, config.force_state_copy)
     if size > 1 and config.deterministic and ops.backends["linear"].startswith("torch"):
         LOGGER.warning(
@@ -101,6 +98,14 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         disk,
     )
     return Worker(facts, runner, platform.release_unused)
+
+
+def _set_num_threads(config: EngineConfig, platform: Platform) -> None:
+    """Set the number of torch's threads. By default, ranks that share the CPUs share its usual number."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    elif config.tensor_parallel_size > 1 and platform.serves_all_ranks:
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
 
 
 def _max_num_drafts(config: EngineConfig, layout: CacheLayout, ops: OpTable) -> int:
