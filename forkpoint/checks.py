@@ -175,6 +175,25 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read a model's config.json, with `overrides` applied as vLLM's --hf-overrides are.
+
+    An override of an object whose name ends in "_config" is merged into it, also further inside. Any other override
+    replaces the field. Raises ModelFolderError.
+    """
+    return _overridden(read_json(folder / "config.json"), overrides or {}, is_outer=True)
+
+
+def _overridden(values: Mapping[str, Any], overrides: Mapping[str, Any], is_outer: bool) -> dict[str, Any]:
+    found = dict(values)
+    for name, value in overrides.items():
+        old = found.get(name)
+        if isinstance(value, Mapping) and isinstance(old, Mapping) and (name.endswith("_config") or not is_outer):
+            value = _overridden(old, value, is_outer=False)
+        found[name] = value
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of a model folder. Raises ModelFolderError if the file is missing, is not a
     regular one, is too large, or does not hold a JSON object."""

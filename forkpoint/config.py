@@ -207,6 +207,12 @@ class EngineConfig:
         bounds=Bounds(0, 1, above=True),
     )
     enforce_eager: bool = option(False, "launch every kernel by itself instead of replaying recorded CUDA graphs")
+    hf_overrides: Mapping[str, Any] | None = option(
+        None,
+        'JSON: values in place of those of config.json, such as {"max_position_embeddings": 65536}; objects such as '
+        "text_config are merged",
+        metavar="JSON",
+    )
     language_model_only: bool = option(
         False, "run the text model of a multimodal folder alone: the vision tower is not loaded and images are refused"
     )
@@ -287,6 +293,8 @@ class EngineConfig:
             options[name] = json_object(name, options[name], GENERATION_KEYS)
         if options.get(name := "limit_mm_per_prompt") is not None:
             options[name] = image_limit(media_limits(name, options[name]))
+        if options.get(name := "hf_overrides") is not None:
+            options[name] = json_object(name, options[name])
         if options.get(name := "mm_processor_kwargs") is not None:
             options[name] = json_object(name, options[name], PROCESSOR_KWARGS)
         of = {group: {k: v for k, v in options.items() if known[k] == group} for group in ("", *groups)}
@@ -299,7 +307,9 @@ class EngineConfig:
     def read_image_settings(self) -> ImageSettings | None:
         """Return how the model folder wants images to be read; None for a model without a vision tower, or if it is not
         to be loaded. Raises ModelFolderError and ConfigError."""
-        return None if self.language_model_only else read_image_settings(self.model, self.mm_processor_kwargs)
+        if self.language_model_only:
+            return None
+        return read_image_settings(self.model, self.mm_processor_kwargs, self.hf_overrides)
 
     @property
     def host_tier_bytes(self) -> int:

@@ -29,7 +29,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """
     set_up_logging(config.log_level)
     # before the tokenizer, because its errors do not say that the folder holds another kind of model
-    load_config(config.model, max_model_len=config.max_model_len)
+    load_config(config.model, max_model_len=config.max_model_len, hf_overrides=config.hf_overrides)
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = Tokenizer.load(config.tokenizer or config.model)
@@ -85,7 +85,9 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
         tokenizer,
         facts.vocab_size,
         facts.max_model_len,
-        frozenset(token for token in eos_token_ids(config.model, tokenizer) if token < facts.vocab_size),
+        frozenset(
+            token for token in eos_token_ids(config.model, tokenizer, config.hf_overrides) if token < facts.vocab_size
+        ),
         config.seed,
         structured_outputs=config.structured_outputs_config,
         images=ImageProcessor.load(config),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ def with_folders(config: EngineConfig) -> EngineConfig:
     set_up_logging(config.log_level)
     shown = config.use_tqdm_on_load and config.log_level != "error" and sys.stderr.isatty()
     weights = config.load_format != "dummy"
-    fetch = partial(model_folder, download_dir=config.download_dir, show_bar=shown)
+    fetch = partial(model_folder, download_dir=config.download_dir, show_bar=shown, overrides=config.hf_overrides)
     model = fetch(config.model, revision=config.revision, weights=weights)
     if config.tokenizer is None or config.skip_tokenizer_init:
         return replace(config, model=model)
@@ -47,12 +48,13 @@ def model_folder(
     download_dir: str | None = None,
     weights: bool = True,
     show_bar: bool = False,
+    overrides: Mapping[str, Any] | None = None,
 ) -> str:
     """Return `name` if it is a folder, otherwise the folder of the hub's model with that id.
 
-    `revision` is a branch, tag or commit (None: main). `download_dir` replaces huggingface_hub's cache folder. Raises
-    ModelFolderError, which says what to do, if the model does not exist or cannot be fetched. Raises what `load_config`
-    raises before weights are fetched.
+    `revision` is a branch, tag or commit (None: main). `download_dir` replaces huggingface_hub's cache folder.
+    `overrides` change fields of config.json. Raises ModelFolderError, which says what to do, if the model does not
+    exist or cannot be fetched. Raises what `load_config` raises before weights are fetched.
     """
     if Path(name).is_dir():
         return name
@@ -66,14 +68,21 @@ def model_folder(
     LOGGER.info("model %s (revision %s) of %s", name, revision or "main", constants.ENDPOINT)
     try:
         with DeferredInterrupt(at_once=True) as interrupt:
-            return _fetch(name, revision, download_dir, weights, _bar(interrupt, show_bar))
+            return _fetch(name, revision, download_dir, weights, overrides, _bar(interrupt, show_bar))
     except ForkpointError:
         raise
     except Exception as error:  # httpx, huggingface_hub and the system raise many kinds; each is reported in one line
         raise ModelFolderError(_reason(error, name, revision, download_dir or constants.HF_HUB_CACHE)) from error
 
 
-def _fetch(name: str, revision: str | None, download_dir: str | None, weights: bool, bar: type[Any]) -> str:
+def _fetch(
+    name: str,
+    revision: str | None,
+    download_dir: str | None,
+    weights: bool,
+    overrides: Mapping[str, Any] | None,
+    bar: type[Any],
+) -> str:
     from huggingface_hub import errors, snapshot_download
 
     # skip files in inner folders
@@ -86,7 +95,7 @@ def _fetch(name: str, revision: str | None, download_dir: str | None, weights: b
         except errors.LocalEntryNotFoundError:
             from forkpoint.models.registry import load_config
 
-            load_config(folder)  # report a model that cannot run before fetching gigabytes
+            load_config(folder, hf_overrides=overrides)  # report a model that cannot run before fetching gigabytes
             snapshot(**at, tqdm_class=bar)
     return folder
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from forkpoint.checks import first_line, member, one_or_more, read_json
+from forkpoint.checks import first_line, member, one_or_more, read_config, read_json
 from forkpoint.engine.token_bytes import TokenBytes
 from forkpoint.errors import InvalidPromptError, ModelFolderError
 
@@ -121,18 +122,21 @@ class Tokenizer:
         return frozenset(token_id for token_id in known if token_id is not None)
 
 
-def eos_token_ids(folder: str, tokenizer: Tokenizer | None) -> frozenset[int]:
+def eos_token_ids(
+    folder: str, tokenizer: Tokenizer | None, overrides: Mapping[str, Any] | None = None
+) -> frozenset[int]:
     """Return the ids that end a completion: those of generation_config.json, else of config.json, and the tokenizer's
     own.
 
-    Raises ModelFolderError for a file that is broken or has another value there.
+    `overrides` change fields of config.json. Raises ModelFolderError for a file that is broken or has another value
+    there.
     """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
         if not path.is_file():
             continue
-        values = read_json(path)
+        values = read_json(path) if name == "generation_config.json" else read_config(path.parent, overrides)
         value = values.get("eos_token_id", member(values.get("text_config"), "eos_token_id"))
         if value is not None:
             ids = one_or_more(value)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from forkpoint.checks import read_json
+from forkpoint.checks import read_config
 from forkpoint.image_families.lfm2_vl import Lfm2VlImages
 from forkpoint.image_families.qwen3_5 import Qwen35Images
 from forkpoint.image_families.settings import ImageSettings, Values, read_processor
@@ -15,13 +15,15 @@ FAMILIES: Final[tuple[type[ImageSettings], ...]] = (Qwen35Images, Lfm2VlImages)
 PROCESSOR_KWARGS: Final = tuple(dict.fromkeys(name for family in FAMILIES for name in family.kwargs))
 
 
-def read_image_settings(folder: str | Path, processor_kwargs: Mapping[str, Any] | None = None) -> ImageSettings | None:
+def read_image_settings(
+    folder: str | Path, processor_kwargs: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
+) -> ImageSettings | None:
     """Read how a model folder wants images to be read; None if the model has no vision tower that forkpoint runs.
 
-    Raises ModelFolderError and ConfigError.
+    `overrides` change fields of config.json. Raises ModelFolderError and ConfigError.
     """
     folder = Path(folder)
-    config = read_json(folder / "config.json")
+    config = read_config(folder, overrides)
     vision, names = config.get("vision_config"), config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     family = next((each for each in FAMILIES if name in each.architectures), None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from forkpoint.checks import read_json
+from forkpoint.checks import read_config
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.fields import Fields
 
@@ -84,29 +84,34 @@ class ConfigJson:
     other_parts: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_config_json(path: Path, architectures: Collection[str]) -> ConfigJson:
-    """Read config.json. `architectures` are the names of the text models and multimodal models that have a family.
+def read_config_json(
+    folder: Path, architectures: Collection[str], overrides: Mapping[str, Any] | None = None
+) -> ConfigJson:
+    """Read config.json, changed by `overrides`.
 
-    If a model has a family of its own, the fields of its text model replace those of the outer object. The embeddings
-    are tied if either of the two objects says so. Raises ModelFolderError.
+    `architectures` are the names of the text models and multimodal models that have a family. If a model has a family
+    of its own, the fields of its text model replace those of the outer object. The embeddings are tied if either of the
+    two objects says so. Raises ModelFolderError.
     """
-    outer = read_json(path)
+    outer, where = read_config(folder, overrides), str(folder / "config.json")
+    if overrides:
+        where += " with --hf-overrides"
     named = outer.get("architectures") or named_by_type(outer.get("model_type"), architectures)
     part = TEXT_PARTS.get(named[0]) if isinstance(named, list) and named and isinstance(named[0], str) else None
     if part is None:
-        return ConfigJson(_merged(outer, outer.get(TEXT_OBJECT), {"architectures": named}, path))
+        return ConfigJson(_merged(outer, outer.get(TEXT_OBJECT), {"architectures": named}, where))
     inner = outer.get(TEXT_OBJECT)
     if inner is None:
         inner = outer.get(part.object)
     if not isinstance(inner, dict):
-        raise ModelFolderError(f"{path} has {part.object}={inner!r}; an object with the text model's fields is needed")
+        raise ModelFolderError(f"{where} has {part.object}={inner!r}; an object with the text model's fields is needed")
     kind = inner.get("model_type") or part.default_type
     named = named_by_type(kind, architectures) or [str(kind)]
     shared = {name: outer[name] for name in SHARED if name in outer}
-    return ConfigJson(_merged(shared, inner, {"architectures": named}, path), part.others)
+    return ConfigJson(_merged(shared, inner, {"architectures": named}, where), part.others)
 
 
-def _merged(outer: Mapping[str, Any], inner: Any, more: Mapping[str, Any], path: Path) -> Fields:
+def _merged(outer: Mapping[str, Any], inner: Any, more: Mapping[str, Any], where: str) -> Fields:
     given = {k: v for k, v in inner.items() if v is not None} if isinstance(inner, dict) else {}
     values = {**outer, **given, **more}
     ties = [each[TIES] for each in (given, outer) if each.get(TIES) is not None]
@@ -114,7 +119,7 @@ def _merged(outer: Mapping[str, Any], inner: Any, more: Mapping[str, Any], path:
         # the family refuses wrong values when it reads the field
         wrong = [value for value in ties if not isinstance(value, bool)]
         values[TIES] = wrong[0] if wrong else any(ties)
-    return Fields(values, str(path))
+    return Fields(values, where)
 
 
 def named_by_type(model_type: Any, architectures: Collection[str]) -> list[str]:

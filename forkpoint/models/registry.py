@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
@@ -66,6 +66,7 @@ class ModelOptions(TypedDict, total=False):
     kv_cache_dtype: str  # of keys and values: "auto", "bfloat16" or "fp8"
     quantization: str | None  # the folder's format, or "fp8" to quantise an unquantised model as it loads
     mtp: bool  # load the model's MTP layer
+    hf_overrides: Mapping[str, Any] | None  # change fields of config.json
     vision: ImageSettings | None  # load the vision tower; how images are resized for it
 
 
@@ -79,7 +80,7 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
     folder = Path(path)
     if not folder.is_dir():
         raise ModelFolderError(f"there is no model folder {str(path)!r}; give the path of a downloaded model")
-    found = read_config_json(folder / "config.json", MODELS.names())
+    found = read_config_json(folder, MODELS.names(), options.get("hf_overrides"))
     fields = found.fields
     family = _family(fields)  # checked first, because other architectures may use other quantisations
     stored = read_format(fields, folder, options.get("quantization"))

@@ -117,7 +117,7 @@ class Texts:
             self._chat = ChatTemplate(self.tokenizer, self.engine.chat_template, form, parser, self.images)
         self.sampling = sampling_defaults(self.engine)
         log_sampling_defaults(self.engine, self.sampling)
-        ends = eos_token_ids(self.engine.model, self.tokenizer)
+        ends = eos_token_ids(self.engine.model, self.tokenizer, self.engine.hf_overrides)
         return self.tokenizer.backend.to_str() if self.tokenizer is not None else None, ends
 
     def begin(self, facts: Facts) -> None:

@@ -171,6 +171,7 @@ def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) 
             state_dtype=config.mamba_ssm_cache_dtype,
             kv_cache_dtype=config.kv_cache_dtype,
             max_model_len=config.max_model_len,
+            hf_overrides=config.hf_overrides,
             quantization=config.quantization,
             device=platform.device,
             progress=progress,

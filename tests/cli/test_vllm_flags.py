@@ -37,6 +37,7 @@ qwen3.8 on Ascend: --tensor-parallel-size 1 --max-num-batched-tokens 16384 --ena
 qwen3.8 on one card: --max-model-len 32768 --kv-cache-dtype fp8 --enforce-eager --language-model-only --max-num-seqs 8
 qwen3.6: --tensor-parallel-size 8 --max-model-len 262144 --reasoning-parser qwen3
   --speculative-config {"method":"mtp","num_speculative_tokens":2}
+qwen3.8, longer: --max-model-len 1010000 --hf-overrides {"text_config":{"max_position_embeddings":1010000}}
 qwen3.5, text: --enable-expert-parallel --language-model-only --reasoning-parser qwen3 --enable-prefix-caching
 qwen3.5, images: --enable-expert-parallel --mm-encoder-tp-mode data --mm-processor-cache-type shm
   --all2all-backend flashinfer_nvlink_two_sided
@@ -102,6 +103,8 @@ def test_recipes_of_served_families_start(name: str) -> None:
     ServerConfig(**option_values(options, ServerConfig))
     if name == "qwen3.8 on Ascend":
         assert config.speculative_config is not None and config.speculative_config.ignored == ("enforce_eager",)
+    if name == "qwen3.8, longer":
+        assert config.hf_overrides == {"text_config": {"max_position_embeddings": 1010000}}
     lengths = {"kimi-linear": None, "minicpm-v": 32_000, "lfm2.5": 32_768}
     assert config.max_model_len == lengths.get(name, config.max_model_len)
 

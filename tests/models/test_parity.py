@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.models.decoder import Model
-from forkpoint.models.registry import load_model
+from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.select import torch_table
 from tests.checkpoints import FAMILIES, HYBRID, write_checkpoint
 from tests.driver import Driver, Work
@@ -245,14 +245,23 @@ STRETCHED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings
         ("qwen3", {"rope_type": "yarn", "truncate": False, "beta_fast": 16.0, "mscale": 0.7, "mscale_all_dim": 1.3}),
         ("mistral", {"rope_type": "yarn", "attention_factor": 1.1}),
         ("qwen3_5", {"rope_type": "yarn", "partial_rotary_factor": 0.25}),
+        ("qwen3_5_multimodal", {"rope_type": "yarn", "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}),
         ("lfm2", {"rope_type": "linear"}),
     ],
 )
 def test_stretched_positions(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
-    plain = write_checkpoint(tmp_path, family)
-    theirs = write_checkpoint(tmp_path, family, rope_parameters={**STRETCHED, **rope})
-    driver, tokens = Driver(load_model(tmp_path, ops=torch_table())), list(range(2, 132))
-    want = oracle(theirs, tokens)
+    """By config.json, and by the same fields as overrides of a plain config.json."""
+    rope = {**STRETCHED, **rope}
+    theirs, tokens = write_checkpoint(tmp_path, family, rope_parameters=rope), list(range(2, 132))
+    written = load_config(tmp_path)
+    plain, overrides = write_checkpoint(tmp_path, family), {"rope_parameters": rope}
+    model = load_model(
+        tmp_path,
+        ops=torch_table(),
+        hf_overrides={"text_config": overrides} if family == "qwen3_5_multimodal" else overrides,
+    )
+    assert (model.config.rotary, model.config.max_model_len) == (written.rotary, written.max_model_len)
+    driver, want = Driver(model), oracle(theirs, tokens)
     assert error(driver.prefill(driver.row(), tokens, [64]), want) <= TOLERANCE < error(oracle(plain, tokens), want)
 
 
