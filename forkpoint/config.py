@@ -113,6 +113,22 @@ class SchedulerConfig:
         return found
 
 
+# vLLM's names of the formats of weights
+Quantization = Literal[
+    "fp8",
+    "modelopt",
+    "modelopt_fp4",
+    "modelopt_mixed",
+    "compressed-tensors",
+    "gptq",
+    "gptq_marlin",
+    "awq",
+    "awq_marlin",
+    "auto-round",
+    "inc",
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All options that `LLM(...)` and the command line accept."""
@@ -135,7 +151,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "of weights and activations; auto: as in config.json"
     )
-    quantization: Literal["fp8", "modelopt", "compressed-tensors"] | None = option(
+    quantization: Quantization | None = option(
         None,
         "fp8: put the matrices of a model that is not quantised in FP8 as they load; quantised models need no option, "
         "and another format than theirs is refused",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from forkpoint.errors import ConfigError
+from forkpoint.ops.linear.packed import PER_WORD, PackedMatrix
 from forkpoint.ops.linear.scaled import ScaledMatrix
 from forkpoint.ops.ranks import Ranks
 
@@ -85,6 +86,22 @@ class Part:
         if not self.spans:
             return tensor
         return self.of(tensor).clone()
+
+    def of_packed(self, matrix: PackedMatrix) -> Tensor | PackedMatrix:
+        """Cut the part out of a whole matrix in 4 bits.
+
+        The part is widened if its columns are not whole words, or not in the order of their codes.
+        """
+        if not self.spans:
+            return matrix
+        if self.axis == len(self.whole) - 1:
+            (start, end), *_ = self.spans
+            if matrix.order is not None or start % PER_WORD or end % PER_WORD:
+                return self.copied(matrix.dense())
+            return matrix.take_columns(start, end)
+        zeros = None if matrix.zeros is None else self.copied(matrix.zeros)
+        words, scales, factors = (self.copied(kept) for kept in (matrix.words, matrix.scales, matrix.factors))
+        return replace(matrix, words=words, scales=scales, factors=factors, zeros=zeros)
 
     def of_scaled(self, codes: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> ScaledMatrix:
         """Build the part's matrix from its own `codes` and the whole matrix's `scales`.

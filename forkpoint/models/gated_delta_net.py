@@ -12,9 +12,9 @@ from torch import Tensor
 from forkpoint.models.config import Build
 from forkpoint.models.cuts import rows
 from forkpoint.models.fields import Fields
+from forkpoint.models.joints import join_rows
 from forkpoint.models.layers import Projection
 from forkpoint.models.recurrence import Project, RecurrentConfig
-from forkpoint.models.weights import join_rows
 from forkpoint.ops.linear.scaled import Matrix, take_rows
 from forkpoint.ops.parameters import Recurrence
 

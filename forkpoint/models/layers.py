@@ -13,7 +13,7 @@ from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.cuts import ROWS, WHOLE, Cut, rows, share
 from forkpoint.models.fields import Fields
-from forkpoint.models.weights import join_rows
+from forkpoint.models.joints import join_rows
 from forkpoint.ops.activation.reference import relu_squared
 from forkpoint.ops.linear.scaled import Matrix, dense, multiplied, take_rows
 from forkpoint.ops.ranks import Ranks

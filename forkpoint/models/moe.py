@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import WHOLE, Cut, share, whole
 from forkpoint.models.fields import Fields
+from forkpoint.models.joints import JoinedMatrix, join_rows
 from forkpoint.models.layers import Projection, over_ranks, read_projection
-from forkpoint.models.weights import JoinedMatrix, WeightSource, join_rows
-from forkpoint.ops.linear.scaled import BLOCK, Matrix, ScaledMatrix, dense, take_columns, take_rows
+from forkpoint.models.quantization import FP8, Form, common_form
+from forkpoint.models.weights import WeightSource
+from forkpoint.ops.linear.packed import PER_WORD
+from forkpoint.ops.linear.scaled import BLOCK, Matrix, dense, take_columns, take_rows
 from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.ranks import Ranks
 
@@ -152,30 +156,38 @@ class SparseMLP:
             self._in_cut = self._out_cut = WHOLE
             if build.ranks.cuts_rows(moe.latent_size or hidden):
                 self._out_cut = Cut(-2)
-        self._experts: Any = build.ops.prepare_experts(*self._read_experts(build, name))
+        routed, shared = self._forms(build, name)
+        joins = not moe.rule.num_shared or routed == shared
+        self._experts: Any = build.ops.prepare_experts(*self._read_experts(build, name, routed, joins))
+        # experts in two forms need two operations
+        self._shared: Any = None
+        if not joins:
+            self._apply = build.ops.experts
+            self._shared = build.ops.prepare_experts(*self._read_shared_apart(build, name, shared))
 
-    def _read_experts(self, build: Build, name: str) -> tuple[Matrix, Matrix]:
-        """Read `gate_up[E, 2I, H]` (`[E, I, H]` without a gate) and `down[E, H, I]`: routed experts, then the shared
-        expert.
+    def _given_size(self, build: Build) -> int:
+        """Return the rows of `down` on this rank. Where ranks gather, each rank has only its own."""
+        hidden = self._moe.latent_size or build.config.hidden_size
+        return hidden // build.ranks.size if build.ranks.cuts_rows(hidden) else hidden
 
-        Where ranks gather, each rank has only its own rows of `down`.
+    def _read_experts(self, build: Build, name: str, form: Form | None, joins: bool) -> tuple[Matrix, Matrix]:
+        """Read `gate_up[E, 2I, H]` (`[E, I, H]` without a gate) and `down[E, H, I]` of the routed experts, followed by
+        the shared expert if it `joins` them.
         """
         count, inner = self._moe.num_experts, self._moe.intermediate_size
-        hidden = given = self._moe.latent_size or build.config.hidden_size
-        if build.ranks.cuts_rows(hidden):
-            given = hidden // build.ranks.size
-        source, total, whole = build.weights, count + self._moe.rule.num_shared, inner % BLOCK == 0
-        scaled, size = self._is_scaled(build, name), len(self._into) * inner
-        gate_up = JoinedMatrix(source, (total, size, hidden), scaled, whole)
+        hidden, given = self._moe.latent_size or build.config.hidden_size, self._given_size(build)
+        source, total = build.weights, count + (self._moe.rule.num_shared if joins else 0)
+        whole, size = inner % BLOCK == 0, len(self._into) * inner
+        gate_up = JoinedMatrix(source, (total, size, hidden), form, whole)
         fused, apart = self._stacks(name)
         stack: Matrix | None = None
-        if source.has(fused):
+        if source.holds(fused):
             cut = replace(self._in_cut, sections=((inner, 1),) * len(self._into))
             gate_up.put(source.get_matrix(fused, (count, size, hidden), cut), 0, slice(count))
             # Read before `down` is allocated. Otherwise `down` would take the memory that the first stack freed, and
             # waste the rest of it.
             stack = source.get_matrix(apart, (count, given, inner), self._out_cut)
-        down = JoinedMatrix(source, (total, given, inner), scaled, True)
+        down = JoinedMatrix(source, (total, given, inner), within(form, inner), True)
         if stack is not None:
             down.put(stack, 0, slice(count))
         else:
@@ -185,40 +197,50 @@ class SparseMLP:
                     into = source.get_matrix(f"{expert}.{part}_proj.weight", (inner, hidden), self._in_cut)
                     gate_up.put(into, i * inner, e)
                 down.put(source.get_matrix(f"{expert}.down_proj.weight", (given, inner), self._out_cut), 0, e)
-        if self._moe.rule.num_shared:
-            self._read_shared(build, f"{name}.{self._moe.shared_name}", gate_up, down)
+        if total > count:
+            self._read_shared(build, f"{name}.{self._moe.shared_name}", gate_up, down, count)
+        return gate_up.matrix, down.matrix
+
+    def _read_shared_apart(self, build: Build, name: str, form: Form | None) -> tuple[Matrix, Matrix]:
+        """Read the slices of the shared expert as experts of their own."""
+        inner, count, source = self._moe.intermediate_size, self._moe.rule.num_shared, build.weights
+        into = (count, len(self._into) * inner, build.config.hidden_size)
+        gate_up = JoinedMatrix(source, into, form, inner % BLOCK == 0)
+        down = JoinedMatrix(source, (count, self._given_size(build), inner), within(form, inner), True)
+        self._read_shared(build, f"{name}.{self._moe.shared_name}", gate_up, down, 0)
         return gate_up.matrix, down.matrix
 
     def _stacks(self, name: str) -> tuple[str, str]:
         """Return the names of the two tensors that store all experts in one matrix each."""
         return f"{name}.experts.{'_'.join(self._into)}_proj", f"{name}.experts.down_proj"
 
-    def _is_scaled(self, build: Build, name: str) -> bool:
-        """Return whether all experts can be kept in FP8.
-
-        All must be stored in FP8, and splitting the shared expert must not split its blocks.
-        """
+    def _forms(self, build: Build, name: str) -> tuple[Form | None, Form | None]:
+        """Return the forms of the routed experts and of the shared one, which are equal if one form serves both."""
         source, moe, parts = build.weights, self._moe, (*self._into, "down")
-        inner, stacks = moe.intermediate_size, self._stacks(name)
+        stacks = self._stacks(name)
         apart = [f"{name}.experts.{e}.{part}_proj.weight" for e in range(moe.num_experts) for part in parts]
-        names = list(stacks) if source.has(stacks[0]) else apart
-        if moe.rule.num_shared:
-            names += [f"{name}.{moe.shared_name}.{part}_proj.weight" for part in parts]
-        cut = inner % BLOCK and moe.rule.num_shared > 1 and moe.shared_intermediate_size > BLOCK
-        by_block = source.fp8 is not None and source.fp8.by_block
-        return not (cut and by_block) and all(map(source.is_scaled, names))
+        routed = common_form(map(source.form, stacks if source.holds(stacks[0]) else apart))
+        if not moe.rule.num_shared:
+            return routed, None
+        shared = common_form(source.form(f"{name}.{moe.shared_name}.{part}_proj.weight") for part in parts)
+        # slices of the shared expert must not cut its blocks
+        cut = moe.intermediate_size % BLOCK and moe.rule.num_shared > 1 and moe.shared_intermediate_size > BLOCK
+        if shared == FP8 and cut and source.format is not None and source.format.by_block:
+            shared = None
+        both = common_form((routed, shared))
+        return (both, both) if both is not None else (routed, shared)
 
-    def _read_shared(self, build: Build, name: str, gate_up: JoinedMatrix, down: JoinedMatrix) -> None:
-        """Append slices of the shared expert to the routed ones. The last slice is padded with zeros."""
+    def _read_shared(self, build: Build, name: str, gate_up: JoinedMatrix, down: JoinedMatrix, first: int) -> None:
+        """Put slices of the shared expert in the places from `first` on. The last slice is padded with zeros."""
         moe, hidden, source = self._moe, build.config.hidden_size, build.weights
         inner, whole = moe.intermediate_size, moe.shared_intermediate_size
         into = [source.get_matrix(f"{name}.{part}_proj.weight", (whole, hidden), self._in_cut) for part in self._into]
         back = source.get_matrix(f"{name}.down_proj.weight", (down.matrix.shape[1], whole), self._out_cut)
-        if not isinstance(down.matrix, ScaledMatrix):
+        if isinstance(down.matrix, Tensor):
             back = dense(back)
         for part in range(moe.rule.num_shared):
             start, end = part * inner, min((part + 1) * inner, whole)
-            rows, expert = torch.arange(start, end), moe.num_experts + part
+            rows, expert = torch.arange(start, end), first + part
             for i, matrix in enumerate(into):
                 gate_up.put(take_rows(matrix, rows), i * inner, expert)
             down.put(take_columns(back, start, end), 0, expert)
@@ -226,7 +248,21 @@ class SparseMLP:
     def __call__(self, x: Tensor, ctx: ForwardContext | None = None) -> Tensor:
         """Run the experts: `x[T, H] -> [T, H]`. Does not read the context."""
         weights, ids = self._ops.route(self._router(x)[:, : self._num_scores], self._moe.rule, self._bias)
-        return self._widen(self._all_ranks(self._apply(self._narrow(x), self._experts, weights, ids)))
+        narrow = self._narrow(x)
+        if self._shared is None:
+            return self._widen(self._all_ranks(self._apply(narrow, self._experts, weights, ids)))
+        top_k = self._moe.rule.top_k
+        routed = self._apply(narrow, self._experts, weights[:, :top_k].contiguous(), ids[:, :top_k].contiguous())
+        own = (weights[:, top_k:].contiguous(), (ids[:, top_k:] - self._moe.num_experts).contiguous())
+        return self._widen(self._all_ranks(routed + self._apply(narrow, self._shared, *own)))
+
+
+def within(form: Form | None, width: int) -> Form | None:
+    """Return the form of a matrix whose columns are cut into slices of `width`; None if words would be cut."""
+    if form is None or form.kind == "fp8":
+        return form
+    group = gcd(form.group, width)
+    return None if group % PER_WORD else replace(form, group=group)
 
 
 def _aligned(weight: Tensor) -> Tensor:
@@ -235,7 +271,7 @@ def _aligned(weight: Tensor) -> Tensor:
 
 
 def _wide(source: WeightSource, name: str, shape: tuple[int, int]) -> Tensor:
-    """Read a matrix in fp32. FP8 is converted."""
-    if source.is_scaled(name):
+    """Read a matrix in fp32. Quantised ones are converted."""
+    if source.form(name) is not None:
         return dense(source.get_matrix(name, shape)).float()
     return source.get(name, shape, torch.float32)

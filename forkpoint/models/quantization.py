@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import gcd
 from pathlib import Path
 from typing import Any, Final, Literal
+
+import torch
 
 from forkpoint.checks import member, read_json
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.fields import Fields, canonical_name
+from forkpoint.models.packings import Packing
 from forkpoint.ops.linear.scaled import BLOCK
 
 SUPPORTED: Final = (
-    "forkpoint runs models that are not quantised, and FP8 (e4m3) with a scale for each matrix, row or "
-    f"{BLOCK}x{BLOCK} block (quant_method 'fp8', 'modelopt' or 'compressed-tensors'); most models are also published "
-    "as one of these"
+    "forkpoint runs models that are not quantised, FP8 (e4m3) with a scale for each matrix, row or "
+    f"{BLOCK}x{BLOCK} block (quant_method 'fp8', 'modelopt' or 'compressed-tensors'), and 4 bits as 'gptq', 'awq', "
+    "'auto-round', 'compressed-tensors' (pack-quantized, nvfp4-pack-quantized) and 'modelopt' (NVFP4) pack them; most "
+    "models are also published as one of these"
 )
 MODELOPT_NAME: Final = "hf_quant_config.json"
 # Small matrices that matter much for quality. Published FP8 models leave them unquantised.
 KEPT_PLAIN: Final = ("lm_head", r"re:.*\.gate$", r"re:.*_gate$", r"re:.*\.(in_proj_(ba|b|a)|[ab]_proj)$")
 Scales = Literal["block", "row", "tensor"]
+Kind = Literal["fp8", "integer", "float"]
 # modelopt's algorithm -> what shares a scale
 MODELOPT_FP8: Final[Mapping[str, Scales]] = {
     "FP8": "tensor",
     "FP8_PER_CHANNEL_PER_TOKEN": "row",
     "FP8_PB_WO": "block",
+}
+MODELOPT_FP4: Final = ("NVFP4", "W4A16_NVFP4")
+# auto-round's packing_format -> the packing
+AUTO_ROUND: Final[Mapping[str, Packing]] = {
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:auto_awq": "awq",
 }
 COMPRESSED_FP8: Final[Mapping[str, Scales]] = {"tensor": "tensor", "channel": "row", "block": "block"}
 # What modules are called inside other checkpoints of the same model.
@@ -35,16 +49,50 @@ _OTHER_ROOTS: Final = ("model.language_model.", "language_model.model.", "backbo
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """How a matrix is kept: in FP8, or in 4-bit integers or floats with a scale for each `group` columns.
+
+    `order` are the bytes of the int64 columns in the order of their codes; None: their own order.
+    """
+
+    kind: Kind
+    group: int = 0
+    order: bytes | None = None
+
+    def column_order(self, device: torch.device) -> torch.Tensor | None:
+        """Return `order` as a tensor."""
+        if self.order is None:
+            return None
+        return torch.frombuffer(bytearray(self.order), dtype=torch.int64).to(device)
+
+
+FP8: Final = Form("fp8")
+
+
+def common_form(forms: Iterable[Form | None]) -> Form | None:
+    """Return the form that a matrix of parts in these forms can have; None if they differ."""
+    given = list(forms)
+    first = given[0]
+    if first is None or any(each is None or (each.kind, each.order) != (first.kind, first.order) for each in given):
+        return None
+    return replace(first, group=gcd(*(each.group for each in given if each is not None)))
+
+
+@dataclass(frozen=True, slots=True)
 class WeightFormat:
     """How a folder stores its quantised matrices.
 
-    `methods`: the values of --quantization that name this format. `scales`: what shares a scale of a matrix in FP8: a
-    block of 128x128, a row or the whole matrix. `plain` names modules that are not quantised, in the notation of
-    config.json. `on_load`: the folder is not quantised, and its matrices are quantised when they are read.
+    `methods`: the values of --quantization that name this format. `scales`: what shares a scale of a matrix in FP8, if
+    there are any: a block of 128x128, a row or the whole matrix. `packing`: how matrices in 4 bits are packed, if there
+    are any, with `group_size` columns for each scale (0: a whole row). `plain` names modules that are not quantised, in
+    the notation of config.json. `on_load`: the folder is not quantised, and its matrices are quantised when they are
+    read.
     """
 
     methods: tuple[str, ...] = ("fp8",)
-    scales: Scales = "block"
+    scales: Scales | None = "block"
+    packing: Packing | None = None
+    group_size: int = 128
     plain: tuple[str, ...] = KEPT_PLAIN
     on_load: bool = False
 
@@ -98,13 +146,18 @@ def read_format(fields: Fields, folder: Path, wanted: str | None) -> WeightForma
 
 
 def _read(found: Mapping[str, Any], where: str) -> WeightFormat:
-    method = found.get("quant_method")
-    if method == "fp8":
-        return _read_fp8(found, where)
-    if method == "compressed-tensors":
-        return _read_compressed(found, where)
-    if str(method).startswith("modelopt") or (method is None and "quant_algo" in found):
-        return _read_modelopt(found, where)
+    method = str(found.get("quant_method") or ("modelopt" if "quant_algo" in found else None))
+    readers: Mapping[str, Callable[[Mapping[str, Any], str], WeightFormat]] = {
+        "fp8": _read_fp8,
+        "compressed-tensors": _read_compressed,
+        "modelopt": _read_modelopt,
+        "gptq": _read_gptq,
+        "awq": _read_awq,
+        "auto-round": _read_auto_round,
+    }
+    reader = readers.get(method.partition("_")[0] if method.startswith("modelopt") else method.replace("_", "-"))
+    if reader is not None:
+        return reader(found, where)
     details = [str(found[key]) for key in ("quant_algo", "quant_type") if key in found]
     if found.get("bits") or found.get("load_in_4bit"):
         details.append(f"{found.get('bits', 4)} bits")
@@ -125,18 +178,89 @@ def _read_fp8(found: Mapping[str, Any], where: str) -> WeightFormat:
         if found.get(name) not in values:
             raise refused(where, f"FP8 with {name} {found[name]!r}")
     plain = names_of(found, where, "modules_to_not_convert", "ignored_layers")
-    return WeightFormat(("fp8",), "tensor" if size is None else "block", plain)
+    return WeightFormat(("fp8",), "tensor" if size is None else "block", plain=plain)
 
 
 def _read_modelopt(found: Mapping[str, Any], where: str) -> WeightFormat:
     """Read modelopt's format from config.json, or from a file of its own, where it is one level deeper."""
     inner = found.get("quantization")
     given = inner if isinstance(inner, dict) else found
-    algorithm = str(given.get("quant_algo") or "format without a quant_algo")
-    scales = MODELOPT_FP8.get(algorithm.upper())
-    if scales is None:
-        raise refused(where, f"modelopt's {algorithm}")
-    return WeightFormat(("modelopt",), scales, names_of(given, where, "ignore", "exclude_modules"))
+    algorithm = str(given.get("quant_algo") or "format without a quant_algo").upper()
+    named, own = {algorithm}, "modelopt_fp4"
+    if algorithm == "MIXED_PRECISION":
+        layers = given.get("quantized_layers")
+        said = layers.values() if isinstance(layers, dict) else ()
+        named = {str(member(layer, "quant_algo")).upper() for layer in said} or {"FP8", "NVFP4"}
+        own = "modelopt_mixed"
+    scales = {MODELOPT_FP8[each] for each in named if each in MODELOPT_FP8}
+    other = sorted(named - MODELOPT_FP8.keys() - set(MODELOPT_FP4))
+    if other or len(scales) > 1:
+        raise refused(where, f"modelopt's {' and '.join(other or sorted(named))}")
+    in_four = bool(named.intersection(MODELOPT_FP4))
+    return WeightFormat(
+        ("modelopt", own) if in_four else ("modelopt",),
+        next(iter(scales), None),
+        "modelopt" if in_four else None,
+        group_size=16,
+        plain=names_of(given, where, "ignore", "exclude_modules"),
+    )
+
+
+def _read_gptq(found: Mapping[str, Any], where: str) -> WeightFormat:
+    _require_four_bits(found, where, "gptq", "bits")
+    form = found.get("checkpoint_format") or found.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2") or found.get("pack_dtype") not in (None, "int32"):
+        raise refused(
+            where, f"quant_method 'gptq' of checkpoint_format {form!r}, pack_dtype {found.get('pack_dtype')!r}"
+        )
+    plain = list(names_of(found, where, "modules_to_not_convert"))
+    dynamic = found.get("dynamic") or {}
+    for pattern, change in dynamic.items() if isinstance(dynamic, dict) else ():
+        if pattern.startswith("-:"):
+            plain.append("re:" + pattern[2:])
+        elif member(change, "bits") not in (None, 4):
+            raise refused(where, f"quant_method 'gptq' of {member(change, 'bits')} bits in {pattern!r}")
+    packing: Packing = "gptq_v2" if form == "gptq_v2" else "gptq"
+    return WeightFormat(("gptq", "gptq_marlin"), None, packing, _group_size(found), tuple(plain))
+
+
+def _read_awq(found: Mapping[str, Any], where: str) -> WeightFormat:
+    _require_four_bits(found, where, "awq", "bits", "w_bit")
+    version = str(found.get("version") or found.get("format") or "gemm").lower()
+    if version != "gemm":
+        raise refused(where, f"quant_method 'awq' of version {version!r}")
+    plain = names_of(found, where, "modules_to_not_convert")
+    return WeightFormat(("awq", "awq_marlin"), None, "awq", _group_size(found), plain)
+
+
+def _read_auto_round(found: Mapping[str, Any], where: str) -> WeightFormat:
+    _require_four_bits(found, where, "auto-round", "bits")
+    form, kind = str(found.get("packing_format") or "auto_round:auto_gptq"), str(found.get("data_type") or "int")
+    packing = AUTO_ROUND.get(form) if kind == "int" else None
+    if form == "auto_round:llm_compressor" and kind == "nv_fp":
+        packing = "floats"
+    if packing is None:
+        raise refused(where, f"quant_method 'auto-round' of packing_format {form!r}, data_type {kind!r}")
+    plain, extra = [], found.get("extra_config") or {}
+    for name, change in extra.items() if isinstance(extra, dict) else ():
+        bits = member(change, "bits")
+        if bits in (16, 32):
+            plain.append(name)
+        elif bits not in (None, 4):
+            raise refused(where, f"quant_method 'auto-round' of {bits} bits in {name!r}")
+    return WeightFormat(("auto-round", "inc"), None, packing, _group_size(found), tuple(plain))
+
+
+def _require_four_bits(found: Mapping[str, Any], where: str, method: str, *keys: str) -> None:
+    bits = next((found[key] for key in keys if key in found), 4)
+    if bits != 4:
+        raise refused(where, f"quant_method {method!r} of {bits} bits")
+
+
+def _group_size(found: Mapping[str, Any]) -> int:
+    """Return the columns that share a scale; 0 for a whole row."""
+    size = next((found[key] for key in ("group_size", "q_group_size") if key in found), 128)
+    return max(size, 0) if isinstance(size, int) else 128
 
 
 def _read_compressed(found: Mapping[str, Any], where: str) -> WeightFormat:
@@ -145,20 +269,28 @@ def _read_compressed(found: Mapping[str, Any], where: str) -> WeightFormat:
         raise ModelFolderError(
             f"{where} has compressed-tensors without config_groups; an object with at least one group is needed"
         )
-    strategies = {_strategy(group, found, where) for group in groups.values()}
-    if len(strategies) > 1:
-        raise refused(where, f"compressed-tensors with scales by {' and '.join(sorted(strategies))} in one model")
+    kinds = {_kind(group, found, where) for group in groups.values()}
+    scales = [COMPRESSED_FP8[kind] for kind in sorted(kinds) if kind in COMPRESSED_FP8]
+    if len(scales) > 1:
+        raise refused(where, f"compressed-tensors with scales by {' and '.join(sorted(kinds))} in one model")
+    packing: Packing | None = None
+    if kinds - COMPRESSED_FP8.keys():  # the tensors themselves say which of the two they are
+        packing = "floats" if "floats" in kinds else "integers"
     plain = names_of(found, where, "ignore")
-    return WeightFormat(("compressed-tensors",), COMPRESSED_FP8[strategies.pop()], plain)
+    return WeightFormat(("compressed-tensors",), scales[0] if scales else None, packing, plain=plain)
 
 
-def _strategy(group: Any, found: Mapping[str, Any], where: str) -> str:
-    """Return what shares a scale in a group whose weights are in FP8."""
+def _kind(group: Any, found: Mapping[str, Any], where: str) -> str:
+    """Return what shares a scale in a group whose weights are in FP8, or the packing of weights in 4 bits."""
     weights = member(group, "weights")
     if not isinstance(weights, dict):
         raise ModelFolderError(f"{where} has a group of compressed-tensors without a 'weights' object: {group!r}")
     form = group.get("format") or found.get("format")
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), str(weights.get("strategy"))
+    if (kind, bits, form) == ("int", 4, "pack-quantized") and strategy in ("group", "channel"):
+        return "integers"
+    if (kind, bits, form, weights.get("group_size")) == ("float", 4, "nvfp4-pack-quantized", 16):
+        return "floats"
     if (kind, bits) != ("float", 8) or form not in ("float-quantized", "naive-quantized"):
         raise refused(where, f"compressed-tensors' {form} ({bits}-bit {kind})")
     if strategy not in COMPRESSED_FP8:

@@ -169,7 +169,7 @@ def load_model(
     config = config.shared_by(ranks)
     if config.quantization is not None and config.quantization.by_block and not fp8_as_bytes:
         ops = ops.rounding or ops
-    form: dict[str, Any] = {"dtype": torch_dtype, "device": device, "fp8": config.quantization}
+    form: dict[str, Any] = {"dtype": torch_dtype, "device": device, "format": config.quantization}
     form |= {"ranks": ranks, "as_bytes": fp8_as_bytes}
     if load_format == "dummy":
         return _build(config, DummyWeights(seed=seed, **form), ops)

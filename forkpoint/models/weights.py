@@ -8,9 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
-from types import EllipsisType
 from typing import Any, TypeAlias
 
 import torch
@@ -20,12 +18,15 @@ from torch import Tensor
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.cuts import WHOLE, Cut, Part
 from forkpoint.models.fields import canonical_name
-from forkpoint.models.quantization import WeightFormat
+from forkpoint.models.packings import PackedTensors
+from forkpoint.models.quantization import FP8, Form, Kind, WeightFormat
 from forkpoint.models.shards import Shards, some
-from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, ScaledMatrix, dense, quantise
+from forkpoint.ops.linear.packed import PER_WORD, PackedMatrix, quantise_packed
+from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, quantise
 from forkpoint.ops.ranks import ALONE, Ranks
 
 SCALE_SUFFIXES = ("_scale_inv", "_scale")  # of the name of a matrix in FP8
+CODE_TYPES = ("U8", "I8", "I32", "I64")  # of codes in 4 bits, zero points and shapes
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 _PIECE = 1 << 22  # number of elements that are checked together
 # Parts of checkpoints that a text model does not use, keyed by the start of their canonical names.
@@ -44,59 +45,13 @@ Span: TypeAlias = tuple[float, float]
 LoadingProgress = Callable[[int, int], None]  # called after each tensor with bytes read and bytes in total
 
 
-class JoinedMatrix:
-    """A matrix `shape[..., N, K]` that parts are copied into; zeros elsewhere.
-
-    With `scaled` all parts and the matrix are in FP8. It has one scale for each block of 128 rows if the parts do and
-    `whole_blocks` says that each part starts at a block. Otherwise it has one scale for each row.
-    """
-
-    def __init__(self, source: WeightSource, shape: Sequence[int], scaled: bool, whole_blocks: bool) -> None:
-        *lead, num_rows, width = shape
-        by_block = source.fp8 is not None and source.fp8.by_block
-        rows, columns = BLOCK if by_block and whole_blocks else 1, BLOCK if by_block else width
-        elements = torch.zeros(*shape, dtype=source.codes if scaled else source.dtype, device=source.device)
-        self.matrix: Matrix = elements
-        if scaled:
-            scales = torch.ones(*lead, -(-num_rows // rows), -(-width // columns), device=source.device)
-            self.matrix = ScaledMatrix(elements, scales, rows, columns, source.dtype)
-
-    def put(self, part: Matrix, start: int, at: int | slice | EllipsisType = ...) -> None:
-        """Copy `part` to row `start` and column 0 of the matrix, or of the matrices with the leading index `at`."""
-        *_, num_rows, width = part.shape
-        whole = self.matrix
-        if not isinstance(whole, ScaledMatrix):
-            whole[at, start : start + num_rows, :width] = dense(part)
-            return
-        assert isinstance(part, ScaledMatrix), "a joint in FP8 has parts in FP8"
-        if part.rows < whole.rows:
-            self.matrix = whole = whole.by_row()
-        if part.rows != whole.rows:
-            part = part.by_row()
-        first, (*_, scale_rows, scale_columns) = start // whole.rows, part.scales.shape
-        # copied as bytes, because not every device can copy FP8 to a part of a tensor
-        codes = part.codes.view(torch.uint8)
-        whole.codes.view(torch.uint8)[at, start : start + num_rows, :width] = codes
-        whole.scales[at, first : first + scale_rows, :scale_columns] = part.scales
-
-
-def join_rows(source: WeightSource, rows: Mapping[str, Cut], columns: int) -> Matrix:
-    """Join the matrices `name.weight` with the given rows into `[sum(rows), columns]`; in FP8 if all of them are."""
-    names, counts = [f"{name}.weight" for name in rows], [cut.length for cut in rows.values()]
-    scaled, whole_blocks = all(map(source.is_scaled, names)), not any(count % BLOCK for count in counts[:-1])
-    joined = JoinedMatrix(source, (sum(counts), columns), scaled, whole_blocks)
-    for name, cut, end in zip(names, rows.values(), accumulate(counts), strict=True):
-        joined.put(source.get_matrix(name, (cut.length, columns), cut), end - cut.length)
-    return joined.matrix
-
-
 @dataclass(kw_only=True, eq=False)
 class WeightSource(ABC):
     """A source of tensors by their canonical names (`model.layers.0...`), in the shapes that this rank needs."""
 
     dtype: torch.dtype
     device: torch.device
-    fp8: WeightFormat | None = None
+    format: WeightFormat | None = None  # of quantised matrices
     ranks: Ranks = ALONE
     as_bytes: bool = False  # store FP8 as bytes, for devices without FP8
 
@@ -108,6 +63,10 @@ class WeightSource(ABC):
     @abstractmethod
     def has(self, name: str) -> bool:
         """Return whether `get` can return this tensor."""
+
+    def holds(self, name: str) -> bool:
+        """Return whether `get_matrix` can return this matrix."""
+        return self.has(name)
 
     def stores(self, name: str) -> bool:
         """Return whether a file holds this tensor."""
@@ -137,18 +96,30 @@ class WeightSource(ABC):
             return None
         return self.get(f"{name}.bias", (size,), cut=cut)
 
-    def is_scaled(self, name: str) -> bool:
-        """Return whether `get_matrix` returns this matrix in FP8."""
-        return self.fp8 is not None and self.fp8.covers(name)
+    def form(self, name: str) -> Form | None:
+        """Return how `get_matrix` returns this matrix; None: not quantised."""
+        if self.format is None or not self.format.covers(name):
+            return None
+        return FP8 if self.format.packing is None else Form("integer", self.format.group_size)
 
     def get_matrix(self, name: str, shape: Sequence[int], cut: Cut = WHOLE) -> Matrix:
-        """Return a matrix `[..., N, K]` as it is stored: in FP8 with its scales, or as `get` does."""
-        if not self.is_scaled(name) or self.fp8 is None:
+        """Return a matrix `[..., N, K]` as it is stored: quantised, or as `get` does."""
+        form = self.form(name)
+        if form is None or self.format is None:
             return self.get(name, shape, cut=cut)
+        if form.kind != "fp8":
+            part = cut.part(shape, self.ranks)
+            return part.of_packed(self._packed(name, part.whole))
         part = cut.part(shape, self.ranks)
         codes, scales = self._scaled(name, part)
-        rows, columns = (BLOCK, BLOCK) if self.fp8.by_block else (1, part.whole[-1])
+        rows, columns = (BLOCK, BLOCK) if self.format.by_block else (1, part.whole[-1])
         return part.of_scaled(codes, scales, rows, columns, self.dtype)
+
+    def _packed(self, name: str, shape: Sequence[int]) -> PackedMatrix:
+        """Quantise a whole matrix to 4 bits."""
+        group = 0 if self.format is None else self.format.group_size
+        group = next((size for size in (group, 64, 32, 16, PER_WORD) if size and shape[-1] % size == 0), shape[-1])
+        return quantise_packed(self._own(name, Part(tuple(shape)), self.dtype, None), group)
 
     def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor]:
         """Quantise a matrix to FP8. Return the part's codes and the whole matrix's scales.
@@ -225,7 +196,7 @@ class FileWeights(WeightSource):
         part = next((f"{part} ({start}*)" for start, part in self.unused.items() if name.startswith(start)), None)
         if name.endswith(INV_FREQ):
             part = f"rotary frequencies (*{INV_FREQ})"
-        elif self.fp8 is not None and not self.fp8.on_load and name.endswith(ACTIVATION_SCALES):
+        elif self.format is not None and not self.format.on_load and name.endswith(ACTIVATION_SCALES):
             part = "scales of activations, keys and values"
         if part is not None:
             self._skipped[part] += 1
@@ -260,6 +231,12 @@ class FileWeights(WeightSource):
     def has(self, name: str) -> bool:
         return name in self._stored
 
+    def holds(self, name: str) -> bool:
+        return self.has(name) or self._tensors(name) is not None
+
+    def stores(self, name: str) -> bool:
+        return self.holds(name)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
@@ -268,48 +245,76 @@ class FileWeights(WeightSource):
         return [(name, self.shape(name)) for name in sorted(self._stored)]
 
     def _own(self, name: str, part: Part, dtype: torch.dtype, span: Span | None) -> Tensor:
-        if self._stored_type(name) in FP8_TYPES:
+        tensors = self._tensors(name)
+        if tensors is not None:  # such as an output head, which runs widened
+            return part.of(self._packed(name, part.whole).dense()).to(dtype)
+        if self.stored_type(name) in FP8_TYPES:
             raise ModelFolderError(
-                f"tensor {self._where(name)} is stored in FP8, where forkpoint reads bfloat16 or float32; without "
+                f"tensor {self.where(name)} is stored in FP8, where forkpoint reads bfloat16 or float32; without "
                 "quantization_config in config.json, and for embeddings, norms and the output head, FP8 is not read"
             )
         return self._finite(name, part).to(dtype)
 
-    def is_scaled(self, name: str) -> bool:
-        if self.fp8 is None or self.fp8.on_load:
-            return super().is_scaled(name)
-        return self._stored_type(name) in FP8_TYPES
+    def form(self, name: str) -> Form | None:
+        if self.format is None or self.format.on_load:
+            return super().form(name)
+        tensors = self._tensors(name)
+        if tensors is not None:
+            order = tensors.order()
+            kind: Kind = "float" if tensors.is_float else "integer"
+            return Form(kind, tensors.group, None if order is None else order.cpu().numpy().tobytes())
+        return FP8 if self.format.scales is not None and self.stored_type(name) in FP8_TYPES else None
+
+    def _tensors(self, name: str) -> PackedTensors | None:
+        """Return the tensors of a matrix in 4 bits, or None if the folder holds it in another form."""
+        if self.format is None or self.format.packing is None:
+            return None
+        return PackedTensors.find(self, name, self.format.packing)
+
+    def _packed(self, name: str, shape: Sequence[int]) -> PackedMatrix:
+        tensors = self._tensors(name)
+        assert tensors is not None, "only a matrix in 4 bits has this form"
+        if tensors.shape != tuple(shape):
+            raise ModelFolderError(
+                f"tensor {self.where(tensors.main)} holds a matrix of shape {list(tensors.shape)}, if it is in 4 bits; "
+                f"config.json asks for {list(shape)}"
+            )
+        return tensors.read(self.dtype)
+
+    def read(self, name: str) -> Tensor:
+        whole = Part(self.shape(name))
+        return self._read(name, whole) if self.stored_type(name) in CODE_TYPES else self._finite(name, whole)
 
     def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor]:
-        if self.fp8 is None or self.fp8.on_load:
+        if self.format is None or self.format.on_load:
             return super()._scaled(name, part)
-        if self._stored_type(name) != "F8_E4M3":
+        if self.stored_type(name) != "F8_E4M3":
             raise ModelFolderError(
-                f"tensor {self._where(name)} is stored in {self._stored_type(name)}; forkpoint reads only e4m3 as FP8"
+                f"tensor {self.where(name)} is stored in {self.stored_type(name)}; forkpoint reads only e4m3 as FP8"
             )
         codes = self._finite(name, part)
         scale = next((name + end for end in SCALE_SUFFIXES if self.has(name + end)), name + SCALE_SUFFIXES[0])
-        shape = self.fp8.scale_shape(part.whole)
+        shape = self.format.scale_shape(part.whole)
         found = self.shape(scale)
         if [size for size in found if size > 1] != [size for size in shape if size > 1]:
             raise ModelFolderError(
-                f"the scales {self._where(scale)} have shape {list(found)}; config.json asks for {list(shape)}"
+                f"the scales {self.where(scale)} have shape {list(found)}; config.json asks for {list(shape)}"
             )
         scales = self._read(scale, Part(found)).float().view(shape)
         if not bool((scales.isfinite() & (scales > 0)).all()):
-            raise ModelFolderError(f"the scales {self._where(scale)} are not all positive and finite")
-        if self.fp8.scales == "tensor":  # a row is the largest unit that operators know
+            raise ModelFolderError(f"the scales {self.where(scale)} are not all positive and finite")
+        if self.format.scales == "tensor":  # a row is the largest unit that operators know
             scales = scales.expand(*part.whole[:-1], 1).contiguous()
         return codes, scales
 
-    def _stored_type(self, name: str) -> str:
+    def stored_type(self, name: str) -> str:
         return str(self._slice(name).get_dtype())
 
     def _slice(self, name: str) -> Any:
         """Return safetensors' slice object, which knows shape and dtype before the data are read."""
         return self._shards.slice(self._find(name))
 
-    def _where(self, name: str) -> str:
+    def where(self, name: str) -> str:
         stored = self._find(name)
         return f"{stored!r} in {self.folder / self._shards.file_of[stored]}"
 
@@ -318,13 +323,13 @@ class FileWeights(WeightSource):
         stored, found = self._find(name), self.shape(name)
         if found != part.whole:
             raise ModelFolderError(
-                f"tensor {self._where(name)} has shape {list(found)}; config.json asks for {list(part.whole)}"
+                f"tensor {self.where(name)} has shape {list(found)}; config.json asks for {list(part.whole)}"
             )
         read = self._shards.slice if part.spans else self._shards.tensor
         try:
             tensor = part.of(read(stored))
         except SafetensorError as error:
-            raise ModelFolderError(f"tensor {self._where(name)} cannot be read: {error}; fetch it again") from error
+            raise ModelFolderError(f"tensor {self.where(name)} cannot be read: {error}; fetch it again") from error
         # A copy, because the tensor otherwise keeps the whole file mapped. Values are checked on the device, where that
         # is fastest.
         if tensor.dtype == CODES:
@@ -341,7 +346,7 @@ class FileWeights(WeightSource):
         tensor = self._read(name, part)
         if not _is_finite(tensor):
             raise ModelFolderError(
-                f"tensor {self._where(name)} holds NaN or infinite values; fetch the file again, "
+                f"tensor {self.where(name)} holds NaN or infinite values; fetch the file again, "
                 "or repair the training run that wrote it"
             )
         return tensor

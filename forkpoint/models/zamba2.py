@@ -18,10 +18,10 @@ from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import Cut, rows, whole
 from forkpoint.models.decoder import Layer, Model
 from forkpoint.models.fields import Fields
+from forkpoint.models.joints import join_rows
 from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel, join_projections, read_projection
 from forkpoint.models.mamba2 import Mamba2Config
 from forkpoint.models.rotary import NO_POSITIONS
-from forkpoint.models.weights import join_rows
 from forkpoint.ops.ranks import Ranks
 
 # types of layers with a shared transformer, in transformers' and in other writers' config.json

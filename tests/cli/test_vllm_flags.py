@@ -116,7 +116,7 @@ def test_recipes_of_served_families_start(name: str) -> None:
         ("-pp=4", "4 is not possible here"),
         ("--mamba-cache-dtype float32", "float32 is not possible here: the convolutions' windows are of the model's"),
         ("--kv-cache-dtype fp8_e5m2", "invalid choice: 'fp8_e5m2' (choose from 'auto', 'bfloat16', 'fp8')"),
-        ("--quantization gguf", "invalid choice: 'gguf' (choose from 'fp8', 'modelopt', 'compressed-tensors')"),
+        ("--quantization gguf", "invalid choice: 'gguf' (choose from 'fp8', 'modelopt', 'modelopt_fp4', "),
         ("--no-enable-chunked-prefill", "long prompts are always computed in chunks; leave it out"),
         ("--enable-lora", "adapters are not supported; leave it out"),
         ("--mamba-ssm-cache-dtype float16", "invalid choice: 'float16' (choose from 'float32', 'bfloat16')"),

@@ -188,16 +188,21 @@ def group(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "'awq' 4 bits"),
-        ({"quant_method": "gptq", "bits": 4}, "'gptq' 4 bits"),
-        ({"quant_method": "auto-round", "bits": 4}, "'auto-round' 4 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'awq' of version 'gemv'"),
+        ({"quant_method": "gptq", "bits": 8}, "'gptq' of 8 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'gptq' of checkpoint_format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down": {"bits": 8}}}, "8 bits in '+:.*down'"),
+        ({"quant_method": "auto-round", "bits": 2}, "'auto-round' of 2 bits"),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type 'mx_fp'"),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a.b": {"bits": 8}}}, "8 bits in 'a.b'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes' 4 bits"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt's NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt's NVFP4_AWQ"),
         ({"quant_method": "mxfp4"}, "'mxfp4'"),
         ({**QUANTIZATION["block"], "weight_block_size": [64, 128]}, "weight_block_size [64, 128]"),
         ({**QUANTIZATION["block"], "activation_scheme": "fixed"}, "activation_scheme 'fixed'"),
         ({**QUANTIZATION["block"], "fmt": "e5m2"}, "fmt 'e5m2'"),
         ({**QUANTIZATION["channel"], "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        (group(num_bits=8, type="int"), "(8-bit int)"),
         (group(num_bits=4, type="int"), "(4-bit int)"),
         (group(strategy="group"), "a scale for each group"),
         (group(strategy="block", block_structure=[64, 64]), "blocks of [64, 64]"),
@@ -216,8 +221,8 @@ def test_other_formats_are_refused_before_weights_are_looked_for(
 
 def test_modelopts_own_file_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3")
-    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    with pytest.raises(UnsupportedModelError, match="modelopt's NVFP4"):
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "MXFP8"}}')
+    with pytest.raises(UnsupportedModelError, match="modelopt's MXFP8"):
         load_config(tmp_path)
 
 

@@ -11,7 +11,7 @@ namespace linear_binding {
 struct Packed {
   Tensor data, bias;
   PackedWeight weight;
-  Tensor scales = {};
+  Tensor scales = {}, zeros = {}, factors = {};
 };
 
 Packed pack(const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -44,6 +44,33 @@ Packed pack_scaled(const Tensor& codes_in, const Tensor& scales_in, int64_t rows
   if (bias) packed.bias = bias->to(at::kFloat).contiguous();
   packed.weight = {WeightType::fp8, n, k, padded_k(k), packed.data.data_ptr(),
                    bias ? ptr<float>(packed.bias) : nullptr, ptr<float>(packed.scales)};
+  return packed;
+}
+
+// words [N, K/8] int32, scales [N, groups] fp16, factors [N, 1] fp32, zeros [N, groups] uint8 or none.
+Packed pack_four(const Tensor& words_in, const Tensor& scales_in, const Tensor& factors_in,
+                 const std::optional<Tensor>& zeros_in, int64_t group, const std::optional<Tensor>& bias) {
+  const Tensor words = words_in.contiguous(), scales = scales_in.contiguous(), factors = factors_in.contiguous();
+  const Tensor zeros = zeros_in ? zeros_in->contiguous() : Tensor();
+  const int64_t n = words.size(0), k = words.size(1) * CODES, padded = (n + PANEL - 1) / PANEL * PANEL;
+  const FourBitMatrix matrix{static_cast<const uint32_t*>(words.data_ptr()),
+                             static_cast<const uint16_t*>(scales.data_ptr()),
+                             zeros_in ? ptr<uint8_t>(zeros) : nullptr, ptr<float>(factors), n, k, group};
+  TORCH_CHECK(words.dim() == 2 && words.scalar_type() == at::kInt && scales.scalar_type() == at::kHalf &&
+                  scales.size(0) == n && scales.size(1) == matrix.groups() && factors.numel() == n && group % CODES == 0 &&
+                  (!zeros_in || (zeros.sizes() == scales.sizes() && zeros.scalar_type() == at::kByte)),
+              "words ", words.sizes(), " with scales ", scales.sizes(), " of groups of ", group);
+  Packed packed{empty({padded * words.size(1)}, at::kInt), Tensor(), {}, empty({padded * matrix.groups()}, at::kHalf)};
+  packed.factors = empty({padded}, at::kFloat);
+  if (zeros_in) packed.zeros = empty({padded * matrix.groups()}, at::kByte);
+  auto* to_zeros = zeros_in ? ptr<uint8_t>(packed.zeros) : nullptr;
+  pack_four_bits(matrix, static_cast<uint32_t*>(packed.data.data_ptr()),
+                 static_cast<uint16_t*>(packed.scales.data_ptr()), to_zeros, ptr<float>(packed.factors));
+  if (bias) packed.bias = bias->to(at::kFloat).contiguous();
+  packed.weight = {WeightType::four_bits, n, k, padded_k(k), packed.data.data_ptr(),
+                   bias ? ptr<float>(packed.bias) : nullptr, nullptr, ptr<float>(packed.factors),
+                   {static_cast<const uint32_t*>(packed.data.data_ptr()),
+                    static_cast<const uint16_t*>(packed.scales.data_ptr()), to_zeros, k, group}};
   return packed;
 }
 
@@ -99,6 +126,17 @@ ExpertWeights pack_scaled_experts(const Tensor& gate_up, const Tensor& gate_up_s
   });
 }
 
+// (words, scales, factors, zeros, group) of `pack_four`, with a leading dimension of experts.
+using FourBits = std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>, int64_t>;
+
+ExpertWeights pack_four_experts(const FourBits& gate_up, const FourBits& down) {
+  return collect_experts(std::get<0>(gate_up).size(0), [&](bool into, int64_t e) {
+    const auto& [words, scales, factors, zeros, group] = into ? gate_up : down;
+    const auto own = zeros ? std::optional<Tensor>(zeros->select(0, e)) : std::nullopt;
+    return pack_four(words.select(0, e), scales.select(0, e), factors.select(0, e), own, group, std::nullopt);
+  });
+}
+
 Tensor run_experts(const Tensor& input, const ExpertWeights& all, const Tensor& weights_in, const Tensor& ids_in) {
   const Tensor x = dense_rows(input);
   const Tensor weights = weights_in.to(at::kFloat).contiguous(), ids = ids_in.to(at::kInt).contiguous();
@@ -125,6 +163,8 @@ inline void bind_linear(pybind11::module_& m) {
   pybind11::class_<linear_binding::Packed>(m, "PackedLinear");
   m.def("prepare_linear", &linear_binding::pack);
   m.def("prepare_scaled_linear", &linear_binding::pack_scaled);
+  m.def("prepare_four_bit_linear", &linear_binding::pack_four);
+  m.def("prepare_four_bit_experts", &linear_binding::pack_four_experts);
   m.def("prepare_scaled_experts", &linear_binding::pack_scaled_experts);
   pybind11::class_<linear_binding::ExpertWeights>(m, "ExpertWeights");
   using Release = pybind11::call_guard<pybind11::gil_scoped_release>;

@@ -38,6 +38,7 @@ void store_row(const Problem<T>& p, const float* c, int64_t m, int64_t col) {
   for (int64_t i = 0; i < PANEL && col + i < p.w.n; i += LANES) {
     const int64_t left = p.w.n - col - i;
     vf v = load(c + i);
+    if (p.w.factors) v *= load_n(p.w.factors + col + i, left);
     if (p.w.bias) v += load_n(p.w.bias + col + i, left);
     store_n(p.y + m * p.ldy + col + i, v, left);
   }
@@ -70,6 +71,8 @@ void few_rows(const Problem<T>& p, const float* xf, int64_t m, int64_t first, in
       }
     } else if (p.w.type == WeightType::fp8) {
       tile_rows_fp8(int(m), xf, fp8_panel(p.w, panel), panel_scales(p.w, panel), c, p.w.padded_k);
+    } else if (p.w.type == WeightType::four_bits) {
+      tile_rows_four_bits(int(m), xf, p.w.four, panel, c);
     } else {
       tile_rows_bf16(int(m), xf, bf16_panel(p.w, panel), c, p.w.padded_k);
     }
@@ -80,6 +83,10 @@ void few_rows(const Problem<T>& p, const float* xf, int64_t m, int64_t first, in
 // Panel columns [k0, k0 + kc) as fp32 rows of 32; `wide` is used where the weights are not.
 const float* panel_block(const PackedWeight& w, int64_t panel, int64_t k0, int64_t kc, float* wide) {
   if (w.type == WeightType::f32) return f32_panel(w, panel) + k0 * PANEL;
+  if (w.type == WeightType::four_bits) {
+    widen_four_bits(w.four, panel, k0, kc, wide);
+    return wide;
+  }
   if (w.type == WeightType::fp8) {
     const fp8* source = fp8_panel(w, panel) + k0 * PANEL;
     const float* scales = panel_scales(w, panel) + k0 / K_BLOCK * PANEL;

@@ -6,22 +6,24 @@
 
 #include <cstdint>
 
-#include "fp8.h"
+#include "four_bits.h"
 
 namespace forkpoint {
 
 constexpr int PANEL = 32;  // output columns of one packed panel
 
-enum class WeightType { f32, bf16, fp8 };
+enum class WeightType { f32, bf16, fp8, four_bits };
 
 // Panels of 32 outputs. fp32: [N/32][K][32]; bf16: [N/32][K/2][32][2], two neighbours in k in one 32-bit word.
-// fp8: [N/32][K][32]. N is padded to 32 and K to `padded_k` with zeros.
+// fp8: [N/32][K][32]. four_bits: `four`. N is padded to 32 and K to `padded_k` with zeros.
 struct PackedWeight {
   WeightType type;
   int64_t n, k, padded_k;
   const void* data;
   const float* bias;              // [N] or null
-  const float* scales = nullptr;  // fp8: [N/32][K/128][32]
+  const float* scales = nullptr;   // fp8: [N/32][K/128][32]
+  const float* factors = nullptr;  // [N] or null: what outputs are multiplied by
+  FourBitPanels four = {};
 
   int64_t panels() const { return (n + PANEL - 1) / PANEL; }
 };

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from forkpoint.ops.attention.inputs import Inputs
 from forkpoint.ops.cpu.tiles import FEW_ROWS, TileLinear, has_matrix_tiles
+from forkpoint.ops.linear.packed import PackedMatrix
 from forkpoint.ops.linear.reference import OfLinear
 from forkpoint.ops.linear.scaled import Matrix, ScaledMatrix, dense
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex, VerifyIndex
@@ -27,6 +28,13 @@ from forkpoint.ops.parameters import (
     into,
 )
 from forkpoint.ops.table import OpTable, operators_of
+
+
+class OrderedLinear(NamedTuple):
+    """A packed weight whose columns are in another order than those of x: `order[K]`."""
+
+    packed: Any
+    order: Tensor
 
 
 class _Operators:
@@ -141,13 +149,24 @@ class _Operators:
         return out
 
     def prepare_linear(self, weight: Matrix, bias: Tensor | None) -> Any:
-        """Pack a weight. FP8 stays FP8, because it decodes small batches faster than bf16."""
+        """Pack a weight. Quantised weights stay so, because they decode small batches faster than bf16."""
+        if isinstance(weight, PackedMatrix):
+            packed = self._module.prepare_four_bit_linear(*_fields(weight), bias)
+            return packed if weight.order is None else OrderedLinear(packed, weight.order)
         if not isinstance(weight, ScaledMatrix):
             return self._module.prepare_linear(weight, bias)
         return self._module.prepare_scaled_linear(*_codes(weight), weight.by_block, bias)
 
+    def linear(self, x: Tensor, packed: Any) -> Any:
+        if isinstance(packed, OrderedLinear):
+            return self._module.linear(x.index_select(1, packed.order), packed.packed)
+        return self._module.linear(x, packed)
+
     def prepare_experts(self, gate_up: Matrix, down: Matrix) -> Any:
-        """Pack expert weights. FP8 stays FP8."""
+        """Pack expert weights. Quantised weights stay so."""
+        if isinstance(gate_up, PackedMatrix) and isinstance(down, PackedMatrix):
+            assert gate_up.order is None and down.order is None, "experts in several orders are loaded widened"
+            return self._module.prepare_four_bit_experts(_fields(gate_up), _fields(down))
         if isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix):
             return self._module.prepare_scaled_experts(*_codes(gate_up), *_codes(down), gate_up.by_block)
         return self._module.prepare_experts(dense(gate_up), dense(down))
@@ -155,6 +174,10 @@ class _Operators:
 
 def _both(scales: KVScales | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if scales is None else (scales.k, scales.v)
+
+
+def _fields(matrix: PackedMatrix) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
+    return matrix.words, matrix.scales, matrix.factors, matrix.zeros, matrix.group
 
 
 def _codes(matrix: ScaledMatrix) -> tuple[Tensor, Tensor, int]:
@@ -180,7 +203,7 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
             del replaced["prepare_linear"], replaced["linear"]
             backends["prepare_linear"] = backends["linear"] = base.backends["linear"]
         else:
-            both = TileLinear(replaced["prepare_linear"], module.linear, base.prepare_linear, base.linear)
+            both = TileLinear(replaced["prepare_linear"], cpp.linear, base.prepare_linear, base.linear)
             replaced |= {"prepare_linear": both.prepare, "linear": both}
             backends["linear"] = f"{ours} to {FEW_ROWS} rows; torch (oneDNN, matrix tiles) above, bf16"
     table = replace(base, **replaced)

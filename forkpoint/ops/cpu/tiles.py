@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forkpoint.ops.linear.packed import PackedMatrix
 from forkpoint.ops.linear.scaled import Matrix, dense
 from forkpoint.ops.table import Linear, PrepareLinear
 
@@ -35,8 +36,14 @@ class TileLinear:
     many: Linear
 
     def prepare(self, weight: Matrix, bias: Tensor | None) -> tuple[Any, Any | None]:
-        """Pack the weight for a few rows and for many. The latter is None for fp32, which tiles do not support."""
-        wide = self.prepare_many(dense(weight), bias) if weight.dtype == torch.bfloat16 else None
+        """Pack the weight for a few rows and for many.
+
+        The latter is None for fp32, which tiles do not support, and for 4 bits, whose widened copy would take four
+        times their memory.
+        """
+        wide = None
+        if weight.dtype == torch.bfloat16 and not isinstance(weight, PackedMatrix):
+            wide = self.prepare_many(dense(weight), bias)
         return self.prepare_few(weight, bias), wide
 
     def __call__(self, x: Tensor, packed: tuple[Any, Any | None]) -> Tensor:

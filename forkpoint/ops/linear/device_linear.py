@@ -11,6 +11,7 @@ from torch import Tensor
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.linear.fp8_kernel import library_scales, multiply_fp8
 from forkpoint.ops.linear.kernel import multiply, multiply_both
+from forkpoint.ops.linear.packed import PackedMatrix
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import Matrix, ScaledLinear, ScaledMatrix
 from forkpoint.ops.linear.tiles import (
@@ -50,6 +51,8 @@ class DeviceLinear:
     @staticmethod
     def prepare_linear(weight: Matrix, bias: Tensor | None) -> PackedLinear | ScaledLinear:
         """Keep weight and bias as loaded."""
+        if isinstance(weight, PackedMatrix):
+            weight = weight.dense()
         if not isinstance(weight, ScaledMatrix):
             return PackedLinear(weight, bias)
         multiplies = traits_of(weight.codes.device).multiplies_fp8

@@ -1,4 +1,4 @@
-"""Matrix products with weights in Triton. reference.py has the formulas, tiles.py the choice of tiles.
+"""UnpackedMatrix products with weights in Triton. reference.py has the formulas, tiles.py the choice of tiles.
 
 `product_kernel` computes tiles with the matrix units. `_row_kernel` computes single rows without them.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_before, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import Activations, narrowed
 from forkpoint.ops.linear.parts_kernel import make
-from forkpoint.ops.linear.scaled import Matrix, ScaledMatrix
+from forkpoint.ops.linear.scaled import ScaledMatrix, UnpackedMatrix
 from forkpoint.ops.linear.sums_kernel import (
     SCALE_WIDTH,
     add_product,
@@ -224,13 +224,13 @@ def _row_kernel(
     )  # fmt: skip
 
 
-def _options(x: Tensor, tile: Tile, weight: Matrix) -> dict[str, Any]:
+def _options(x: Tensor, tile: Tile, weight: UnpackedMatrix) -> dict[str, Any]:
     at_once = not isinstance(weight, ScaledMatrix)
     return overlap(x.device, x.shape[0], at_once) if tile.overlaps else {"OVERLAP": False}
 
 
 def multiply(
-    x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: bool = False, parts: bool = False
+    x: Tensor, weight: UnpackedMatrix, bias: Tensor | None, tile: Tile, gated: bool = False, parts: bool = False
 ) -> Tensor:
     """Multiply `x[M, K]`, with rows of any stride, by the weight; return `y[M, N]` in x's dtype, or fp32 if the weight
     is.
@@ -255,7 +255,7 @@ def multiply(
 
 
 def _multiply(
-    x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: bool, parts: bool, out: Tensor
+    x: Tensor, weight: UnpackedMatrix, bias: Tensor | None, tile: Tile, gated: bool, parts: bool, out: Tensor
 ) -> Tensor:
     """Compute `multiply` into `out` with tiles of several rows. All partial sums are in memory at once."""
     (num_rows, width), num_outputs = x.shape, out.shape[1]
@@ -275,7 +275,7 @@ def _multiply(
 
 def launch_product(
     x: Activations,
-    weight: Matrix,
+    weight: UnpackedMatrix,
     out: Activations,
     tile: Tile,
     options: dict[str, Any],
@@ -304,7 +304,7 @@ def launch_product(
     product_kernel[(programs,)](*operands, *shape, *scaling, **sizes, **masks, **form)
 
 
-def multiply_both(x: Tensor, weight: Matrix, beside: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+def multiply_both(x: Tensor, weight: UnpackedMatrix, beside: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """Return `x[1, K] W^T` for two matrices in one launch. The second matrix has x's dtype; the tile has one row."""
     out, second = (x.new_empty(1, len(codes)) for codes in (matrix_parts(weight)[0], beside))
     launch_rows(x.contiguous(), weight, out, tile, _options(x, tile, weight), both=(beside, second))
@@ -313,7 +313,7 @@ def multiply_both(x: Tensor, weight: Matrix, beside: Tensor, tile: Tile) -> tupl
 
 def launch_rows(
     x: Tensor,
-    weight: Matrix,
+    weight: UnpackedMatrix,
     out: Tensor,
     tile: Tile,
     options: dict[str, Any],

@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from forkpoint.ops.linear.packed import PackedMatrix
+
 BLOCK: Final = 128
 CODES: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0  # largest magnitude of e4m3
@@ -96,7 +98,8 @@ def _values(codes: Tensor) -> Tensor:
     return all_of_them.to(codes.device)[codes.int()]
 
 
-Matrix: TypeAlias = Tensor | ScaledMatrix
+UnpackedMatrix: TypeAlias = Tensor | ScaledMatrix
+Matrix: TypeAlias = UnpackedMatrix | PackedMatrix
 
 
 class ScaledLinear(NamedTuple):
@@ -127,23 +130,25 @@ def multiplied(matrix: Matrix, by: float | Tensor) -> Matrix:
     """Multiply every row by one factor, or each row by its own of `by[N, 1]` fp32."""
     if isinstance(matrix, Tensor):
         return (matrix.float() * by).to(matrix.dtype)
+    if isinstance(matrix, PackedMatrix):
+        return matrix.multiplied(by)
     scaled = matrix if isinstance(by, float) else matrix.by_row()
     return replace(scaled, scales=scaled.scales * by)
 
 
 def dense(matrix: Matrix) -> Tensor:
-    """Return a plain matrix, widened if it is FP8."""
-    return matrix.dense() if isinstance(matrix, ScaledMatrix) else matrix
+    """Return a plain matrix, widened if it is quantised."""
+    return matrix if isinstance(matrix, Tensor) else matrix.dense()
 
 
 def take_rows(matrix: Matrix, order: Tensor) -> Matrix:
     """Return rows `order[N]` of `[N, K]`."""
-    return matrix.take_rows(order) if isinstance(matrix, ScaledMatrix) else matrix[order]
+    return matrix[order] if isinstance(matrix, Tensor) else matrix.take_rows(order)
 
 
 def take_columns(matrix: Matrix, start: int, end: int) -> Matrix:
-    """Return columns `[start, end)` of `[N, K]`; see `ScaledMatrix.take_columns`."""
-    return matrix.take_columns(start, end) if isinstance(matrix, ScaledMatrix) else matrix[:, start:end]
+    """Return columns `[start, end)` of `[N, K]`; see the `take_columns` of quantised matrices."""
+    return matrix[:, start:end] if isinstance(matrix, Tensor) else matrix.take_columns(start, end)
 
 
 def quantise(matrix: Tensor) -> ScaledMatrix:

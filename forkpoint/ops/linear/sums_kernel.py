@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu
 from forkpoint.ops.launch import start_next
-from forkpoint.ops.linear.scaled import BLOCK, Matrix, ScaledMatrix
+from forkpoint.ops.linear.scaled import BLOCK, ScaledMatrix, UnpackedMatrix
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.platforms.table import traits_of
 
@@ -230,26 +230,26 @@ def row_tile(
     tl.store(out + start + outputs, total.to(dtype), mask=inside)
 
 
-def matrix_parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
+def matrix_parts(weight: UnpackedMatrix) -> tuple[Tensor, Tensor | None]:
     """Return a matrix's elements and, if it is FP8, its scales."""
     return (weight.codes, weight.scales) if isinstance(weight, ScaledMatrix) else (weight, None)
 
 
-def scale_options(weight: Matrix) -> dict[str, Any]:
+def scale_options(weight: UnpackedMatrix) -> dict[str, Any]:
     """Return the kernel options that describe a matrix's scales."""
     if not isinstance(weight, ScaledMatrix):
         return {"SCALE_ROWS": 0, "BLOCKED": False}
     return {"SCALE_ROWS": weight.rows, "BLOCKED": weight.by_block}
 
 
-def by_bits(weight: Matrix) -> bool:
+def by_bits(weight: UnpackedMatrix) -> bool:
     """Return whether kernels with matrix units widen these weights by moving bits."""
     if not isinstance(weight, ScaledMatrix) or weight.dtype != torch.bfloat16:
         return False
     return traits_of(weight.codes.device).multiplies_fp8
 
 
-def shares_scales(weight: Matrix, tile: Tile, gated: bool) -> bool:
+def shares_scales(weight: UnpackedMatrix, tile: Tile, gated: bool) -> bool:
     """Return whether the outputs of a program share the scales of their blocks."""
     if not isinstance(weight, ScaledMatrix) or not weight.by_block or weight.rows % tile.outputs:
         return False

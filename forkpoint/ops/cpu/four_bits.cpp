@@ -1,0 +1,146 @@
+#include "four_bits.h"
+
+#include <algorithm>
+
+#include "parallel.h"
+
+namespace forkpoint {
+
+namespace {
+
+constexpr int HALVES = 2;  // of a panel
+
+// Half-precision numbers, none of which is infinite or NaN.
+inline vf load_half(const uint16_t* p) {
+#ifdef __AVX512F__
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  vh h;
+  __builtin_memcpy(&h, p, sizeof h);
+  const vu u = __builtin_convertvector(h, vu);
+  return (vf)((vu)((vf)((u & 0x7fffu) << 13) * 0x1p112f) | ((u & 0x8000u) << 16));
+#endif
+}
+
+inline vf load_bytes(const uint8_t* p) {
+  vb b;
+  __builtin_memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
+}
+
+inline vu load_words(const uint32_t* p) {
+  vu v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// The values of float codes in the lowest four bits of each lane; the bits above them mean nothing.
+inline vf levels(vu codes) {
+#ifdef __AVX512F__
+  const vf table = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+  return (vf)_mm512_permutexvar_ps((__m512i)codes, (__m512)table);
+#else
+  // A float's exponent counts from -127 and the code's from -1; numbers without a leading one come out right too.
+  const vf magnitude = (vf)((codes & 7u) << 22) * 0x1p126f;
+  return (vf)((vu)magnitude | ((codes & 8u) << 28));
+#endif
+}
+
+// A group's scales, and zero points times scales. Every product with a code is exact in fp32, so the order of
+// operations does not matter.
+struct Group {
+  vf scale, zero;
+};
+
+template <bool FLOATS>
+inline Group load_group(const FourBitPanels& w, int64_t at) {
+  const vf scale = load_half(w.scales + at);
+  return {scale, FLOATS ? vf{} : load_bytes(w.zeros + at) * scale};
+}
+
+template <bool FLOATS>
+inline vf value(vu words, int place, const Group& group) {
+  const vu codes = words >> (4 * place);
+  if (FLOATS) return levels(codes) * group.scale;
+  return __builtin_convertvector((vi)(codes & 15u), vf) * group.scale - group.zero;
+}
+
+template <int R, bool FLOATS>
+void tile(const float* __restrict a, const FourBitPanels& w, int64_t panel, float* __restrict c) {
+  for (int half = 0; half < HALVES; ++half) {
+    const int64_t part = panel * HALVES + half;
+    const uint32_t* __restrict words = w.words + part * (w.k / CODES) * LANES;
+    vf acc[R] = {};
+    for (int64_t g = 0; g < w.groups(); ++g) {
+      const Group group = load_group<FLOATS>(w, (part * w.groups() + g) * LANES);
+      const int64_t end = std::min(w.k, (g + 1) * w.group);
+      for (int64_t k = g * w.group; k < end; k += CODES, words += LANES) {
+        __builtin_prefetch(words + 1024);
+        const vu own = load_words(words);
+        const float* x = a + k / K_BLOCK * R * ROW_STRIDE + k % K_BLOCK;
+#pragma GCC unroll 8
+        for (int i = 0; i < CODES; ++i) {
+          const vf v = value<FLOATS>(own, i, group);
+#pragma GCC unroll 16
+          for (int r = 0; r < R; ++r) acc[r] += splat(x[r * ROW_STRIDE + i]) * v;
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) store(c + r * HALVES * LANES + half * LANES, acc[r]);
+  }
+}
+
+template <int R>
+void dispatch(int rows, const float* a, const FourBitPanels& w, int64_t panel, float* c) {
+  if (rows == R) return w.zeros ? tile<R, false>(a, w, panel, c) : tile<R, true>(a, w, panel, c);
+  if constexpr (R > 1) dispatch<R - 1>(rows, a, w, panel, c);
+}
+
+template <bool FLOATS>
+void widen(const FourBitPanels& w, int64_t panel, int64_t k0, int64_t kc, float* wide) {
+  for (int half = 0; half < HALVES; ++half) {
+    const int64_t part = panel * HALVES + half;
+    for (int64_t k = 0; k < kc; k += CODES) {
+      float* out = wide + k * HALVES * LANES + half * LANES;
+      if (k0 + k >= w.k) {
+        for (int i = 0; i < CODES; ++i) store(out + i * HALVES * LANES, vf{});
+        continue;
+      }
+      const Group group = load_group<FLOATS>(w, (part * w.groups() + (k0 + k) / w.group) * LANES);
+      const vu own = load_words(w.words + (part * (w.k / CODES) + (k0 + k) / CODES) * LANES);
+      for (int i = 0; i < CODES; ++i) store(out + i * HALVES * LANES, value<FLOATS>(own, i, group));
+    }
+  }
+}
+
+}  // namespace
+
+void pack_four_bits(const FourBitMatrix& matrix, uint32_t* words, uint16_t* scales, uint8_t* zeros, float* factors) {
+  const int64_t width = matrix.k / CODES, groups = matrix.groups(), parts = (matrix.n + 31) / 32 * HALVES;
+  parallel_tasks(parts, [&](int64_t part) {
+    for (int64_t lane = 0; lane < LANES; ++lane) {
+      const int64_t row = part * LANES + lane;
+      const bool inside = row < matrix.n;
+      factors[row] = inside ? matrix.factors[row] : 0.0f;
+      for (int64_t i = 0; i < width; ++i) {
+        words[(part * width + i) * LANES + lane] = inside ? matrix.words[row * width + i] : 0;
+      }
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t to = (part * groups + g) * LANES + lane;
+        scales[to] = inside ? matrix.scales[row * groups + g] : 0;
+        if (matrix.zeros) zeros[to] = inside ? matrix.zeros[row * groups + g] : 0;
+      }
+    }
+  });
+}
+
+void tile_rows_four_bits(int rows, const float* a, const FourBitPanels& w, int64_t panel, float* c) {
+  dispatch<FEW_ROWS>(rows, a, w, panel, c);
+}
+
+void widen_four_bits(const FourBitPanels& w, int64_t panel, int64_t k0, int64_t kc, float* wide) {
+  return w.zeros ? widen<false>(w, panel, k0, kc, wide) : widen<true>(w, panel, k0, kc, wide);
+}
+
+}  // namespace forkpoint
