@@ -16,7 +16,7 @@ from forkpoint.ops.activation import kernel as activation
 from forkpoint.ops.attention.decode_kernel import decode_kernel
 from forkpoint.ops.attention.inputs_kernel import _inputs_kernel
 from forkpoint.ops.attention.prefill_kernel import prefill_kernel
-from forkpoint.ops.linear import fp8_kernel, widen_kernel
+from forkpoint.ops.linear import fp8_kernel, packed_kernel, widen_kernel
 from forkpoint.ops.linear import kernel as linear
 from forkpoint.ops.linear.scaled import BLOCK
 from forkpoint.ops.linear.tiles import Tile, fixed_scaled_tile, one_scaled_tile, scaled_tile
@@ -42,6 +42,9 @@ POINTERS = {
     "out_scales": "*fp32",
     "weights": "*fp32",
     "shares": "*fp32",
+    "words": "*i32",
+    "factors": "*fp32",
+    "zeros": "*u8",
     "pairs": "*i32",
     "tiles": "*i32",
     "ids": "*i32",
@@ -56,6 +59,8 @@ POINTERS = {
 OWN_POINTERS = {
     "norm": {"weight": "*fp32"},
     "shortlist": {"x": "*fp8e4nv", "codes": "*u8", "keys": "*i32"},
+    "packed": {"scales": "*fp16"},
+    "widen_packed": {"scales": "*fp16"},
     "choose": {"weight": "*bf16", "keys": "*i32", "token_ids": "*i64", "logits": "*fp32"},
 }
 ALIGNED = ("num_outputs", "width", "x_stride", "out_stride", "split_width", "inner", "size", "half")
@@ -110,6 +115,13 @@ def main() -> None:
             compiled("experts", linear.product_kernel, tile, **of_tile(tile), **flags)
     compiled("kept", kept_kernel._kept_kernel, Tile(1, 1, 1, kept_kernel.NUM_WARPS, 3), ROWS=128, STEPS=4)
     compiled("widen", widen_kernel._widen_kernel, Tile(1, 1, 1, 4, 1))
+    for zeros in ({"zeros": None}, {}):
+        flags = {**zeros, "bias": None, "tiles": None, "pairs": None}
+        sizes = {"ROWS": 16, "OUTPUTS": packed_kernel.OUTPUTS, "WIDTH": packed_kernel.WIDTH, "INTO": False}
+        compiled("packed", packed_kernel.packed_product_kernel, Tile(1, 1, 1, 4, 3), **sizes, **flags)
+    sizes = {**sizes, "ROWS": 64, "INTO": True}
+    compiled("packed", packed_kernel.packed_product_kernel, Tile(1, 1, 1, 4, 3), **sizes, bias=None)
+    compiled("widen_packed", packed_kernel.widen_packed_kernel, Tile(1, 1, 1, 4, 1))
     compiled("narrow", fp8_kernel._narrow_kernel, Tile(1, 1, 1, 4, 1), ROWS=16, WIDTH=128)
     flags = {"GATED": False, "GATE_FIRST": False, "SIGMOID": False, "OWN_WEIGHTS": False, "ADD": True}
     compiled("norm", norm._norm_kernel, Tile(1, 1, 1, 8, 1), D=2560, ROWS=1, PARTS=8, **flags)

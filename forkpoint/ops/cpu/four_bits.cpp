@@ -67,27 +67,34 @@ inline vf value(vu words, int place, const Group& group) {
 
 template <int R, bool FLOATS>
 void tile(const float* __restrict a, const FourBitPanels& w, int64_t panel, float* __restrict c) {
-  for (int half = 0; half < HALVES; ++half) {
-    const int64_t part = panel * HALVES + half;
-    const uint32_t* __restrict words = w.words + part * (w.k / CODES) * LANES;
-    vf acc[R] = {};
-    for (int64_t g = 0; g < w.groups(); ++g) {
-      const Group group = load_group<FLOATS>(w, (part * w.groups() + g) * LANES);
-      const int64_t end = std::min(w.k, (g + 1) * w.group);
-      for (int64_t k = g * w.group; k < end; k += CODES, words += LANES) {
-        __builtin_prefetch(words + 1024);
-        const vu own = load_words(words);
-        const float* x = a + k / K_BLOCK * R * ROW_STRIDE + k % K_BLOCK;
+  const int64_t first = panel * HALVES, length = w.k / CODES * LANES;
+  const uint32_t* __restrict words = w.words + first * length;
+  vf acc[R][HALVES] = {};  // both halves, because one chain of multiply-adds waits for itself
+  for (int64_t g = 0; g < w.groups(); ++g) {
+    const int64_t at = (first * w.groups() + g) * LANES;
+    const Group left = load_group<FLOATS>(w, at), right = load_group<FLOATS>(w, at + w.groups() * LANES);
+    const int64_t end = std::min(w.k, (g + 1) * w.group);
+    for (int64_t k = g * w.group; k < end; k += CODES, words += LANES) {
+      __builtin_prefetch(words + 512);
+      __builtin_prefetch(words + length + 512);
+      const vu own[HALVES] = {load_words(words), load_words(words + length)};
+      const float* x = a + k / K_BLOCK * R * ROW_STRIDE + k % K_BLOCK;
 #pragma GCC unroll 8
-        for (int i = 0; i < CODES; ++i) {
-          const vf v = value<FLOATS>(own, i, group);
+      for (int i = 0; i < CODES; ++i) {
+        const vf v[HALVES] = {value<FLOATS>(own[0], i, left), value<FLOATS>(own[1], i, right)};
 #pragma GCC unroll 16
-          for (int r = 0; r < R; ++r) acc[r] += splat(x[r * ROW_STRIDE + i]) * v;
+        for (int r = 0; r < R; ++r) {
+          const vf xr = splat(x[r * ROW_STRIDE + i]);
+          acc[r][0] += xr * v[0];
+          acc[r][1] += xr * v[1];
         }
       }
     }
+  }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) store(c + r * HALVES * LANES + half * LANES, acc[r]);
+  for (int r = 0; r < R; ++r) {
+    store(c + r * HALVES * LANES, acc[r][0]);
+    store(c + r * HALVES * LANES + LANES, acc[r][1]);
   }
 }
 

@@ -11,11 +11,13 @@ from torch import Tensor
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.linear.fp8_kernel import library_scales, multiply_fp8
 from forkpoint.ops.linear.kernel import multiply, multiply_both
-from forkpoint.ops.linear.packed import PackedMatrix
+from forkpoint.ops.linear.packed import FourBitLinear, PackedMatrix
+from forkpoint.ops.linear.packed_kernel import multiply_packed, widen_packed
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import Matrix, ScaledLinear, ScaledMatrix
 from forkpoint.ops.linear.tiles import (
     FEW_GATED,
+    LARGEST,
     Tile,
     fastest_gated_tile,
     fastest_tile,
@@ -49,17 +51,21 @@ class DeviceLinear:
     silu_mul: SiluMul
 
     @staticmethod
-    def prepare_linear(weight: Matrix, bias: Tensor | None) -> PackedLinear | ScaledLinear:
-        """Keep weight and bias as loaded."""
+    def prepare_linear(weight: Matrix, bias: Tensor | None) -> PackedLinear | ScaledLinear | FourBitLinear:
+        """Keep weight and bias as loaded. Devices that drop the masks of gathered loads get 4 bits widened."""
         if isinstance(weight, PackedMatrix):
+            if traits_of(weight.words.device).masks_gathers:
+                return FourBitLinear(weight, bias)
             weight = weight.dense()
         if not isinstance(weight, ScaledMatrix):
             return PackedLinear(weight, bias)
         multiplies = traits_of(weight.codes.device).multiplies_fp8
         return ScaledLinear(weight, bias, library_scales(weight) if multiplies else None)
 
-    def linear(self, x: Tensor, packed: PackedLinear | ScaledLinear, parts: bool = False) -> Tensor:
+    def linear(self, x: Tensor, packed: PackedLinear | ScaledLinear | FourBitLinear, parts: bool = False) -> Tensor:
         """Multiply `x[T, K]` by the weight; return `y[T, N]` in x's dtype. With `parts`, y may be `Parts`."""
+        if isinstance(packed, FourBitLinear):
+            return self._of_four_bits(x, *packed)
         num_outputs, width = packed.weight.shape
         if isinstance(packed, ScaledLinear):
             tile = self._scaled_tile(x, packed, gated=False)
@@ -74,11 +80,21 @@ class DeviceLinear:
             return F.linear(x, packed.weight, packed.bias)
         return multiply(x, packed.weight, packed.bias, within(tile, x.device), parts=parts)
 
+    def _of_four_bits(self, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
+        if self.deterministic or len(x) <= LARGEST:
+            return multiply_packed(x, weight, bias)
+        return F.linear(x, widen_packed(weight), bias)
+
     def linear_both(
-        self, x: Tensor, packed: PackedLinear | ScaledLinear, beside: PackedLinear | ScaledLinear
+        self,
+        x: Tensor,
+        packed: PackedLinear | ScaledLinear | FourBitLinear,
+        beside: PackedLinear | ScaledLinear | FourBitLinear,
     ) -> tuple[Tensor, Tensor] | None:
         """Implement `OpTable.linear_both` for one row, an FP8 matrix and a second matrix that is not FP8."""
-        if not isinstance(packed, ScaledLinear) or isinstance(beside, ScaledLinear) or len(x) != 1:
+        if not isinstance(packed, ScaledLinear) or not isinstance(beside, PackedLinear) or len(x) != 1:
             return None
         tile = self._scaled_tile(x, packed, gated=False)
         if tile is None or tile.rows != 1 or packed.bias is not None or beside.bias is not None:
@@ -90,8 +106,10 @@ class DeviceLinear:
         """Multiply a bfloat16 `x[T, K]` by fp32 weights; return `y[T, N]` in fp32."""
         return multiply(x, packed.weight, packed.bias, wide_tile(x.shape[0]))
 
-    def linear_silu_mul(self, x: Tensor, packed: PackedLinear | ScaledLinear) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, packed: PackedLinear | ScaledLinear | FourBitLinear) -> Tensor:
         """Return `silu(x gate^T) * (x up^T)`, `[T, I]`, for a `[2I, K]` weight, gate rows first, without bias."""
+        if isinstance(packed, FourBitLinear):
+            return self.silu_mul(self.linear(x, packed))
         if isinstance(packed, ScaledLinear):
             scaled_tile = self._scaled_tile(x, packed, gated=True)
             if scaled_tile is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,6 +99,24 @@ class PackedMatrix:
     def multiplied(self, by: float | Tensor) -> PackedMatrix:
         """Multiply every row by one factor, or each row by its own of `by[N, 1]` fp32."""
         return replace(self, factors=self.factors * by)
+
+
+class FourBitLinear(NamedTuple):
+    """A `[N, K]` weight in 4 bits and its optional `[N]` bias."""
+
+    weight: PackedMatrix
+    bias: Tensor | None
+
+
+class FourBitExperts(NamedTuple):
+    """The `PackedExperts` of reference.py in 4 bits."""
+
+    gate_up: PackedMatrix
+    down: PackedMatrix
+
+    @property
+    def gated(self) -> bool:
+        return self.gate_up.shape[1] != self.down.shape[2]
 
 
 def pack(codes: Tensor) -> Tensor:

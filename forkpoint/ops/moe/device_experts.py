@@ -9,8 +9,10 @@ from torch import Tensor
 
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.linear.device_linear import within
+from forkpoint.ops.linear.packed import FourBitExperts, PackedMatrix
 from forkpoint.ops.linear.scaled import Matrix, ScaledExperts, ScaledMatrix, dense
 from forkpoint.ops.linear.tiles import Tile
+from forkpoint.ops.moe.four_bit_experts import four_bit_experts
 from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.platforms.table import traits_of
@@ -25,8 +27,11 @@ class DeviceExperts:
     deterministic: bool
 
     @staticmethod
-    def prepare(gate_up: Matrix, down: Matrix) -> PackedExperts | ScaledExperts:
-        """Keep the weights as loaded. If only one of them is FP8, widen it."""
+    def prepare(gate_up: Matrix, down: Matrix) -> PackedExperts | ScaledExperts | FourBitExperts:
+        """Keep the weights as loaded. If only one of them is quantised, widen it."""
+        if isinstance(gate_up, PackedMatrix) and isinstance(down, PackedMatrix):
+            masks = traits_of(down.words.device).masks_gathers
+            return FourBitExperts(gate_up, down) if masks else PackedExperts(gate_up.dense(), down.dense())
         if isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix):
             packed, masks = ScaledExperts(gate_up, down), traits_of(down.codes.device).masks_gathers
             if not masks and not packed.by_pairs:
@@ -35,10 +40,17 @@ class DeviceExperts:
         return PackedExperts(dense(gate_up), dense(down))
 
     def __call__(
-        self, x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor, parts: bool = False
+        self,
+        x: Tensor,
+        packed: PackedExperts | ScaledExperts | FourBitExperts,
+        weights: Tensor,
+        ids: Tensor,
+        parts: bool = False,
     ) -> Tensor:
         """Implement `OpTable.experts`. With `parts`, the result may be `Parts`."""
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
+        if isinstance(packed, FourBitExperts):
+            return four_bit_experts(x, packed, weights, ids, parts)
         mean_rows = min(ids.numel() / packed.down.shape[0], launch_table(x.device).most_expert_rows)
         if isinstance(packed, ScaledExperts):
             apart = packed.by_pairs and traits_of(x.device).masks_gathers
