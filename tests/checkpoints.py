@@ -342,7 +342,7 @@ def add_mtp(folder: Path, name: str = "num_nextn_predict_layers") -> None:
     hidden = weights[f"{prefix}input_layernorm.weight"].shape[0]
     for key in [key for key in weights if key.startswith(prefix)]:
         copy = weights[f"mtp.layers.0.{key.removeprefix(prefix)}"] = weights[key].clone()
-        if copy.itemsize > 1 and "scale" not in key:  # FP8 stays as it is
+        if copy.is_floating_point() and copy.itemsize > 1 and "scale" not in key:  # quantised ones stay
             copy += torch.randn(copy.shape, generator=generator).to(copy.dtype) * 0.1
     for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         weights[f"mtp.{norm}.weight"] = torch.randn(hidden, generator=generator) * 0.1

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from forkpoint.models.moe import MoEConfig
+from forkpoint.models.quantization import WeightFormat
 from forkpoint.models.registry import load_config
-from forkpoint.sim.shape import FP8_WEIGHT_BYTES, WEIGHT_BYTES, ModelShape
+from forkpoint.sim.shape import FOUR_BIT_WEIGHT_BYTES, FP8_WEIGHT_BYTES, WEIGHT_BYTES, ModelShape
 
 
 def read_shape(
@@ -27,5 +28,12 @@ def read_shape(
         num_expert_weights=experts,
         num_experts=num_experts,
         top_k=top_k,
-        weight_bytes_each=FP8_WEIGHT_BYTES if config.quantization else WEIGHT_BYTES,
+        weight_bytes_each=_weight_bytes(config.quantization),
     )
+
+
+def _weight_bytes(stored: WeightFormat | None) -> float:
+    """Return the bytes of a weight in the form that most matrices have."""
+    if stored is None:
+        return WEIGHT_BYTES
+    return FP8_WEIGHT_BYTES if stored.packing is None else FOUR_BIT_WEIGHT_BYTES

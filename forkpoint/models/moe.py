@@ -187,7 +187,8 @@ class SparseMLP:
             # Read before `down` is allocated. Otherwise `down` would take the memory that the first stack freed, and
             # waste the rest of it.
             stack = source.get_matrix(apart, (count, given, inner), self._out_cut)
-        down = JoinedMatrix(source, (total, given, inner), within(form, inner), True)
+        slices = within(form, inner, self._moe.shared_intermediate_size if joins else 0)
+        down = JoinedMatrix(source, (total, given, inner), slices, True)
         if stack is not None:
             down.put(stack, 0, slice(count))
         else:
@@ -206,7 +207,8 @@ class SparseMLP:
         inner, count, source = self._moe.intermediate_size, self._moe.rule.num_shared, build.weights
         into = (count, len(self._into) * inner, build.config.hidden_size)
         gate_up = JoinedMatrix(source, into, form, inner % BLOCK == 0)
-        down = JoinedMatrix(source, (count, self._given_size(build), inner), within(form, inner), True)
+        slices = within(form, inner, self._moe.shared_intermediate_size)
+        down = JoinedMatrix(source, (count, self._given_size(build), inner), slices, True)
         self._read_shared(build, f"{name}.{self._moe.shared_name}", gate_up, down, 0)
         return gate_up.matrix, down.matrix
 
@@ -257,11 +259,11 @@ class SparseMLP:
         return self._widen(self._all_ranks(routed + self._apply(narrow, self._shared, *own)))
 
 
-def within(form: Form | None, width: int) -> Form | None:
-    """Return the form of a matrix whose columns are cut into slices of `width`; None if words would be cut."""
+def within(form: Form | None, *widths: int) -> Form | None:
+    """Return the form of a matrix of slices that are cut at multiples of `widths`; None if words would be cut."""
     if form is None or form.kind == "fp8":
         return form
-    group = gcd(form.group, width)
+    group = gcd(form.group, *widths)
     return None if group % PER_WORD else replace(form, group=group)
 
 

@@ -101,6 +101,12 @@ class WeightFormat:
         """Whether matrices in FP8 have a scale for each block of 128x128."""
         return self.scales == "block"
 
+    @property
+    def title(self) -> str:
+        """What the log calls the format."""
+        kinds = ["FP8"] * (self.scales is not None) + ["in 4 bits"] * (self.packing is not None)
+        return " and ".join(kinds) if self.on_load else f"{' and '.join(kinds)} ({self.methods[0]})"
+
     def covers(self, name: str) -> bool:
         """Return whether the matrix with this canonical name (`model.layers.0...`) is quantised."""
         module = name.removesuffix(".weight")

@@ -23,6 +23,7 @@ from forkpoint.errors import ConfigError
 
 WEIGHT_BYTES: Final = 2  # bfloat16
 FP8_WEIGHT_BYTES: Final = 1  # without the scales, one per 128 x 128 weights
+FOUR_BIT_WEIGHT_BYTES: Final = 0.5  # without the scales
 # Bytes that elementwise kernels and convolutions move per token and layer, in hidden vectors (gpu_ops.md).
 HIDDEN_VECTORS_MOVED: Final = 28
 
@@ -45,7 +46,7 @@ class ModelShape:
     num_expert_weights: int = 0
     num_experts: int = 1
     top_k: int = 0
-    weight_bytes_each: int = WEIGHT_BYTES
+    weight_bytes_each: float = WEIGHT_BYTES
 
     @cached_property
     def layout(self) -> CacheLayout:
@@ -81,7 +82,7 @@ class ModelShape:
 
         Raises UnsupportedModelError."""
         layers = tuple(tuple(_in_state_dtype(spec, state_dtype) for spec in layer) for layer in self.layers)
-        weight_bytes = self.weight_bytes_each
+        weight_bytes: float = self.weight_bytes_each
         if kv_cache_dtype == "fp8":
             layers = tuple(map(keys_in_fp8, layers))
         if quantization == "fp8":

@@ -226,7 +226,7 @@ def _log_model(config: EngineConfig, loaded: Loaded) -> None:
     model, ops, layout = loaded.model, loaded.ops, loaded.layout
     words = [f"{len(layout.kv)} attention and {len(layout.states)} recurrent layers", model.config.dtype]
     if model.config.quantization:
-        words.append("weights FP8")
+        words.append(f"weights {model.config.quantization.title}")
     if model.config.fp8_keys and layout.has_kv:
         words.append("keys and values FP8")
     if layout.has_states:

@@ -38,6 +38,7 @@ from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from tests.checkpoints import add_mtp, write_checkpoint
 from tests.engine.tokenizers import byte_level
+from tests.four_bit_checkpoints import FORMATS, put_in_four_bits
 from tests.fp8_checkpoints import Layout, write_fp8
 from tests.image_models import write_vision_checkpoint
 from tests.thread_ranks import Meeting, ThreadRanks
@@ -166,15 +167,19 @@ class ModelBank:
         self.vocab_size = int(self.tokenizer.backend.get_vocab_size())
 
     def folder(self, name: str) -> Path:
-        """Return the folder of a name of MODELS. ":block" or ":channel" after the name writes it in FP8, and ":load"
-        has it converted as it loads."""
+        """Return the folder of a name of MODELS. A layout after the name (":block") writes it in FP8, or in 4 bits
+        (":gptq"), and ":load" has it converted as it loads."""
         base, _, layout = name.partition(":")
         path = self._folder / name.removesuffix(":load")
         if base == SEEING and not path.exists():
             write_vision_checkpoint(path, mtp=True, vocab_size=self.vocab_size)
         elif not path.exists():
             family, config = {**MODELS, **MORE_MODELS}[base]
-            if layout:
+            if layout in FORMATS:
+                plain = path.with_name(f"{path.name}-widened")
+                write_checkpoint(plain, family, vocab_size=self.vocab_size, **config)
+                put_in_four_bits(plain, path, layout)
+            elif layout:
                 write_fp8(path, family, cast(Layout, layout), vocab_size=self.vocab_size, **config)
             else:
                 write_checkpoint(path, family, vocab_size=self.vocab_size, **config)

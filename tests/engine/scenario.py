@@ -76,9 +76,11 @@ class Draw:
         """Models and operators take turns; the rest is free."""
         cpp = load_operators().module is not None
         varied, sees = len(self.models) > 1 or SEEING in self.models, SEEING in self.models
-        in_fp8 = ("", ":block", "", ":channel", "")[self.seed % 5] if varied else ""
-        if in_fp8 and sees:
-            in_fp8 = ":load"
+        form = ("", ":block", "", ":channel", "")[self.seed % 5] if varied else ""
+        if form and sees:
+            form = ":load"
+        elif varied and not sees and self.seed // 5 % 2:
+            form = ("", ":gptq", "", ":channel", ":modelopt")[self.seed % 5]
         cache = CacheConfig(
             enable_prefix_caching=not self.chance(0.08),
             mamba_cache_mode="none" if self.chance(0.08) else "align",
@@ -89,8 +91,8 @@ class Draw:
         tier = np.random.default_rng([23, self.seed])  # drawn apart, like the next
         kept_by = np.random.default_rng([21, self.seed])  # drawn apart, so that the rest is what it was
         deterministic = self.chance(0.4)
-        model = self.models[self.seed % len(self.models)] + in_fp8
-        by_block = in_fp8 in (":block", ":load")
+        model = self.models[self.seed % len(self.models)] + form
+        by_block = form in (":block", ":load")
         can_be_cut = varied and model not in UNCUT and (deterministic or not by_block)
         return Options(
             model=model,
@@ -436,7 +438,10 @@ class Example:
             ranks_failed=(options.num_ranks > 1) * sum(map(not_finite, outputs)),
             async_scheduling=options.async_scheduling,
             cpp=options.cpu_ops == "cpp",
-            fp8=":" in options.model,
+            fp8=options.model.endswith((":block", ":channel", ":load")),
+            fp8_by_matrix=options.model.endswith(":modelopt"),
+            four_bits=options.model.endswith(":gptq"),
+            four_bits_with_drafts=options.model.endswith(":gptq") and stats.drafts.num_accepted_tokens,
             scrubbed=run.scrub,
             no_checkpoints=options.cache.mamba_cache_mode == "none",
             **{f"kept_{origin}": count for origin, count in stats.cache.checkpoints_saved.items()},

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from forkpoint.models.registry import load_model
+from forkpoint.errors import ModelFolderError, UnsupportedModelError
+from forkpoint.models.registry import load_config, load_model
+from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.select import select_table
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import add_mtp, write_checkpoint
 from tests.driver import Driver
-from tests.four_bit_checkpoints import FORMATS, put_in_four_bits
+from tests.four_bit_checkpoints import FORMATS, GPTQ, integers, put_in_four_bits
+from tests.fp8_checkpoints import SINGLE
 from tests.models.test_parity import TOLERANCE, error
+from tests.thread_ranks import on_each
 
 TOKENS = list(range(2, 102))
 
@@ -30,3 +36,94 @@ def test_logits_are_those_of_the_widened_weights(layout: str, tmp_path: Path) ->
     want = logits(tmp_path / "widened")
     assert error(logits(tmp_path / "packed"), want) <= TOLERANCE
     assert error(logits(tmp_path / "packed", "cpp"), want) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "plain"),
+    [
+        ("qwen3_5_moe", "packed_zeros", ("shared_expert.",)),  # as in Qwen's own models in GPTQ
+        ("nemotron_h", "nvfp4", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("granite_hybrid", "gptq", ()),  # whose multipliers are folded into weights
+        ("kimi_linear", "awq", ()),
+    ],
+)
+def test_families_and_layers_that_are_left_out(
+    family: str, layout: str, plain: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "widened", family)
+    assert put_in_four_bits(tmp_path / "widened", tmp_path / "packed", layout, plain) > 3
+    want = logits(tmp_path / "widened")
+    assert error(logits(tmp_path / "packed", "cpp"), want) <= TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["gptq_rows", "packed_ordered", "mixed"])
+def test_ranks(layout: str, tmp_path: Path) -> None:
+    """Columns that are cut within a group or out of order, and deterministic ranks, whose bits are those of one."""
+    write_checkpoint(tmp_path / "widened", "qwen3_5_moe")
+    put_in_four_bits(tmp_path / "widened", tmp_path / "packed", layout)
+    want = logits(tmp_path / "widened")
+
+    def on_rank(ranks: Ranks) -> torch.Tensor:
+        model = load_model(
+            tmp_path / "packed", ops=select_table("cpp", ranks.gathers, False), ranks=ranks, dtype="float32"
+        )
+        driver = Driver(model)
+        return driver.prefill(driver.row(), TOKENS, [64])
+
+    for found in on_each(2, False, on_rank):
+        assert error(found, want) <= TOLERANCE
+    model = load_model(tmp_path / "packed", ops=select_table("cpp", True, False), dtype="float32")
+    driver = Driver(model)
+    alone = driver.prefill(driver.row(), TOKENS, [64])
+    for found in on_each(2, True, on_rank):
+        assert torch.equal(found, alone)
+
+
+def test_heads(tmp_path: Path) -> None:
+    """An MTP head stays plain, and an output head in 4 bits is widened."""
+    write_checkpoint(tmp_path / "widened", "qwen3_5", tie_word_embeddings=False)
+    add_mtp(tmp_path / "widened", "mtp_num_hidden_layers")
+    put_in_four_bits(tmp_path / "widened", tmp_path / "packed", "gptq", ("mtp",))
+    stored, widened = load_file(tmp_path / "packed" / SINGLE), load_file(tmp_path / "widened" / SINGLE)
+    made, widened["lm_head.weight"] = integers(stored.pop("lm_head.weight").float(), 32, "gptq")
+    stored |= {f"lm_head.{end}": tensor.contiguous() for end, tensor in made.items()}
+    save_file(stored, tmp_path / "packed" / SINGLE, {"format": "pt"})
+    save_file(widened, tmp_path / "widened" / SINGLE, {"format": "pt"})
+    found = logits(tmp_path / "packed", "cpp", mtp=True)
+    assert error(found, logits(tmp_path / "widened", mtp=True)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("end", "change", "said"),
+    [
+        ("qzeros", None, "holds no tensor"),
+        ("qweight", lambda x: torch.cat((x, x), 1), "if it is in 4 bits; config.json asks for"),
+        ("scales", lambda x: x * float("nan"), "NaN or infinite"),
+        ("scales", lambda x: x[:, :8], "one for each row and group is needed"),
+        ("g_idx", lambda x: torch.zeros_like(x), "are not all of 32 columns"),
+    ],
+)
+def test_broken_tensors_are_named(end: str, change: Any, said: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "widened", "qwen3")
+    put_in_four_bits(tmp_path / "widened", tmp_path / "packed", "gptq")
+    stored, name = load_file(tmp_path / "packed" / SINGLE), f"model.layers.1.self_attn.q_proj.{end}"
+    given = stored.pop(name)
+    if change is not None:
+        stored[name] = change(given).contiguous()
+    save_file(stored, tmp_path / "packed" / SINGLE, {"format": "pt"})
+    with pytest.raises(ModelFolderError, match=said) as caught:
+        logits(tmp_path / "packed")
+    assert name in str(caught.value)
+
+
+def test_the_option_names_the_format_of_the_folder(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3")
+    with pytest.raises(UnsupportedModelError, match=r"quantization='gptq' is not possible for .* give 'fp8'"):
+        load_config(tmp_path, quantization="gptq")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": GPTQ}))
+    for name in ("gptq", "gptq_marlin"):
+        assert load_config(tmp_path, quantization=name).quantization == load_config(tmp_path).quantization
+    with pytest.raises(UnsupportedModelError, match=r"quantization='awq' is not the format of .* give 'gptq' or"):
+        load_config(tmp_path, quantization="awq")
+    assert logits(tmp_path, load_format="dummy").isfinite().all()

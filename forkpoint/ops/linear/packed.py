@@ -88,6 +88,7 @@ class PackedMatrix:
 
     def regrouped(self, group: int) -> PackedMatrix:
         """Return the same matrix with groups of `group` columns, a divisor of its own."""
+        assert self.group % group == 0, "groups are only split"
         times, count = self.group // group, -(-self.shape[-1] // group)
         if times == 1:
             return self
