@@ -17,7 +17,7 @@ TRANSPOSED: Final = ("gptq", "gptq_v2", "awq")  # these store `[K, N]`, in tenso
 AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)  # the output whose code is at each place of a word
 
 
-class Stored(Protocol):
+class StoredTensors(Protocol):
     """The tensors of a folder, by their canonical names."""
 
     def has(self, name: str) -> bool:
@@ -43,13 +43,13 @@ class PackedTensors:
     `main` is the name of the tensor with the codes.
     """
 
-    stored: Stored
+    stored: StoredTensors
     name: str
     packing: Packing
     main: str
 
     @classmethod
-    def find(cls, stored: Stored, name: str, qweight: Packing) -> PackedTensors | None:
+    def find(cls, stored: StoredTensors, name: str, qweight: Packing) -> PackedTensors | None:
         """Return the tensors of a matrix, or None if it is not in 4 bits. `qweight` is the packing of tensors of that
         name."""
         quantised, packed = name.removesuffix("weight") + "qweight", f"{name}_packed"

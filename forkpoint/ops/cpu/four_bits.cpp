@@ -46,23 +46,28 @@ inline vf levels(vu codes) {
 #endif
 }
 
-// A group's scales, and zero points times scales. Every product with a code is exact in fp32, so the order of
-// operations does not matter.
+constexpr int PLACES = 4;  // codes of half a word
+
+// A group's scales for the codes of half a word, and zero points times scales. A code is used where it stands in the
+// word, 16 times as large from place to place, and its scale is as much smaller. Every product of the two is exact in
+// fp32, so the order of operations does not matter.
 struct Group {
-  vf scale, zero;
+  vf scales[PLACES], zero;
 };
 
 template <bool FLOATS>
 inline Group load_group(const FourBitPanels& w, int64_t at) {
   const vf scale = load_half(w.scales + at);
-  return {scale, FLOATS ? vf{} : load_bytes(w.zeros + at) * scale};
+  if (FLOATS) return {{scale}, vf{}};
+  return {{scale, scale * 0x1p-4f, scale * 0x1p-8f, scale * 0x1p-12f}, load_bytes(w.zeros + at) * scale};
 }
 
 template <bool FLOATS>
 inline vf value(vu words, int place, const Group& group) {
-  const vu codes = words >> (4 * place);
-  if (FLOATS) return levels(codes) * group.scale;
-  return __builtin_convertvector((vi)(codes & 15u), vf) * group.scale - group.zero;
+  if (FLOATS) return levels(words >> (4 * place)) * group.scales[0];
+  const vu half = place < PLACES ? words : words >> 16;
+  return __builtin_convertvector((vi)(half & (15u << (4 * (place % PLACES)))), vf) * group.scales[place % PLACES] -
+         group.zero;
 }
 
 template <int R, bool FLOATS>
