@@ -128,8 +128,7 @@ def test_non_finite_values_of_one_request(
 
 
 @EVERY_MODEL
-@SYNC_AND_ASYNC
-@pytest.mark.parametrize("poison", ["tokens", "sampling"])
+@pytest.mark.parametrize(("poison", "async_scheduling"), [("tokens", False), ("sampling", True)])
 def test_a_step_that_raises(
     bank: ModelBank,
     oracle: Oracle,

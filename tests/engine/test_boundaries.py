@@ -17,12 +17,16 @@ from tests.engine.real import MODELS, ModelBank, Options, RealEngine, start
 GREEDY = params_of(max_tokens=3, logprobs=2)
 NO_CPP = pytest.mark.skipif(load_operators().module is None, reason="no C++ operators here")
 # torch's operators in deterministic mode: test_deterministic.py
-MODES = [
-    pytest.param("torch", False, id="torch"),
-    pytest.param("cpp", False, id="cpp", marks=NO_CPP),
-    pytest.param("cpp", True, id="cpp-deterministic", marks=NO_CPP),
+# (model, operators, deterministic): every model where equality is exact, and every table of operators.
+CASES = [
+    pytest.param("qwen3_next_moe", "torch", False, id="qwen3_next_moe-torch"),
+    pytest.param("olmo_hybrid", "cpp", False, id="olmo_hybrid-cpp", marks=NO_CPP),
+    *(
+        pytest.param(model, "cpp", True, id=f"{model}-cpp-deterministic", marks=NO_CPP)
+        for model in ("qwen3_next_moe", "olmo_hybrid", "qwen3")
+    ),
 ]
-IN_ALL_MODES = pytest.mark.parametrize(("cpu_ops", "exact"), MODES)
+IN_ALL_CASES = pytest.mark.parametrize(("model", "cpu_ops", "exact"), CASES)
 EVERYWHERE = CacheConfig(checkpoint_interval=64)
 
 
@@ -70,15 +74,13 @@ class Bench:
 Make = Callable[..., Bench]
 
 
-@pytest.fixture(params=["qwen3_next_moe", "olmo_hybrid", "qwen3"])
-def make(
-    request: pytest.FixtureRequest, bank: ModelBank, oracle: Oracle, cpu_ops: Literal["torch", "cpp"], exact: bool
-) -> Make:
-    base = Options(request.param, cpu_ops, exact)
+@pytest.fixture
+def make(bank: ModelBank, oracle: Oracle, model: str, cpu_ops: Literal["torch", "cpp"], exact: bool) -> Make:
+    base = Options(model, cpu_ops, exact)
     return lambda **changes: Bench(bank, oracle, replace(base, **changes))
 
 
-@IN_ALL_MODES
+@IN_ALL_CASES
 def test_lengths_around_a_boundary(make: Make) -> None:
     bench = make()
     for size in (1, 63, 64, 65, 127, 128, 129, 191, 192, 193):
@@ -88,7 +90,7 @@ def test_lengths_around_a_boundary(make: Make) -> None:
     bench.judge()
 
 
-@IN_ALL_MODES
+@IN_ALL_CASES
 def test_prompts_that_are_prefixes_of_a_cached_one(make: Make) -> None:
     bench = make(cache=EVERYWHERE)
     whole = bench.ids(1, 300)
@@ -98,7 +100,7 @@ def test_prompts_that_are_prefixes_of_a_cached_one(make: Make) -> None:
     bench.judge()
 
 
-@IN_ALL_MODES
+@IN_ALL_CASES
 def test_a_fork_at_a_boundary_and_one_off(make: Make) -> None:
     bench = make(cache=EVERYWHERE)
     trunk = bench.ids(2, 260)
@@ -110,7 +112,7 @@ def test_a_fork_at_a_boundary_and_one_off(make: Make) -> None:
     bench.judge()
 
 
-@IN_ALL_MODES
+@IN_ALL_CASES
 def test_chunk_ends(make: Make, exact: bool) -> None:
     """The hit, the chunk ends and the prompt's end fall together or one off each other."""
     budget = 192 if exact else 128
@@ -124,7 +126,7 @@ def test_chunk_ends(make: Make, exact: bool) -> None:
     bench.judge()
 
 
-@IN_ALL_MODES
+@IN_ALL_CASES
 def test_preempt_then_hit(make: Make) -> None:
     """A request is put back after some outputs, resumes from what it gave to the cache, and is asked again."""
     bench = make()
@@ -147,7 +149,7 @@ def test_preempt_then_hit(make: Make) -> None:
 
 
 @pytest.mark.parametrize("budget", [320, 2048])
-@IN_ALL_MODES
+@IN_ALL_CASES
 def test_duplicates_in_one_batch(make: Make, budget: int) -> None:
     bench = make(budget=budget)
     for size in (64, 129, 200, 400):
@@ -160,7 +162,7 @@ def test_duplicates_in_one_batch(make: Make, budget: int) -> None:
     bench.judge()
 
 
-@IN_ALL_MODES
+@IN_ALL_CASES
 def test_completions_of_one_prompt(make: Make) -> None:
     bench = make()
     for size, outputs in ((63, 5), (64, 5), (65, 5), (190, 6)):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 MOST = 3  # tokens of a window
 LENGTHS = (5, 9, 2, 2)  # of the rows: two that decode, two in the middle of their prompts
-WINDOWS = [StepShape(count * size, 0, 0, count) for count, size in ((1, 2), (1, 3), (2, 2), (2, 3))]
+WINDOWS = [StepShape(count * size, 0, 0, count) for count, size in ((1, 3), (2, 3))]
 BESIDE = StepShape(3, 5, 2, 2)
 
 

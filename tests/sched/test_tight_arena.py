@@ -11,8 +11,9 @@ EVEN = state(None, (4, 32, 32))
 TIGHT = {"a block and a slot are a page": layout_of([KV, EVEN]), **{name: LAYOUTS[name] for name in HYBRIDS}}
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize(
+    ("deterministic", "async_scheduling"), [(False, True), (True, False)], ids=["default-async", "deterministic-sync"]
+)
 @pytest.mark.parametrize("name", TIGHT)
 def test_a_request_that_fills_the_arena_crosses_boundaries(
     name: str, deterministic: bool, async_scheduling: bool
