@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +86,26 @@ class HashMemory:
         whole = bool((other._block_position[src] != GARBAGE).all())
         require(whole or garbage_is_allowed, step, f"copies block {src}, which holds garbage")
         self._block_position[dst], self._block_roll[dst] = other._block_position[src], other._block_roll[src]
+
+    def contents(self, kind: MoveKind, index: int) -> Any:
+        """A unit's contents, for `put`."""
+        if kind is MoveKind.SLOT:
+            return self.state(index)
+        return self._block_position[index].copy(), self._block_roll[index].copy()
+
+    def put(self, step: int, kind: MoveKind, index: int, contents: Any) -> None:
+        self.claim(step, kind, index)
+        if kind is MoveKind.SLOT:
+            self._slot_position[index], self._slot_roll[index] = contents
+            return
+        require(not self._block_users[index], step, f"copies a block onto {index}, which a row uses")
+        self._block_position[index], self._block_roll[index] = contents
+
+    def is_whole(self, kind: MoveKind, index: int) -> bool:
+        """Whether all of a unit was written."""
+        if kind is MoveKind.SLOT:
+            return self.state(index)[0] != GARBAGE
+        return bool((self._block_position[index] != GARBAGE).all())
 
     # -- blocks
 

@@ -30,6 +30,7 @@ from forkpoint.sched.plan import (
     StepPlan,
     StepResult,
 )
+from tests.hash_disk import HashDisk
 from tests.hash_grammar import HashGrammar, allowed_ids
 from tests.hash_memory import GARBAGE, HashMemory
 from tests.hash_rows import HashRow, HashWork, seen_ids
@@ -51,6 +52,7 @@ class HashRunner:
     num_pages: int
     vocab_size: int
     num_host_pages: int = 0
+    num_disk_pages: int = 0
     fail_steps: set[int] = field(default_factory=set)
     poison: dict[str, int] = field(default_factory=dict)
     non_finite_requests: set[str] = field(default_factory=set)
@@ -68,11 +70,13 @@ class HashRunner:
     _hasher: RollingHash = field(init=False)
     _memory: HashMemory = field(init=False)
     _host: HashMemory = field(init=False)  # of the host tier
+    disk: HashDisk = field(init=False)
 
     def __post_init__(self) -> None:
         self._hasher = RollingHash(self.vocab_size)
         self._memory = HashMemory(self.layout, self.num_pages)
         self._host = HashMemory(self.layout, self.num_host_pages)
+        self.disk = HashDisk(self.layout, self.num_disk_pages)
 
     # -- sched.plan.Runner
 
@@ -106,7 +110,8 @@ class HashRunner:
         ids = np.asarray([token for own in outputs for token in own], np.int32)
         counts = np.asarray([len(own) for own in outputs], np.int32) if plan.rows.num_drafts.any() else None
         self.num_confirmed_drafts += sum(len(own) - 1 for own in outputs)
-        result = StepResult(plan.step, ids, counts, tuple(failed), num_tokens=plan.num_tokens)
+        news = self.disk.news(plan.waits_for_disk)
+        result = StepResult(plan.step, ids, counts, tuple(failed), num_tokens=plan.num_tokens, disk=news)
         return AnsweredStep(result, None, self.failure_seen)
 
     def close(self) -> None:
@@ -193,6 +198,9 @@ class HashRunner:
             self._memory.copy_from(self._host, step, move.kind, move.src, move.dst, self._failed)
         elif move.route is MoveRoute.HOST:
             self._host.move(step, move.kind, move.src, move.dst)
+        elif move.route is not MoveRoute.ARENA:
+            rooms = {MoveRoute.LAND: self._memory, MoveRoute.ARENA_TO_DISK: self._memory}
+            self.disk.move(step, move, {**rooms, MoveRoute.HOST_TO_DISK: self._host}, sound=not self._failed)
         else:
             self._memory.move(step, move.kind, move.src, move.dst)
             for state in self._rows.values() if move.kind is MoveKind.BLOCK else ():

@@ -105,8 +105,8 @@ class UnitPool:
         for page in pages:
             first = page * self.per_page
             free = [unit for unit in range(first + self.per_page - 1, first - 1, -1) if unit not in owners]
-            self.num_free_in_partial += len(free)
             if free:
+                self.num_free_in_partial += len(free)
                 self._free[page] = free
                 self._file(page, len(free))
 

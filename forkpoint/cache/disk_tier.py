@@ -90,12 +90,8 @@ class DiskTier(Tier):
     def _load_blocks(self, facts: DiskFacts) -> None:
         records = facts.entries[facts.entries["kind"] == BLOCK]
         records = records[records["depth"].argsort(kind="stable")]
-        tree, owners = self.store.tree, dict[int, Node]()
         columns = (records[name].tolist() for name in ("unit", "depth", "hash", "parent"))
-        for unit, depth, block_hash, parent_hash in zip(*columns, strict=True):
-            parent = tree.find(parent_hash) if depth > 1 else tree.root(parent_hash)
-            if parent is not None and parent.depth == depth - 1 and tree.find(block_hash) is None:
-                (owners[unit],) = tree.extend(parent, (block_hash,), (b"",), (unit,))
+        owners = self.store.tree.extend_many(zip(*columns, strict=True))
         self.arena.occupy(MoveKind.BLOCK, owners)
         for node in owners.values():
             if not node.children:
@@ -104,14 +100,15 @@ class DiskTier(Tier):
     def _load_checkpoints(self, facts: DiskFacts) -> None:
         records = facts.entries[facts.entries["kind"] == SLOT]
         columns = (records[name].tolist() for name in ("unit", "depth", "hash", "origin", "decoded"))
-        found = dict[int, tuple[Node, Origin, bool]]()
+        found, named = dict[int, tuple[Node, Origin, bool]](), set[Node]()
         for unit, depth, block_hash, origin, decoded in zip(*columns, strict=True):
             node = self.store.tree.find(block_hash)
-            if node is not None and node.depth == depth and origin < len(ORIGINS):
+            if node is not None and node.depth == depth and origin < len(ORIGINS) and node not in named:
+                named.add(node)
                 found[unit] = node, ORIGINS[origin], bool(decoded)
         self.arena.occupy(MoveKind.SLOT, {unit: node for unit, (node, _, _) in found.items()})
         for unit, (node, kind, decoded) in found.items():
-            self.store.add_checkpoint(node, unit, kind, decoded)
+            self.store.load_checkpoint(node, unit, kind, decoded)
 
     # --- storing
 
@@ -120,14 +117,18 @@ class DiskTier(Tier):
 
         `source` is the route from that room.
         """
-        usual, self._source = self._source, source
         for entry in store.by_worth():
             if not self.writes or self._unwritten_bytes > UNWRITTEN_AT_ONCE // 2:
                 break
             if isinstance(entry, Node):
-                self.keep(entry, None)
+                self.keep_from(source, entry, None)
             else:
-                self.keep(entry.node, entry)
+                self.keep_from(source, entry.node, entry)
+
+    def keep_from(self, source: MoveRoute, node: Node, checkpoint: Checkpoint | None) -> None:
+        """Do as `keep` for an entry of another room than the one above."""
+        usual, self._source = self._source, source
+        self.keep(node, checkpoint)
         self._source = usual
 
     @property
@@ -151,7 +152,7 @@ class DiskTier(Tier):
         self.counters.disk_stored_bytes += num_bytes
         self._window_bytes += num_bytes
 
-    def _skip(self) -> None:
+    def _skip(self, node: Node, checkpoint: Checkpoint | None) -> None:
         self.counters.disk_skipped += 1
 
     def _tokens(self, node: Node) -> bytes:

@@ -46,6 +46,11 @@ class EvictionQueue(Generic[Queued]):
         if self.num_filed > self._most_filed:
             self._compact()
 
+    def push_later(self, entry: Queued) -> None:
+        """Queue an entry without computing its key. That is done when its turn comes in `file_due`."""
+        entry.queue_entry = ticket = next(self._tickets)
+        heapq.heappush(self._dues, (-math.inf, ticket, entry))
+
     def _compact(self) -> None:
         """Remove old places: those of an entry that is used again and again would never come to the front."""
         for heap in (self._heap, self._dues):

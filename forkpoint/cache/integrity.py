@@ -10,7 +10,7 @@ from forkpoint.cache.layout import NO_BLOCK, NO_SLOT
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.restoring import Restore
-from forkpoint.cache.tier import HostTier
+from forkpoint.cache.tier import Tier
 from forkpoint.cache.tree import Checkpoint
 from forkpoint.config import BLOCK_SIZE
 
@@ -52,11 +52,12 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
         holders.append(current.node)
     held = sum(node.depth > 0 for node in holders)
     assert pins == held, f"{pins} pins for {held} holders"
-    if manager.tier is not None:
-        _check_tier(manager.tier, current)
+    for tier in (manager.tier, manager.disk):
+        if tier is not None:
+            _check_tier(tier, current if current is not None and current.tier is tier else None)
 
 
-def _check_tier(tier: HostTier, current: Restore | None) -> None:
+def _check_tier(tier: Tier, current: Restore | None) -> None:
     """Raise AssertionError unless the tier's units have one owner, and a restore alone holds something of it."""
     arena, tree = tier.arena, tier.store.tree
     arena.check_integrity()
@@ -71,8 +72,8 @@ def _check_tier(tier: HostTier, current: Restore | None) -> None:
     held: list[Checkpoint] = []
     if current is not None and current.source_checkpoint is not None:
         held.append(current.source_checkpoint)
-    assert busy == held, "a state of the host tier is busy, and no restore reads it"
-    assert (tree.num_pinned > 0) == (current is not None), "a path of the host tier is busy, and no restore reads it"
+    assert busy == held, "a state of a tier is busy, and no restore reads it"
+    assert (tree.num_pinned > 0) == (current is not None), "a path of a tier is busy, and no restore reads it"
 
 
 def _check_owners(pool: UnitPool, expected: Iterable[Owned]) -> None:

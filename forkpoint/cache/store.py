@@ -285,6 +285,12 @@ class PrefixStore:
         self._queue.push(checkpoint)
         return checkpoint
 
+    def load_checkpoint(self, node: Node, slot: int, origin: Origin, decoded: bool) -> None:
+        """Make `slot` the checkpoint of `node`, which has none. An earlier process saved it."""
+        checkpoint = self._enter(Checkpoint(node, slot, node.depth * BLOCK_SIZE, origin, decoded))
+        self.policy.saved(checkpoint, None, None)
+        self._queue.push_later(checkpoint)
+
     def adopt(self, node: Node, slot: int, source: Checkpoint) -> Checkpoint:
         """Make `slot`, a copy of another store's checkpoint, the checkpoint of `node`, which has none."""
         assert node.checkpoint is None

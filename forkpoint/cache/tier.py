@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters, CacheStats
@@ -46,7 +46,7 @@ class Tier(ABC):
         """Add the copy of a node's block, or of its checkpoint if one is given, to a unit of the tier."""
 
     @abstractmethod
-    def _skip(self) -> None:
+    def _skip(self, node: Node, checkpoint: Checkpoint | None) -> None:
         """Count an entry that is not stored."""
 
     def may_store(self, num_bytes: int) -> bool:
@@ -90,7 +90,8 @@ class Tier(ABC):
             self._touch(top, checkpoint)
             return
         self.store.tree.pin(top)
-        self._copy(top, missing, checkpoint)
+        if not self._copy(top, missing, checkpoint):
+            self._skip(node, checkpoint)
         self.store.unpin(top)
 
     def _split(self, node: Node) -> tuple[Node, list[Node]]:
@@ -110,22 +111,20 @@ class Tier(ABC):
         if source is not None and node.checkpoint is not None:
             self.store.follow(source, node.checkpoint)
 
-    def _copy(self, top: Node, missing: Sequence[Node], checkpoint: Checkpoint | None) -> None:
-        """Copy nodes below `top`, and a checkpoint at their end, into units of the tier."""
+    def _copy(self, top: Node, missing: Sequence[Node], checkpoint: Checkpoint | None) -> bool:
+        """Copy nodes below `top`, and a checkpoint at their end, into units of the tier. False: it stores nothing."""
         below: float | None = None
         owner: StateSave | None = None
         num_bytes = len(missing) * self.layout.block_bytes + (checkpoint is not None) * self.layout.slot_bytes
         if not self.may_store(num_bytes):
-            self._skip()
-            return
+            return False
         if checkpoint is not None:
             inside = not missing and bool(top.children)
             below = self.store.key_of_copy(checkpoint, nearest_checkpoint(top), inside)
             owner = StateSave(checkpoint.num_tokens, checkpoint.origin)
             slot = self.store.take_slot(owner, below)
             if slot is None:
-                self._skip()
-                return
+                return False
             owner.slot = slot
         # Taking blocks may move the slot, of which its owner learns, but no blocks.
         blocks = [NO_BLOCK] * len(missing)
@@ -135,8 +134,7 @@ class Tier(ABC):
                 self.arena.give_blocks(blocks)
                 if owner is not None:
                     self.arena.give_slot(owner.slot)
-                self._skip()
-                return
+                return False
             for node, block in zip(missing, blocks, strict=True):
                 self._send(node, None, block)
         if missing:
@@ -148,6 +146,7 @@ class Tier(ABC):
             self.store.adopt(top, owner.slot, checkpoint)
         elif not self.layout.has_states:
             self.store.touch(top)
+        return True
 
     def _tokens(self, node: Node) -> bytes:
         """Return what the tier keeps of a block's tokens."""
@@ -204,14 +203,17 @@ class HostTier(Tier):
     ) -> None:
         arena = Arena(layout, num_pages, MoveRoute.HOST, moves)
         super().__init__(layout, arena, policy, cost, counters, has_private=has_private)
+        self.skipped: Callable[[Node, Checkpoint | None], None] | None = None  # takes what this tier does not store
 
     def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
         kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
         self.arena.moves.append(Move(kind, src, unit, MoveRoute.STORE))
         self.counters.host_stored_bytes += num_bytes
 
-    def _skip(self) -> None:
+    def _skip(self, node: Node, checkpoint: Checkpoint | None) -> None:
         self.counters.host_skipped += 1
+        if self.skipped is not None:
+            self.skipped(node, checkpoint)
 
     def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
         kind, src, num_bytes = unit_of(self.layout, node, checkpoint)

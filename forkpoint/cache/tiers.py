@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from forkpoint.cache.arena import MoveRoute
@@ -65,5 +66,9 @@ def build_tiers(
         wall_clock=sizes.wall_clock,
         clock=sizes.clock,
     )
-    (store if host is None else host.store).keep = disk.keep
+    if host is None:
+        store.keep = disk.keep
+    else:
+        host.store.keep = disk.keep
+        host.skipped = partial(disk.keep_from, MoveRoute.ARENA_TO_DISK)
     return host, disk

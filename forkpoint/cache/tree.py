@@ -157,6 +157,23 @@ class PrefixTree:
         self.num_nodes += len(nodes)
         return nodes
 
+    def extend_many(self, entries: Iterable[tuple[int, int, BlockHash, BlockHash]]) -> dict[int, Node]:
+        """Add nodes without tokens, each as (block, depth, hash, parent's hash), parents first. Returns them by block.
+
+        Those whose parent is not there, or that are there already, are left out.
+        """
+        by_hash, added = self._by_hash, dict[int, Node]()
+        for block, depth, block_hash, parent_hash in entries:
+            parent = by_hash.get(parent_hash)
+            if depth == 1:
+                parent = self.root(parent_hash)
+            if parent is None or parent.depth != depth - 1 or block_hash in by_hash:
+                continue
+            by_hash[block_hash] = added[block] = node = Node(parent, block_hash, b"", depth, block)
+            parent.children[node] = None
+        self.num_nodes += len(added)
+        return added
+
     def remove(self, leaf: Node, most: int = 1) -> list[Node]:
         """Remove an evictable leaf and the ancestors that become evictable, `most` nodes in all.
 

@@ -106,8 +106,8 @@ class Admission:
         if restoring.is_for(lease):
             return None
         assert restore is not None
-        scheduled.restores = restore.source.condemned  # the tier may have a shorter prefix that is sound
-        return self._lookup(scheduled)
+        hit, scheduled.restores = self._lookup(scheduled), restore.source.condemned
+        return self._restored(scheduled, hit)  # the tier may have a shorter prefix that is sound
 
     def _drop_later_restore(self, scheduled: ScheduledRequest) -> bool:
         """Stop a restore for a request that comes after this one. Returns whether there was one."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from forkpoint.cache.disk_entries import DiskFacts, no_entries
 from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.cache.tree import Checkpoint, Node
@@ -63,6 +64,9 @@ class Harness:
     draft_chance: float = 0.0  # that one is right
     cache: CacheConfig = field(default_factory=CacheConfig)
     num_host_pages: int = 0
+    num_disk_pages: int = 0
+    disk_delay: int = 0  # results before the disk reports what it did, at most
+    disk_fail_chance: float = 0.0
     loaded_at_once: int = 0  # bytes from the host tier in a plan; 0: as in the engine
     updates: dict[str, list[RequestUpdate]] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
@@ -81,7 +85,11 @@ class Harness:
             encoder_cache_size=self.encoder_cache_size,
         )
         self.encoder = EncoderWatch(config.encoder_budget, config.encoder_cache_size)
-        self.runner = HashRunner(self.layout, self.num_pages, VOCAB, self.num_host_pages)
+        self.runner = HashRunner(self.layout, self.num_pages, VOCAB, self.num_host_pages, self.num_disk_pages)
+        self.runner.disk.most_delay, self.runner.disk.fail_chance = self.disk_delay, self.disk_fail_chance
+        disk: DiskFacts | None = None
+        if self.num_disk_pages:
+            disk = DiskFacts(self.num_disk_pages, no_entries())
         self.runner.draft_chance = self.draft_chance or self.runner.draft_chance
         drafter = HashDrafter(self.runner, self.most_drafts, self.draft_chance) if self.most_drafts else None
         self.sched = Scheduler(
@@ -91,7 +99,7 @@ class Harness:
             config,
             deterministic=self.deterministic,
             drafter=drafter,
-            tiers=TierSizes(self.num_host_pages),
+            tiers=TierSizes(self.num_host_pages, disk),
         )
         restoring = self.sched.cache.restoring
         if restoring is not None and self.loaded_at_once:

@@ -50,6 +50,9 @@ class Serving(RuleBasedStateMachine):
         encoder_cache_size=st.sampled_from([0, 200, 1 << 15]),
         host_tokens=st.sampled_from([None, 200, 2000, 20000]),
         loaded_at_once=st.sampled_from([0, 1, 20_000]),
+        disk_tokens=st.sampled_from([None, 200, 2000, 20000]),
+        disk_delay=st.sampled_from([0, 2, 9]),
+        disk_fail_chance=st.sampled_from([0.0, 0.0, 0.02]),
     )
     def start(  # type: ignore[no-untyped-def]
         self,
@@ -71,6 +74,9 @@ class Serving(RuleBasedStateMachine):
         encoder_cache_size,
         host_tokens,
         loaded_at_once,
+        disk_tokens,
+        disk_delay,
+        disk_fail_chance,
     ) -> None:
         chosen = LAYOUTS[layout]
         self.harness = Harness(
@@ -86,6 +92,9 @@ class Serving(RuleBasedStateMachine):
             encoder_cache_size=encoder_cache_size,
             num_host_pages=0 if host_tokens is None else chosen.num_pages_for(host_tokens, spare_slots) + 1,
             loaded_at_once=loaded_at_once,
+            num_disk_pages=chosen.num_pages_for(disk_tokens, spare_slots) + 1 if disk_tokens and chosen.has_kv else 0,
+            disk_delay=disk_delay,
+            disk_fail_chance=disk_fail_chance,
             cache=CacheConfig(
                 eviction_policy=policy,
                 checkpoint_interval=interval,
@@ -239,6 +248,7 @@ class Serving(RuleBasedStateMachine):
         harness.sched.reset_prefix_cache()
         left = harness.sched.stats().cache
         assert left.num_free_host_pages == max(0, left.num_host_pages - 1), "pages of the host tier are lost"
+        assert left.num_free_disk_pages == max(0, left.num_disk_pages - 1), "pages of the disk tier are lost"
         assert left.num_free_pages == left.num_pages - 1, "pages are lost after a reset"
 
     def check_request(self, name: str) -> bool:

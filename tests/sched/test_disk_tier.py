@@ -1,0 +1,133 @@
+"""The disk tier under the scheduler: the disk answers late or not at all, and answers are those of an uncached run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
+from tests.sched.test_host_tier import ONE_UNIT, evicted, flood, next_turn, tight
+
+WITH_KEYS = [name for name, layout in LAYOUTS.items() if layout.has_kv]
+
+
+def with_disk(layout: str = "several blocks a page", num_host_pages: int = 0, **options: object) -> Harness:
+    given = {"num_disk_pages": 400, "disk_delay": 3, **options}
+    return tight(layout, num_host_pages, **given)
+
+
+def used(harness: Harness) -> tuple[int, int, int]:
+    stats = harness.sched.stats().cache
+    return stats.disk_hit_tokens, stats.disk_loaded_bytes, stats.disk_stored_bytes
+
+
+@pytest.mark.parametrize("layout", WITH_KEYS)
+@pytest.mark.parametrize("loaded_at_once", [0, ONE_UNIT])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_evicted_prefix_comes_back(layout: str, loaded_at_once: int, async_scheduling: bool) -> None:
+    harness = with_disk(layout, loaded_at_once=loaded_at_once, async_scheduling=async_scheduling)
+    again = harness.ask("again", next_turn(evicted(harness)), 2)
+    assert again.cache.num_restored_tokens == again.cache.num_cached_tokens >= 576
+    hits, loaded, stored = used(harness)
+    assert hits == again.cache.num_restored_tokens and loaded > 0 and stored > 0
+
+
+@pytest.mark.parametrize("layout", HYBRIDS)
+def test_what_leaves_the_host_tier_goes_to_the_disk(layout: str) -> None:
+    harness = with_disk(layout, LAYOUTS[layout].num_pages_for(1500, 4) + 1)
+    for index, prompt in enumerate([evicted(harness, seed) for seed in range(4)]):
+        harness.ask(f"again {index}", next_turn(prompt, 30 + index), 2)
+    stats = harness.sched.stats().cache
+    assert stats.disk_hit_tokens > 0 and stats.host_stored_bytes > 0
+
+
+def test_other_requests_go_on_while_the_disk_reads() -> None:
+    harness = with_disk(disk_delay=20)
+    waiting = harness.add("waits", next_turn(evicted(harness)), 2)
+    other = harness.add("other", tokens(5, 65), 6)
+    harness.step()
+    harness.step()
+    assert waiting.first_scheduled_s is None and other.first_scheduled_s is not None
+    harness.run()
+    harness.check_output("waits")
+    harness.check_output("other")
+    assert waiting.cache is not None and waiting.cache.num_restored_tokens >= 576
+
+
+@pytest.mark.parametrize("how", ["abort", "reset", "fail"])
+def test_nothing_is_held_after_reads_were_given_up(how: str) -> None:
+    harness = with_disk(disk_delay=20)
+    harness.add("waits", next_turn(evicted(harness)), 2)
+    harness.step()
+    disk = harness.sched.cache.disk
+    assert disk is not None and disk.is_reading
+    if how == "abort":
+        harness.sched.abort("waits")
+    elif how == "reset":
+        harness.sched.reset_prefix_cache()
+    else:
+        harness.fail_next = True
+    harness.run()
+    if how != "abort":
+        harness.check_output("waits")
+    for seed in range(30):  # results in which the disk reports the rest
+        harness.ask(f"later {seed}", tokens(seed, 10), 2)
+    assert not disk.is_reading and not harness.runner.disk._buffers
+    assert harness.sched.stats().num_pages_held == 0
+
+
+def test_damaged_entries_are_computed_and_not_read_again() -> None:
+    harness = with_disk()
+    prompt = evicted(harness)
+    harness.runner.disk.fail_chance = 1.0
+    assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens == 0
+    assert harness.sched.stats().cache.disk_failed_reads > 0
+    harness.runner.disk.fail_chance = 0.0
+    harness.sched.cache.store.reset()
+    assert harness.ask("once more", next_turn(prompt), 2).cache.num_cached_tokens == 0
+
+
+def test_a_shorter_prefix_is_taken_where_the_end_is_damaged() -> None:
+    harness = with_disk(disk_delay=0)
+    prompt = tokens(0, 641)
+    harness.ask("first", prompt[:321], 2)
+    harness.ask("second", prompt, 2)
+    flood(harness, prompt)
+    disk = harness.runner.disk
+    assert harness.sched.cache.disk is not None
+    node = harness.sched.cache.disk.find(harness.sched.cache.new_lease("look", "", prompt).chain, 10)
+    assert node is not None and node.depth == 10
+    disk.num_failed += 1  # a write that nobody noticed
+    for key, name in list(disk._names.items()):
+        if name.hash == node.hash:
+            del disk._names[key]
+    assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens == 320
+
+
+def test_a_failed_write_ends_storing_and_nothing_else() -> None:
+    harness = with_disk()
+    harness.runner.disk.writes = False
+    for seed in range(8):
+        harness.ask(f"{seed}", tokens(seed, 641), 2)
+    stats = harness.sched.stats().cache
+    assert stats.disk_failed_writes > 0 and stats.disk_skipped > 0
+    assert stats.num_disk_blocks == 0
+    stored = stats.disk_stored_bytes
+    harness.ask("more", tokens(50, 641), 2)
+    assert harness.sched.stats().cache.disk_stored_bytes == stored
+
+
+def test_a_disk_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forkpoint.cache.disk_tier.STALLED_S", 0.02)
+    harness = with_disk()
+    prompt = evicted(harness)
+    monkeypatch.setattr(type(harness.runner.disk), "news", lambda self, waits: None)
+    assert harness.ask("again", next_turn(prompt), 2).cache.num_cached_tokens == 0
+    assert harness.ask("once more", np.concatenate([prompt, tokens(8, 40)]), 2).cache.num_restored_tokens == 0
+
+
+def test_salts_stay_apart_on_the_disk() -> None:
+    harness = with_disk()
+    prompt = evicted(harness, cache_salt="a")
+    assert harness.ask("b", next_turn(prompt), 2, cache_salt="b").cache.num_restored_tokens == 0
+    assert harness.ask("a", next_turn(prompt), 2, cache_salt="a").cache.num_restored_tokens >= 576
