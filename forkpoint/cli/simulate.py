@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.routing.router import ROUTERS
 from forkpoint.sim.cases import Case, CaseResult, SystemFactory, run_cases
 from forkpoint.sim.cost import H200
+from forkpoint.sim.engine_replica import DISK_RATE
 from forkpoint.sim.named_systems import ENGINE, make_system
 from forkpoint.sim.readers import read_trace
 from forkpoint.sim.shape import SHAPES, ModelShape, find_shape
@@ -78,6 +79,20 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
         help="speed of its copies, which delay the steps that carry them (default: 50, as over PCIe 5)",
     )
     where.add_argument(
+        "--disk-memory",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help=f"disk tier of the systems {ENGINE}, below the host tier or the memory (default: none)",
+    )
+    where.add_argument(
+        "--disk-rate",
+        type=float,
+        default=DISK_RATE / GB,
+        metavar="GB/S",
+        help="speed of its disk, which no step waits for (default: 6, as a drive of PCIe 4)",
+    )
+    where.add_argument(
         "--systems",
         default=ENGINE,
         help=f"systems separated by ';': {ENGINE}, {ENGINE}:capture=NAME,eviction=NAME; with drafts also "
@@ -119,13 +134,18 @@ def make_cases(options: argparse.Namespace, traces: Sequence[Trace], factory: Sy
     scheduler, shape = read_scheduler(options), _shape(options)
     host_memory = _CHECK.number("host_memory", options.host_memory, Bounds(0.0, MAX_HOST_GIB))
     rate = _CHECK.number("host_rate", options.host_rate, Bounds(0.0, 1e6, above=True))
+    tiers = {"host_memory": host_memory}
+    tiers["disk_memory"] = _CHECK.number("disk_memory", options.disk_memory, Bounds(0.0, MAX_HOST_GIB))
+    disk_rate = _CHECK.number("disk_rate", options.disk_rate, Bounds(0.0, 1e6, above=True))
+    if tiers["disk_memory"]:
+        tiers["disk_rate"] = disk_rate
     device = replace(H200, host_bandwidth=rate * GB)
     return [
         Case(
             trace,
             shape,
             device,
-            with_host_memory(system, host_memory),
+            with_tiers(system, tiers),
             memory,
             scheduler,
             options.replicas,
@@ -138,12 +158,16 @@ def make_cases(options: argparse.Namespace, traces: Sequence[Trace], factory: Sy
     ]
 
 
-def with_host_memory(system: str, gib: float) -> str:
-    """Return the system's name with a host tier of that size, if it can have one and has none of its own."""
+def with_tiers(system: str, tiers: Mapping[str, float]) -> str:
+    """Return the system's name with these tiers, if it can have them, where it does not name its own."""
     head, _, own = system.partition(":")
-    if not gib or head != ENGINE or "host_memory=" in own:
+    if head != ENGINE:
         return system
-    return f"{head}:{','.join(filter(None, (own, f'host_memory={gib:.12g}')))}"
+    named = [f"{name}={value:.12g}" for name, value in tiers.items() if value and f"{name}=" not in own]
+    options = ",".join(filter(None, (own, *named)))
+    if not options:
+        return system
+    return f"{head}:{options}"
 
 
 def run(cases: Sequence[Case], jobs: int) -> list[CaseResult]:

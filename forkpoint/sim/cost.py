@@ -15,8 +15,8 @@ class StepLoad:
     Prefill: `prefill_tokens` in `num_segments` chunks, with `prefill_pairs` (query, key) pairs. Decode: `num_decodes`
     rows that attend to `decode_kv_tokens` keys in total, with `num_drafts` drafts to verify. A draft attends to all
     keys before it; a row's state is read and written once. `num_saves` states are stored in addition to the rows' own,
-    and `copied_bytes` are moved by compaction or by copies of states before the step. `host_bytes` go to the host tier
-    and come from it.
+    and `copied_bytes` are moved by compaction or by copies of states before the step. `host_bytes` go to the tiers
+    and come from them.
     """
 
     prefill_tokens: int = 0
@@ -29,6 +29,7 @@ class StepLoad:
     copied_bytes: int = 0
     num_drafts: int = 0
     host_bytes: int = 0
+    waits_s: float = 0.0  # of a step without work: until the disk has read something
 
     @property
     def num_tokens(self) -> int:
@@ -107,4 +108,4 @@ class CostModel:
         seconds = device.step_s
         for name, part in self.parts(load)._asdict().items():  # not `sum`, which rounds differently from Python 3.12 on
             seconds += part / getattr(device, name)
-        return seconds
+        return max(seconds, load.waits_s)

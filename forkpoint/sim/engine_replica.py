@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -19,8 +20,13 @@ from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sim.acceptance import SetAcceptance
 from forkpoint.sim.cost import StepLoad
+from forkpoint.sim.disk import NO_COPIES, SimulatedDisk
 from forkpoint.sim.replica import ReplicaCounters, StepNews
 from forkpoint.sim.trace import TraceRequest
+
+DISK_RATE: Final = 6e9  # bytes per second: a drive of PCIe 4
+# Copies between the device and the host's memory, which delay a step.
+HOST_ROUTES: Final = frozenset(MoveRoute) - {MoveRoute.ARENA, *NO_COPIES}
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class EngineOptions:
     capture: CapturePolicy | None = None
     drafter: SetAcceptance | None = None
     tiers: TierSizes = NO_TIERS
+    disk_rate: float = DISK_RATE  # bytes per second of the disk tier
 
 
 class EngineReplica:
@@ -44,7 +51,10 @@ class EngineReplica:
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
         self._now = 0.0
-        self.sched = Scheduler(**vars(options), clock=lambda: self._now)
+        given = dict(vars(options))
+        self._disk = SimulatedDisk(options.layout, given.pop("disk_rate"))
+        given["tiers"] = replace(options.tiers, wall_clock=lambda: self._now, clock=lambda: self._now)
+        self.sched = Scheduler(**given, clock=lambda: self._now)
         self._requests: dict[str, Request] = {}
         self._outputs: dict[str, list[int]] = {}  # the outputs that the trace gives, by request id
         self._row_ids: dict[int, str] = {}
@@ -83,6 +93,9 @@ class EngineReplica:
             self._row_ids[added.row] = added.request_id
         layout, counters = self.options.layout, self._counters
         load = load_of(plan, layout)
+        self._disk.start(plan.moves, now_s)
+        if plan.waits_for_disk:
+            load = replace(load, waits_s=self._disk.next_s(now_s) - now_s)
         counters.kv_written_bytes += load.num_tokens * layout.block_bytes // BLOCK_SIZE
         counters.state_written_bytes += load.num_saves * layout.slot_bytes
         return load
@@ -95,7 +108,9 @@ class EngineReplica:
         prefills = plan.rows.row[plan.num_decodes :][plan.rows.samples[plan.num_decodes :]]
         first = tuple(self._row_ids[row] for row in prefills.tolist())
         tokens, counts = self._sample(plan)
-        updates = self.sched.apply(StepResult(plan.step, tokens, num_tokens=plan.num_tokens, counts=counts))
+        news = self._disk.news(now_s)
+        result = StepResult(plan.step, tokens, num_tokens=plan.num_tokens, counts=counts, disk=news)
+        updates = self.sched.apply(result)
         finished = {update.request.id: update.request.cache for update in updates if update.finish_reason is not None}
         for name in finished:
             del self._requests[name], self._outputs[name]
@@ -135,7 +150,7 @@ class EngineReplica:
         counters.blocks_evicted = cache.blocks_evicted
         counters.num_preemptions = stats.num_preemptions
         counters.lost_tokens = dict(cache.lost_tokens)
-        counters.restored_tokens = cache.host_hit_tokens
+        counters.restored_tokens, counters.read_tokens = cache.host_hit_tokens, cache.disk_hit_tokens
         return counters
 
 
@@ -155,7 +170,7 @@ def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
         num_sampled=len(plan.sampled_rows) + num_drafts,
         copied_bytes=_num_bytes((move for move in plan.moves if move.route is MoveRoute.ARENA), layout),
         num_drafts=num_drafts,
-        host_bytes=_num_bytes((move for move in plan.moves if move.route is not MoveRoute.ARENA), layout),
+        host_bytes=_num_bytes((move for move in plan.moves if move.route in HOST_ROUTES), layout),
     )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
+from forkpoint.cache.disk_entries import DiskFacts, no_entries
+from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.policies import CAPTURE, EVICTION
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import GIB, MAX_HOST_GIB, CacheConfig, SchedulerConfig
@@ -18,6 +21,7 @@ from forkpoint.sim.shape import ModelShape
 from forkpoint.sim.trace import Trace
 
 ENGINE: Final = "forkpoint"
+TIERS: Final = MappingProxyType({"host_memory": "0", "disk_memory": "0", "disk_rate": "6"})
 DRAFTS: Final = MappingProxyType({"acceptance_length": "1", "num_speculative_tokens": "0"})
 
 
@@ -38,9 +42,10 @@ def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler
     """Read the options of a simulated engine, such as `capture=NAME,eviction=NAME` ('': the defaults).
 
     A name may also be `module:Class`. With `acceptance_length=2.4`, rows have `num_speculative_tokens=3` drafts.
-    `host_memory=64` is the size of a host tier in GiB. Raises ConfigError."""
+    `host_memory=64` is the size of a host tier in GiB, `disk_memory=400` that of a disk tier, whose disk reads and
+    writes `disk_rate=6` GB a second. Raises ConfigError."""
     config, layout = CacheConfig(), shape.layout
-    chosen = {"capture": config.capture_policy, "eviction": config.eviction_policy, "host_memory": "0", **DRAFTS}
+    chosen = {"capture": config.capture_policy, "eviction": config.eviction_policy, **TIERS, **DRAFTS}
     for option in filter(None, options.split(",")):
         kind, _, value = option.partition("=")
         if kind not in chosen:
@@ -58,22 +63,43 @@ def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler
         policy=EVICTION.find(chosen["eviction"])(),
         capture=CAPTURE.find(chosen["capture"])(),
         drafter=_drafter(*(chosen[name] for name in DRAFTS)),
-        tiers=TierSizes(_num_host_pages(chosen["host_memory"], layout.page_bytes)),
+        tiers=TierSizes(_num_pages("host_memory", chosen, layout.page_bytes), _disk(chosen, layout)),
+        disk_rate=_disk_rate(chosen["disk_rate"]),
     )
 
 
-def _num_host_pages(gib: str, page_bytes: int) -> int:
-    """Return the pages of a host tier of so many GiB, as text; 0: there is none. Raises ConfigError."""
+def _num_pages(name: str, chosen: Mapping[str, str], page_bytes: int) -> int:
+    """Return the pages of a tier of so many GiB, as text; 0: there is none. Raises ConfigError."""
+    gib = chosen[name]
     try:
         size = float(gib)
     except ValueError:
         size = -1
     if not 0 <= size <= MAX_HOST_GIB:
-        raise ConfigError(f"host_memory={gib} is not allowed; give GiB from 0 to {MAX_HOST_GIB}, such as 64")
+        raise ConfigError(f"{name}={gib} is not allowed; give GiB from 0 to {MAX_HOST_GIB}, such as 64")
     num_bytes = math.ceil(size * GIB)
     if num_bytes and num_bytes < 2 * page_bytes:
-        raise ConfigError(f"host_memory={gib}: {num_bytes} bytes hold no two pages of {page_bytes}; give more")
+        raise ConfigError(f"{name}={gib}: {num_bytes} bytes hold no two pages of {page_bytes}; give more")
     return num_bytes // page_bytes
+
+
+def _disk(chosen: Mapping[str, str], layout: CacheLayout) -> DiskFacts | None:
+    num_pages = _num_pages("disk_memory", chosen, layout.page_bytes)
+    if not num_pages:
+        return None
+    if not layout.has_kv:
+        raise ConfigError("disk_memory is not possible for models without attention: leave it out")
+    return DiskFacts(num_pages, no_entries())
+
+
+def _disk_rate(given: str) -> float:
+    try:
+        rate = float(given)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate <= 1e6:
+        raise ConfigError(f"disk_rate={given} is not allowed; give GB a second, such as 6")
+    return rate * 1e9
 
 
 def _drafter(length: str, num_drafts: str) -> SetAcceptance | None:

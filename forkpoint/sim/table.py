@@ -15,6 +15,7 @@ COLUMNS: Final[tuple[tuple[str, Callable[[CaseResult], str]], ...]] = (
     ("hit rate", lambda r: f"{r.hit_rate:.1%}"),
     ("keys and values alone", lambda r: f"{r.kv_hit_tokens / r.prompt_tokens:.1%}"),
     ("from the host tier", lambda r: f"{r.restored_tokens / r.prompt_tokens:.1%}"),
+    ("from the disk tier", lambda r: f"{r.read_tokens / r.prompt_tokens:.1%}"),
     ("TTFT mean s", lambda r: f"{r.ttft_mean_s:.3f}"),
     ("P95 s", lambda r: f"{r.ttft_p95_s:.3f}"),
     ("prompt tok/s", lambda r: f"{r.prompt_tokens_per_s:,.0f}"),

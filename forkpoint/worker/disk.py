@@ -34,12 +34,7 @@ def open_disk_tier(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ran
     layout = loaded.layout
     if not layout.has_kv:
         raise ConfigError("kv_disk_path is not possible for models without attention: leave it out")
-    slab = SlabLayout(
-        layout.blocks_per_page,
-        layout.slots_per_page,
-        arena.unit_bytes(MoveKind.BLOCK),
-        arena.unit_bytes(MoveKind.SLOT),
-    )
+    slab = slab_layout(arena)
     if config.disk_tier_bytes // ranks.size < LEAST_PAGES * slab.page_bytes:
         raise ConfigError(
             f"kv_disk_size={config.kv_disk_size} holds nothing: on {ranks.size} ranks it has to be "
@@ -56,6 +51,12 @@ def open_disk_tier(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ran
         return None
     arena.disk = store
     return store.facts
+
+
+def slab_layout(arena: ArenaBuffer) -> SlabLayout:
+    """Return the places of the arena's units on a disk."""
+    layout, (block_bytes, slot_bytes) = arena.layout, map(arena.unit_bytes, (MoveKind.BLOCK, MoveKind.SLOT))
+    return SlabLayout(layout.blocks_per_page, layout.slots_per_page, block_bytes, slot_bytes)
 
 
 def _namespace_facts(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> dict[str, Any]:

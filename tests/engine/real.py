@@ -17,6 +17,7 @@ from torch import Tensor
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.disk.store import open_store
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.inputs import InputProcessor, Prompt, sequence_id
@@ -36,6 +37,8 @@ from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import StepPlan, StepResult, SubmittedStep
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
+from forkpoint.worker.disk import slab_layout
+from forkpoint.worker.disk_ranks import DiskTickets, common_disk
 from tests.checkpoints import add_mtp, write_checkpoint
 from tests.engine.tokenizers import byte_level
 from tests.four_bit_checkpoints import FORMATS, put_in_four_bits
@@ -126,6 +129,7 @@ class Options:
     async_scheduling: bool = False
     host_tokens: int = 0  # tokens for which the host tier has room; 0: there is none
     loaded_at_once: int = 0  # bytes that a plan copies from it; 0: as usual
+    disk_tokens: int = 0  # tokens for which the disk tier has room; 0: there is none
     budget: int = 2048
     max_num_seqs: int = 8
     num_pages: int = 0
@@ -161,6 +165,7 @@ class ModelBank:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._num_folders = 0
         self._models: dict[object, list[Model]] = {}
         self.threads = ThreadPoolExecutor(1, initializer=lambda: torch.set_num_threads(1))  # of the second rank
         self.tokenizer: Tokenizer = byte_level()
@@ -186,6 +191,11 @@ class ModelBank:
             if base in WITH_MTP:
                 add_mtp(path)
         return path
+
+    def new_folder(self) -> Path:
+        """Return a path at which nothing is, for a disk tier."""
+        self._num_folders += 1
+        return self._folder / f"disk {self._num_folders}"
 
     def model(self, options: Options) -> Model:
         """The first rank's."""
@@ -218,12 +228,14 @@ class RanksStep:
 
     first: SubmittedStep
     others: Sequence[SubmittedStep]
+    tickets: DiskTickets
 
     def result(self) -> StepResult:
-        found = self.first.result()
-        for other in self.others:
-            assert other.result().token_ids.tolist() == found.token_ids.tolist(), "ranks sampled other tokens"
-        return found
+        found, *others = [step.result() for step in (self.first, *self.others)]
+        for other in others:
+            assert other.token_ids.tolist() == found.token_ids.tolist(), "ranks sampled other tokens"
+        news = [each.disk for each in (found, *others) if each.disk is not None]
+        return replace(found, disk=self.tickets.merge(news))
 
 
 @dataclass
@@ -249,6 +261,7 @@ class Probe:
     failing_after: int = 0
 
     def __post_init__(self) -> None:
+        self._tickets = DiskTickets(1 + len(self.others))
         watch_logits(self.inner, self._note)
         for other in self.others:  # which have a part of them
             watch_logits(other, lambda row, num_outputs, logits: None)
@@ -289,7 +302,7 @@ class Probe:
         if self.threads is None:
             return self.inner.submit(plan)
         others = [self.threads.submit(runner.submit, plan) for runner in self.others]
-        return RanksStep(self.inner.submit(plan), [other.result() for other in others])
+        return RanksStep(self.inner.submit(plan), [other.result() for other in others], self._tickets)
 
     def close(self) -> None:
         self.inner.close()
@@ -379,6 +392,11 @@ class RealEngine:
         left = self.sched.stats().cache
         assert left.num_free_pages == left.num_pages - 1, "pages are lost after a reset"
         assert left.num_free_host_pages == max(0, left.num_host_pages - 1), "pages of the host tier are lost"
+        assert left.num_free_disk_pages == max(0, left.num_disk_pages - 1), "pages of the disk tier are lost"
+        assert left.disk_failed_reads == left.disk_failed_writes == 0
+        for runner in (self.probe.inner, *self.probe.others):
+            if runner.arena.disk is not None:
+                runner.arena.disk.close()
 
 
 def start(
@@ -407,6 +425,15 @@ def start(
     for runner in runners:
         runner.arena.data.fill_(0xFF)  # NaN in every dtype
         runner.arena.host.fill_(0xFF)
+    num_disk_pages = 0
+    if options.disk_tokens and layout.has_kv:
+        num_disk_pages = layout.num_pages_for(options.disk_tokens, max(2, options.disk_tokens // 200)) + 1
+        folder = bank.new_folder()
+        for rank, runner in enumerate(runners):
+            slab, size = slab_layout(runner.arena), len(runners)
+            max_bytes = num_disk_pages * slab.page_bytes * size
+            runner.arena.disk = open_store(folder, slab, max_bytes, b"namespace of all", rank, size)
+    disk = common_disk([each.arena.disk.facts if each.arena.disk else None for each in runners])
     sched = Scheduler(
         layout,
         num_pages,
@@ -414,7 +441,7 @@ def start(
         config,
         deterministic=options.deterministic,
         drafter=drafter,
-        tiers=TierSizes(num_host_pages),
+        tiers=TierSizes(num_host_pages, disk),
     )
     if sched.cache.restoring is not None and options.loaded_at_once:
         sched.cache.restoring.loaded_at_once = options.loaded_at_once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forkpoint.cache.disk_entries import DiskFacts, no_entries
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
@@ -73,8 +75,8 @@ def shown(plan: StepPlan) -> tuple[object, ...]:
 
 
 class Watched(HashRunner):
-    def __init__(self, layout: CacheLayout, num_pages: int, num_host_pages: int) -> None:
-        super().__init__(layout, num_pages, VOCAB, num_host_pages)
+    def __init__(self, layout: CacheLayout, num_pages: int, num_host_pages: int, num_disk_pages: int) -> None:
+        super().__init__(layout, num_pages, VOCAB, num_host_pages, num_disk_pages)
         self.plans: list[tuple[object, ...]] = []
 
     def submit(self, plan: StepPlan):  # type: ignore[no-untyped-def]
@@ -88,13 +90,17 @@ class Watched(HashRunner):
     asks=asks_strategy(),
     tokens=st.integers(1400, 6000),
     num_host_pages=st.sampled_from([0, 8, 300]),
+    num_disk_pages=st.sampled_from([0, 8, 300]),
 )
-def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: int, num_host_pages: int) -> None:
+def test_simulator_and_engine_decide_alike(
+    name: str, asks: list[Ask], tokens: int, num_host_pages: int, num_disk_pages: int
+) -> None:
     """The same requests at the same steps: every plan is the same, block by block and slot by slot."""
     layout = LAYOUTS[name]
     num_pages = layout.num_pages_for(tokens, 4) + 1
-    scheduler = Scheduler(layout, num_pages, CacheConfig(), SCHEDULER, cost=COST, tiers=TierSizes(num_host_pages))
-    runner = Watched(layout, num_pages, num_host_pages)
+    tiers = TierSizes(num_host_pages, DiskFacts(num_disk_pages, no_entries()) if num_disk_pages else None)
+    scheduler = Scheduler(layout, num_pages, CacheConfig(), SCHEDULER, cost=COST, tiers=tiers)
+    runner = Watched(layout, num_pages, num_host_pages, num_disk_pages)
     core = EngineCore(scheduler, runner)
     requests = {}
     for index, ask in enumerate(asks):
@@ -112,7 +118,7 @@ def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: i
         core.step()
         step += 1
 
-    options = EngineOptions(layout, num_pages, CacheConfig(), SCHEDULER, COST, tiers=TierSizes(num_host_pages))
+    options = EngineOptions(layout, num_pages, CacheConfig(), SCHEDULER, COST, tiers=tiers, disk_rate=math.inf)
     system = EngineReplica(options)
     plans = []
     plan_step = system.sched.schedule
@@ -205,7 +211,7 @@ def test_drafts_change_what_is_cached_and_when_nothing_else() -> None:
         ("acceptance_length=nan,num_speculative_tokens=3", "with 3 drafts give 1 to 4"),
         ("acceptance_length=x", "no numbers"),
         ("num_speculative_tokens=64", "give 1 to 63"),
-        ("acceptance=2", "no option 'acceptance=2' of forkpoint; give capture=..., eviction=..., host_memory=..., acc"),
+        ("acceptance=2", "no option 'acceptance=2' of forkpoint; give capture=..., eviction=..., host_memory=..., disk_memory=..., disk_rate=..., acc"),
     ],
 )
 def test_drafts_that_cannot_be(options: str, says: str) -> None:
