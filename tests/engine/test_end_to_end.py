@@ -16,7 +16,7 @@ from tests.engine.compare import Oracle
 from tests.engine.real import MORE_MODELS, SEEING, ModelBank
 from tests.engine.scenario import Example, Tally
 
-ENOUGH = (*range(21), 28, 33)  # together they draw everything in DRAWN
+ENOUGH = (*range(21), 28, 33, 135)  # together they draw everything in DRAWN
 EXAMPLES = range(int(os.environ.get("FORKPOINT_EXAMPLES", "0"))) or ENOUGH
 GROUPS = 5
 DRAWN = [
@@ -32,7 +32,6 @@ DRAWN = [
     "restored_with_drafts",
     "restored_by_ranks",
     "read",
-    "read_deterministic",
     "read_with_drafts",
     "read_by_ranks",
     "sunk",
