@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
+from forkpoint.models.packings import PackedTensors, Packing
 from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.select import select_table
@@ -21,6 +23,7 @@ from tests.fp8_checkpoints import SINGLE
 from tests.models.test_parity import TOLERANCE, error
 from tests.thread_ranks import on_each
 
+LIBRARIES = Path(__file__).parent / "packings.safetensors"
 TOKENS = list(range(2, 102))
 
 
@@ -36,6 +39,50 @@ def test_logits_are_those_of_the_widened_weights(layout: str, tmp_path: Path) ->
     want = logits(tmp_path / "widened")
     assert error(logits(tmp_path / "packed"), want) <= TOLERANCE
     assert error(logits(tmp_path / "packed", "cpp"), want) <= TOLERANCE
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tensors of one packing in LIBRARIES, called as those of a matrix `a.weight`."""
+
+    tensors: dict[str, torch.Tensor]
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def stored_type(self, name: str) -> str:
+        return "U8" if self.tensors[name].dtype == torch.uint8 else "other"
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def where(self, name: str) -> str:
+        return name
+
+
+@pytest.mark.parametrize(
+    ("form", "packing", "digits"),
+    [
+        ("packed", "integers", 1e-6),
+        ("packed_zeros", "integers", 1e-6),
+        ("packed_floats", "floats", 2**-8),  # bfloat16
+        ("gptq", "gptq", 2**-11),  # float16
+        ("gptq_v2", "gptq_v2", 2**-11),
+        ("awq", "awq", 2**-11),
+    ],
+)
+def test_packings_of_libraries(form: str, packing: Packing, digits: float) -> None:
+    """Matrices that compressed-tensors 0.20.1 and auto-round 0.16.1 packed, next to what they multiply by."""
+    found = {
+        name.replace(f"{form}.", "a.", 1): x for name, x in load_file(LIBRARIES).items() if name.startswith(f"{form}.")
+    }
+    tensors = PackedTensors.find(Held(found), "a.weight", packing)
+    assert tensors is not None and tensors.packing == packing
+    want = found["a.dense"]
+    torch.testing.assert_close(tensors.read(torch.float32).dense(), want, atol=0, rtol=digits)
 
 
 @pytest.mark.parametrize(
