@@ -350,3 +350,37 @@ def add_mtp(folder: Path, name: str = "num_nextn_predict_layers") -> None:
     save_file({key: weight.contiguous() for key, weight in weights.items()}, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, name: 1}))
+
+
+def add_published_mtp(folder: Path, family: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Give a saved model the MTP head that vLLM reads, and return transformers' model of the head's layers.
+
+    That model has the head's last norm as its own, so that it maps joined inputs to logits. The second value has the
+    weights that join a token's embedding and the hidden state before it. `config` is what the model was written with.
+    """
+    torch.manual_seed(5)
+    saved = json.loads((folder / "config.json").read_text())
+    if family == "nemotron_h":
+        kinds: dict[str, Any] = {"layers_block_type": ["attention", "moe"], "num_hidden_layers": 2}
+        names = {"model.layers.": "mtp.layers.", "model.norm_f.": "mtp.layers.1.final_layernorm."}
+        first, count = "mtp.layers.0", "num_nextn_predict_layers"
+    else:
+        kinds = {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"], "num_hidden_layers": 1}
+        first, count = f"model.layers.{saved['num_hidden_layers']}", "num_mtp_layers"
+        names = {"model.layers.0.": f"{first}.", "model.norm.": f"{first}.final_layernorm."}
+    theirs = FAMILIES[family](**{**config, **kinds})
+    make_state_sensitive(theirs.eval(), 3)
+    theirs.save_pretrained(folder / "head")
+    path, stored = folder / "model.safetensors", load_file(folder / "head" / "model.safetensors")
+    weights, hidden = load_file(path), theirs.config.hidden_size
+    if family == "bailing_hybrid":
+        weights[f"{first}.shared_head.head.weight"] = torch.ones(2)  # not used
+    else:
+        stored = {name.replace("backbone.", "model."): weight for name, weight in stored.items()}
+    for start, ours in names.items():
+        weights |= {ours + name.removeprefix(start): w for name, w in stored.items() if name.startswith(start)}
+    weights |= {f"{first}.{norm}.weight": 1 + 0.1 * torch.randn(hidden) for norm in ("enorm", "hnorm")}
+    weights[f"{first}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * hidden**-0.5
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, path, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**saved, count: 1}))
+    return theirs, {name: weights[f"{first}.{name}.weight"] for name in ("enorm", "hnorm", "eh_proj")}

@@ -58,6 +58,21 @@ class PartConfig(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MTPNames:
+    """The canonical names of an MTP head's weights, without ".weight".
+
+    `blocks` has the norm of each part and the start of the part's own name. `centred`: see RMSNorm.
+    """
+
+    embedding_norm: str
+    hidden_norm: str
+    join: str  # of the matrix for both
+    norm: str  # after the last part
+    blocks: tuple[tuple[str, str], ...]
+    centred: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A text model's sizes and parts. `layers[i]` are the parts of layer i."""
 
@@ -76,6 +91,7 @@ class ModelConfig:
     # extra layers for drafting that the checkpoint stores after the others; they are not read
     num_draft_layers: int = 0
     draft_layer: tuple[PartConfig, ...] = ()  # parts of the MTP head; empty if it is not used
+    mtp_names: MTPNames | None = None  # of a family whose MTP head can be used
     fp8_keys: bool = False  # store keys and values in 8 bits
     embedding_scale: float = 1.0
     logits_scale: float = 1.0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
-from forkpoint.models.config import Build, ModelConfig, PartConfig
+from forkpoint.models.config import Build, ModelConfig, MTPNames, PartConfig
 from forkpoint.models.cuts import ROWS, rows, whole
 from forkpoint.models.decoder import Model
 from forkpoint.models.field_rules import unknown_fields
@@ -22,6 +22,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.latent_attention import LatentAttentionConfig
 from forkpoint.models.layers import MLPConfig, Projection, join_projections, read_projection
 from forkpoint.models.moe import MoEConfig
+from forkpoint.models.mtp import draft_layer
 from forkpoint.models.recurrence import Project, RecurrentConfig
 from forkpoint.ops.parameters import Recurrence
 
@@ -134,7 +135,30 @@ class BailingHybrid(Model):
         attention = LatentAttentionConfig.read(fields, rotated=True, gated=True)
         fields.rope().require("rope_type", "default")
         parts = layers(fields, kinds, recurrence, attention)
-        return ModelConfig.of(fields, parts, fields.rotary(attention.shared_dim))
+        return ModelConfig.of(
+            fields,
+            parts,
+            fields.rotary(attention.shared_dim),
+            draft_layer=draft_layer(fields, attention, sparse_mlp(fields)),
+            mtp_names=_mtp_names(f"model.layers.{len(parts)}"),
+        )
+
+
+def _mtp_names(name: str) -> MTPNames:
+    """Return the names of an MTP head that is stored as one more layer `name`."""
+    return MTPNames(
+        embedding_norm=f"{name}.enorm",
+        hidden_norm=f"{name}.hnorm",
+        join=f"{name}.eh_proj",
+        norm=f"{name}.final_layernorm",
+        blocks=((f"{name}.input_layernorm", name), (f"{name}.post_attention_layernorm", name)),
+    )
+
+
+def sparse_mlp(fields: Fields) -> PartConfig:
+    """Read experts that are chosen by sigmoid scores, and a shared one."""
+    shared = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1)
+    return MoEConfig.read_grouped(fields, shared_intermediate_size=shared)
 
 
 def layers(
@@ -145,12 +169,10 @@ def layers(
     The first layers have dense MLPs. The others choose experts by sigmoid scores and add a shared expert.
     """
     fields.require("moe_router_activation_func", "sigmoid")
-    shared = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1)
-    sparse = MoEConfig.read_grouped(fields, shared_intermediate_size=shared)
     first = fields.integer("first_k_dense_replace", 1, low=0)
     listed = fields.replaced({"layer_types": fields.values.get("mlp_layer_types")})
     mlps = listed.layer_types(("dense", "sparse"), lambda i: "dense" if i < first else "sparse")
-    names, found = ("dense", "sparse", *KINDS), (MLPConfig.read(fields), sparse, recurrence, attention)
+    names, found = ("dense", "sparse", *KINDS), (MLPConfig.read(fields), sparse_mlp(fields), recurrence, attention)
     parts: dict[str, PartConfig] = dict(zip(names, found, strict=True))
     return [(parts[kind], parts[mlp]) for kind, mlp in zip(kinds, mlps, strict=True)]
 

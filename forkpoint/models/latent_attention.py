@@ -110,17 +110,26 @@ class LatentAttention:
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend: `x[T, H] -> [T, H]`. Stores the tokens' latents first."""
-        config, cache = self._config, ctx.caches[self._layer]["latent"]
+        config = self._config
         queries = torch.unflatten(self._queries(x), -1, (config.num_heads, -1))
         own, shared = torch.split(queries, [config.key_dim, config.shared_dim], dim=-1)
-        norm, slots = self._norm, ctx.attention.slot_mapping
-        shared = self._ops.latent_write(
-            shared, self._latents(x), norm.weight, norm.eps, self._cos_sin, ctx.positions, cache, slots
-        )
-        out = self._attend(own, shared, cache, ctx.attention)
+        shared = self._write(shared, x, ctx)
+        out = self._attend(own, shared, ctx.caches[self._layer]["latent"], ctx.attention)
         if self._gate is not None:
             out = sigmoid_mul(out, self._gate(x).unsqueeze(-1))
         return self._out(out.flatten(1))
+
+    def keep(self, x: Tensor, ctx: ForwardContext) -> None:
+        """Store the latents of `x[T, H]` without attending."""
+        config = self._config
+        # the operator needs queries, whose values do not matter here
+        self._write(x.new_zeros(len(x), config.num_heads, config.shared_dim), x, ctx)
+
+    def _write(self, shared: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """Store the latents of `x[T, H]`, and return the shared dims of queries, `[T, heads, shared_dim]`, rotated."""
+        norm, cache = self._norm, ctx.caches[self._layer]["latent"]
+        rotation, slots = (self._cos_sin, ctx.positions), ctx.attention.slot_mapping
+        return self._ops.latent_write(shared, self._latents(x), norm.weight, norm.eps, *rotation, cache, slots)
 
     def _attend(self, own: Tensor, shared: Tensor, cache: Tensor, index: AttentionIndex) -> Tensor:
         """Attend to the cache: returns `[T, heads, value_dim]`.

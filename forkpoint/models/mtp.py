@@ -1,8 +1,7 @@
-"""The MTP head of Qwen's models: one more layer, which predicts the token after the next."""
+"""The MTP head of a model: one more layer, which predicts the token after the next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,23 +12,21 @@ from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, ShortConvConfig
 from forkpoint.models.fields import Fields
+from forkpoint.models.latent_attention import LatentAttention, LatentAttentionConfig
 from forkpoint.models.layers import RMSNorm, join_projections, read_projection
 
 FIRST_KEY = 1  # entry 0 has no hidden state before it
 
 
-def draft_layer(
-    fields: Fields, attention: AttentionConfig, mlp: Callable[[Fields, int], PartConfig]
-) -> tuple[PartConfig, ...]:
-    """Read the MTP head's parts: the previous hidden state, attention, and the MLP that the next layer would have.
+def draft_layer(fields: Fields, *parts: PartConfig) -> tuple[PartConfig, ...]:
+    """Return the MTP head's parts: the previous hidden state, then `parts`, of which the first is attention.
 
-    Empty if config.json has no MTP layer, or several.
+    Empty if config.json has no MTP head, or several.
     """
-    others = fields.integer("num_nextn_predict_layers", 1, low=0)
-    if fields.integer("mtp_num_hidden_layers", others, low=0) != 1:
+    count = fields.integer("num_nextn_predict_layers", 1, low=0)
+    if fields.integer("mtp_num_hidden_layers", count, low=0) != 1:
         return ()
-    hidden = ShortConvConfig(channels=fields.integer("hidden_size"), width=2)
-    return hidden, attention, mlp(fields, fields.integer("num_hidden_layers") - 1)
+    return ShortConvConfig(channels=fields.integer("hidden_size"), width=2), *parts
 
 
 class MTPHead:
@@ -43,21 +40,23 @@ class MTPHead:
 
     def __init__(self, build: Build) -> None:
         build = replace(build, defers=True)
-        self._layer, hidden = len(build.config.layers), build.config.hidden_size
-        _, attention, mlp = build.config.draft_layer
-        assert isinstance(attention, AttentionConfig)
+        self._layer, hidden, names = len(build.config.layers), build.config.hidden_size, build.config.mtp_names
+        _, attention, *others = build.config.draft_layer
+        assert names is not None and len(names.blocks) == 1 + len(others), "each part has a name"
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(build, f"mtp.{name}", hidden, centred=True)
+            return RMSNorm(build, name, hidden, centred=names.centred)
 
-        self._norms = norm("pre_fc_norm_embedding"), norm("pre_fc_norm_hidden")
-        self._join = read_projection(build, "mtp.fc", hidden, 2 * hidden)
-        self._before_attention, self._before_mlp = (
-            norm(f"layers.0.{name}") for name in ("input_layernorm", "post_attention_layernorm")
-        )
-        self._attention = KeepingAttention(build, f"mtp.layers.0.{attention.name}", self._layer, attention)
-        self._mlp = mlp.build(build, f"mtp.layers.0.{mlp.name}", self._layer)
-        self._norm = norm("norm")
+        self._norms = norm(names.embedding_norm), norm(names.hidden_norm)
+        self._join = read_projection(build, names.join, hidden, 2 * hidden)
+        (norm_name, prefix), *rest = names.blocks
+        self._before_attention = norm(norm_name)
+        self._attention = _keeping(build, f"{prefix}.{attention.name}", self._layer, attention)
+        self._others = [
+            (norm(norm_name), part.build(build, f"{prefix}.{part.name}", self._layer))
+            for part, (norm_name, prefix) in zip(others, rest, strict=True)
+        ]
+        self._norm = norm(names.norm)
         taps = torch.tensor([1.0, 0.0], dtype=build.weights.dtype).repeat(hidden, 1)
         self._previous = Convolution(build.ops, self._layer, taps.to(build.weights.device), None, silu=False)
 
@@ -76,12 +75,22 @@ class MTPHead:
         and drafts are those already stored.
         """
         x, residual = self._before_attention.add(self._joined(embedded, hidden), None)
-        x, residual = self._before_mlp.add(self._attention(x, ctx), residual)
-        return self._norm.add(self._mlp(x, ctx), residual)[0]
+        x = self._attention(x, ctx)
+        for norm, block in self._others:
+            x, residual = norm.add(x, residual)
+            x = block(x, ctx)
+        return self._norm.add(x, residual)[0]
 
     def _joined(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         of_embedding, of_hidden = self._norms
         return self._join(torch.cat([of_embedding(embedded), of_hidden(hidden)], dim=-1))
+
+
+def _keeping(build: Build, name: str, layer: int, config: PartConfig) -> KeepingAttention | LatentAttention:
+    if isinstance(config, LatentAttentionConfig):
+        return LatentAttention(build, name, layer, config)
+    assert isinstance(config, AttentionConfig), "the first part of an MTP head is attention"
+    return KeepingAttention(build, name, layer, config)
 
 
 class KeepingAttention(Attention):

@@ -6,12 +6,13 @@ from typing import ClassVar
 
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.attention import AttentionConfig
-from forkpoint.models.config import ModelConfig, ParallelConfig, PartConfig
+from forkpoint.models.config import ModelConfig, MTPNames, ParallelConfig, PartConfig
 from forkpoint.models.decoder import BACKBONE, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig
 from forkpoint.models.mamba2 import Mamba2Config
 from forkpoint.models.moe import MoEConfig
+from forkpoint.models.mtp import draft_layer
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 # Fields of parts that only some of the models have.
@@ -20,6 +21,17 @@ attention_head_dim expand mamba_expand moe_intermediate_size moe_latent_size moe
 n_routed_experts n_shared_experts norm_eps norm_topk_prob num_experts_per_tok partial_rotary_factor rope_theta
 routed_scaling_factor topk_group
 """
+
+
+def _mtp_names(num_parts: int) -> MTPNames:
+    first, last = "mtp.layers.0", f"mtp.layers.{num_parts - 1}"
+    return MTPNames(
+        embedding_norm=f"{first}.enorm",
+        hidden_norm=f"{first}.hnorm",
+        join=f"{first}.eh_proj",
+        norm=f"{last}.final_layernorm",
+        blocks=tuple((f"mtp.layers.{part}.norm", f"mtp.layers.{part}") for part in range(num_parts)),
+    )
 
 
 class NemotronH(Model):
@@ -56,7 +68,31 @@ class NemotronH(Model):
         kinds = cls.kinds(fields)
         if "moe" in kinds:
             parts["moe"] = cls.experts(fields)
-        return ModelConfig.of(fields, [(parts[kind],) for kind in kinds])
+        drafting = cls.draft_kinds(fields)
+        if "moe" in drafting and "moe" not in parts:
+            parts["moe"] = cls.experts(fields)
+        draft_parts = [parts[kind] for kind in drafting]
+        return ModelConfig.of(
+            fields,
+            [(parts[kind],) for kind in kinds],
+            draft_layer=draft_layer(fields, *draft_parts) if drafting else (),
+            mtp_names=_mtp_names(len(drafting)) if drafting else None,
+        )
+
+    @staticmethod
+    def draft_kinds(fields: Fields) -> list[str]:
+        """Return the kinds of the MTP head's parts; empty if there is no head, or it does not begin with its only
+        attention."""
+        if not fields.integer("num_nextn_predict_layers", 0, low=0):
+            return []
+        given = fields.values.get("mtp_layers_block_type")
+        if given is None:
+            pattern = fields.values.get("mtp_hybrid_override_pattern") or "*E"
+            given = [LETTERS.get(letter, letter) for letter in str(pattern)]
+        kinds = ["full_attention" if kind == "attention" else kind for kind in given] if isinstance(given, list) else []
+        if kinds[:1] != ["full_attention"] or not set(kinds[1:]) <= {"moe", "mlp"}:
+            return []
+        return kinds
 
     @classmethod
     def kinds(cls, fields: Fields) -> list[str]:

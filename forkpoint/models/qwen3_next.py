@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.attention import AttentionConfig
-from forkpoint.models.config import ModelConfig, PartConfig
+from forkpoint.models.config import ModelConfig, MTPNames, PartConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.gated_delta_net import GDNConfig, layer_types
@@ -15,6 +15,15 @@ from forkpoint.models.moe import MoEConfig
 from forkpoint.models.mtp import draft_layer
 from forkpoint.models.qwen3_5_vision import Qwen35VisionConfig
 from forkpoint.models.vision import VisionConfig
+
+MTP_NAMES: Final = MTPNames(
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    join="mtp.fc",
+    norm="mtp.norm",
+    blocks=tuple((f"mtp.layers.0.{norm}", "mtp.layers.0") for norm in ("input_layernorm", "post_attention_layernorm")),
+    centred=True,
+)
 
 
 class Qwen3Next(Model):
@@ -42,8 +51,10 @@ class Qwen3Next(Model):
             "full_attention": attention,
         }
         layers = [(mixers[kind], cls._mlp(fields, i)) for i, kind in enumerate(layer_types(fields))]
-        drafts = draft_layer(fields, attention, cls._mlp)
-        return ModelConfig.of(fields, layers, fields.rotary(attention.head_dim, 0.25), draft_layer=drafts)
+        # the MLP that the next layer would have
+        drafts = draft_layer(fields, attention, cls._mlp(fields, fields.integer("num_hidden_layers") - 1))
+        rotary = fields.rotary(attention.head_dim, 0.25)
+        return ModelConfig.of(fields, layers, rotary, draft_layer=drafts, mtp_names=MTP_NAMES)
 
     @staticmethod
     def _mlp(fields: Fields, layer: int) -> PartConfig:

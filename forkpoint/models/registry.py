@@ -39,7 +39,6 @@ def _own_families() -> Iterator[type[Model]]:
 
 FAMILIES: Final = tuple(sorted(set(_own_families()), key=lambda family: family.__name__))
 NO_MTP: Final = "--speculative-config takes the method 'ngram', 'suffix' or 'cache' for any model"
-MTP_WEIGHT: Final = "mtp.fc.weight"
 LOGGER: Final = logging.getLogger(__name__)
 MODELS: Final[Registry[type[Model]]] = Registry(
     "model architecture",
@@ -96,13 +95,7 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
             f"max_model_len={longest} exceeds the {config.max_model_len} positions of {path}; give at most as many"
         )
     if mtp and not config.draft_layer:
-        count = config.num_draft_layers or fields.integer("mtp_num_hidden_layers", 0, low=0)
-        has = (
-            f"{count} MTP layer(s), which forkpoint does not run for {config.architecture}" if count else "no MTP layer"
-        )
-        raise UnsupportedModelError(
-            f"{fields.where} has {has}; it drafts with the single MTP layer of Qwen3-Next and Qwen3.5; {NO_MTP}"
-        )
+        raise UnsupportedModelError(f"{fields.where} has {_other_heads(fields, config)}; {NO_MTP}")
     dtype, kv_cache_dtype = options.get("dtype", "auto"), options.get("kv_cache_dtype", "auto")
     dtype = config.dtype if dtype == "auto" else dtype
     if kv_cache_dtype == "bfloat16" and dtype != kv_cache_dtype:
@@ -122,6 +115,16 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
         vision=family.read_vision(fields, config, settings) if settings else None,
         other_parts=tuple(found.other_parts.items()),
     )
+
+
+def _other_heads(fields: Fields, config: ModelConfig) -> str:
+    """Return which MTP heads config.json names, none of which can be used."""
+    count = config.num_draft_layers or fields.integer("mtp_num_hidden_layers", 0, low=0)
+    if count == 0:
+        return "no MTP head"
+    if count > 1:
+        return f"{count} MTP heads, where forkpoint drafts with a single one"
+    return f"an MTP head of a kind that forkpoint does not run for {config.architecture}"
 
 
 def _family(fields: Fields) -> type[Model]:
@@ -175,8 +178,8 @@ def load_model(
         return _build(config, DummyWeights(seed=seed, **form), ops)
     form |= {"names": MODELS.find(config.architecture).weight_names, "unused": _unused_parts(config, mtp)}
     with closing(FileWeights(folder=Path(path), progress=progress, **form)) as weights:
-        if mtp and not weights.has(MTP_WEIGHT):
-            raise UnsupportedModelError(f"{path} holds no MTP layer ({MTP_WEIGHT}) to draft with; {NO_MTP}")
+        if mtp and config.mtp_names and not weights.has(joined := f"{config.mtp_names.join}.weight"):
+            raise UnsupportedModelError(f"{path} holds no MTP head ({joined}) to draft with; {NO_MTP}")
         ranks.check_equal({"names and shapes of weights": weights.named_shapes()}, device)
         model = _build(config, weights, ops)
         weights.finish()
@@ -187,7 +190,13 @@ def _unused_parts(config: ModelConfig, mtp: bool) -> dict[str, str]:
     """Map the start of the names of unused tensors to a description of the part that they belong to."""
     layers = {f"model.layers.{len(config.layers) + i}.": "layers for drafts" for i in range(config.num_draft_layers)}
     tower = VISION_TOWER if config.vision is None else {}
-    return tower | dict(config.other_parts) | layers | ({} if mtp else MTP_HEAD)
+    unused = tower | dict(config.other_parts) | layers | MTP_HEAD
+    if mtp and config.mtp_names is not None:
+        own = f"{config.mtp_names.join}."
+        unused = {start: part for start, part in unused.items() if not own.startswith(start)}
+        copies = (start + name for start in layers for name in ("embed_tokens.", "shared_head."))
+        unused |= dict.fromkeys(copies, "the MTP head's copies of embeddings and output head")
+    return unused
 
 
 def _build(config: ModelConfig, weights: WeightSource, ops: OpTable) -> Model:

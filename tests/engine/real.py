@@ -39,7 +39,7 @@ from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.worker.disk import slab_layout
 from forkpoint.worker.disk_ranks import DiskTickets, common_disk
-from tests.checkpoints import add_mtp, write_checkpoint
+from tests.checkpoints import add_mtp, add_published_mtp, write_checkpoint
 from tests.engine.tokenizers import byte_level
 from tests.four_bit_checkpoints import FORMATS, put_in_four_bits
 from tests.fp8_checkpoints import Layout, write_fp8
@@ -111,7 +111,8 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 SEEING = "qwen3_5"  # the model that reads images
-WITH_MTP = frozenset({"qwen3_next", "qwen3_next_moe", SEEING})
+PUBLISHED_MTP = frozenset({"nemotron_h", "bailing_hybrid"})
+WITH_MTP = PUBLISHED_MTP | {"qwen3_next", "qwen3_next_moe", SEEING}
 UNCUT = frozenset({"olmo_hybrid"})  # its one KV head, which a norm over all heads sees whole
 LATENT = frozenset({"kimi_linear", "bailing_hybrid"})  # of these, keys and values in 8 bits are refused
 
@@ -188,7 +189,9 @@ class ModelBank:
                 write_fp8(path, family, cast(Layout, layout), vocab_size=self.vocab_size, **config)
             else:
                 write_checkpoint(path, family, vocab_size=self.vocab_size, **config)
-            if base in WITH_MTP:
+            if base in PUBLISHED_MTP:
+                add_published_mtp(path, family, vocab_size=self.vocab_size, **config)
+            elif base in WITH_MTP:
                 add_mtp(path)
         return path
 

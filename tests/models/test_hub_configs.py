@@ -67,6 +67,21 @@ EXPECTED: dict[str, tuple[dict[str, int], int, int]] = {
         6 * 2 * 2 * 128 * 2,
         23 * (3 * 6144 * 2 + 64 * 64 * 128 * 4),
     ),
+    "nemotron-3-super-120b-a12b": (
+        {"AttentionConfig": 8, "Mamba2Config": 40, "ParallelConfig": 40},
+        8 * 2 * 2 * 128 * 2,
+        40 * (3 * 10240 * 2 + 128 * 64 * 128 * 4),
+    ),
+    "nemotron-3-ultra-550b-a55b": (
+        {"AttentionConfig": 12, "Mamba2Config": 48, "ParallelConfig": 48},
+        12 * 2 * 2 * 128 * 2,
+        48 * (3 * 18432 * 2 + 256 * 64 * 128 * 4),
+    ),
+    "nemotron-3.5-lightning-30b-a3b": (
+        {"AttentionConfig": 6, "Mamba2Config": 23, "MoEConfig": 23},
+        6 * 2 * 2 * 128 * 2,
+        23 * (3 * 6144 * 2 + 64 * 64 * 128 * 4),
+    ),
     "nemotron-h-8b": (
         {"AttentionConfig": 4, "Mamba2Config": 24, "MLPConfig": 24},
         4 * 2 * 8 * 128 * 2,
@@ -112,6 +127,18 @@ def test_layers_and_bytes(name: str, tmp_path: Path) -> None:
     assert not config.unknown_fields
     found = dict(Counter(type(part).__name__ for part in config.parts))
     assert (found, layout.block_bytes // 64, layout.slot_bytes) == EXPECTED[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in EXPECTED if name.startswith(("nemotron-3-s", "nemotron-3-u", "nemotron-3.5", "ling", "qwen3"))],
+)
+def test_published_mtp_heads_are_used(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((FOLDER / f"{name}.json").read_text())
+    config = load_config(tmp_path, mtp=True)
+    kinds = [type(part).__name__ for part in config.draft_layer]
+    assert kinds[0] == "ShortConvConfig" and kinds[1] in ("AttentionConfig", "LatentAttentionConfig")
+    assert config.mtp_names is not None and len(config.mtp_names.blocks) == len(kinds) - 1 == 2
 
 
 def test_every_file_is_looked_at() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from forkpoint.models.context import ForwardContext
 from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.select import torch_table
-from tests.checkpoints import add_mtp, write_checkpoint
+from tests.checkpoints import add_mtp, add_published_mtp, write_checkpoint
 from tests.driver import BLOCK, Driver, Row, Work
 from tests.train.small import small_model, small_shape
 from train.delta_rule import torch_delta_rule
@@ -98,7 +99,7 @@ def test_the_rest_of_the_model_is_the_same_with_it(folder: Path, tokens: list[in
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_next_moe", "qwen3_5", "qwen3_5_moe", "qwen3_5_multimodal"])
 def test_folders_of_all_families(tmp_path: Path, family: str) -> None:
     write_checkpoint(tmp_path, family, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    with pytest.raises(UnsupportedModelError, match=r"holds no MTP layer .* 'ngram'"):
+    with pytest.raises(UnsupportedModelError, match=r"holds no MTP head .* 'ngram'"):
         load_model(tmp_path, ops=torch_table(), mtp=True)
     plain = load_model(tmp_path, ops=torch_table())
     add_mtp(tmp_path, "mtp_num_hidden_layers" if "5" in family else "num_nextn_predict_layers")
@@ -112,10 +113,7 @@ def test_folders_of_all_families(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "told"),
-    [
-        (0, "has no MTP layer"),
-        (2, "has 2 MTP layer.s., which forkpoint does not run for Qwen3NextForCausalLM; it drafts with the single"),
-    ],
+    [(0, "has no MTP head"), (2, "has 2 MTP heads, where forkpoint drafts with a single one; --speculative-config")],
 )
 def test_other_numbers_of_layers_are_refused(tmp_path: Path, count: int, told: str) -> None:
     write_checkpoint(tmp_path, "qwen3_next")
@@ -127,16 +125,50 @@ def test_other_numbers_of_layers_are_refused(tmp_path: Path, count: int, told: s
 
 
 @pytest.mark.parametrize(
-    ("family", "told"),
+    ("family", "fields", "told"),
     [
-        ("olmo_hybrid", "has no MTP layer"),
-        ("nemotron_h", "has 1 MTP layer.s., which forkpoint does not run for Nemotron"),
+        ("olmo_hybrid", {}, "has no MTP head"),
+        ("nemotron_h", {"num_nextn_predict_layers": 2}, "has 2 MTP heads, where forkpoint drafts with a single one"),
+        ("nemotron_h", {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "M*E"}, "an MTP head of a kind"),
     ],
 )
-def test_other_families_are_refused(tmp_path: Path, family: str, told: str) -> None:
+def test_other_heads_are_refused(tmp_path: Path, family: str, fields: dict[str, Any], told: str) -> None:
     write_checkpoint(tmp_path, family)
     config = json.loads((tmp_path / "config.json").read_text())
-    count = {"num_nextn_predict_layers": 1} if family == "nemotron_h" else {}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **count}))
+    config.pop("mtp_layers_block_type", None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
     with pytest.raises(UnsupportedModelError, match=told):
         load_config(tmp_path, mtp=True)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "bailing_hybrid"])
+@torch.no_grad()
+def test_heads_of_nemotron_and_ling_have_transformers_logits(family: str, tmp_path: Path) -> None:
+    main = write_checkpoint(tmp_path, family)
+    head, joining = add_published_mtp(tmp_path, family)
+    head.lm_head.weight.copy_(main.lm_head.weight)
+    tokens, known = [5 + (7 * i * i + 3 * i) % 200 for i in range(90)], 70
+    hidden = main(torch.tensor([tokens]), use_cache=False, output_hidden_states=True).hidden_states[-1][0]
+    embedded = main.get_input_embeddings()(torch.tensor(tokens))
+
+    eps = getattr(main.config, "layer_norm_epsilon", None) or main.config.rms_norm_eps
+
+    def joined(at: int, before: Tensor) -> Tensor:
+        parts = (rms_norm(embedded[at], joining["enorm"], eps), rms_norm(before, joining["hnorm"], eps))
+        return joining["eh_proj"] @ torch.cat(parts)
+
+    inputs, want = [joined(at, hidden[at - 1]) for at in range(1, known + 1)], list[Tensor]()
+    for at in range(known, known + DEPTH):
+        found = head(inputs_embeds=torch.stack(inputs)[None], use_cache=False, output_hidden_states=True)
+        want.append(found.logits[0, -1])
+        inputs.append(joined(at + 1, found.hidden_states[-1][0, -1]))
+    driver = Driver(load_model(tmp_path, ops=torch_table(), mtp=True))
+    row = driver.row()
+    driver.prefill(row, tokens[:known], [64])
+    for theirs, ours in zip(want, drafted(driver, row, tokens), strict=True):
+        assert float((ours - theirs).abs().max() / theirs.std()) < TOLERANCE
+    assert len(load_model(tmp_path, ops=torch_table()).layer_specs) == len(driver.model.layer_specs) - 1
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean() + eps) * weight
