@@ -3,6 +3,9 @@
 #include <algorithm>
 
 #include "parallel.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace forkpoint {
 
@@ -10,10 +13,22 @@ namespace {
 
 constexpr int HALVES = 2;  // of a panel
 
+#ifdef __AVX2__
+inline vf join(__m256 left, __m256 right) {
+  vf v;
+  __builtin_memcpy(&v, &left, sizeof left);
+  __builtin_memcpy(reinterpret_cast<char*>(&v) + sizeof left, &right, sizeof right);
+  return v;
+}
+#endif
+
 // Half-precision numbers, none of which is infinite or NaN.
 inline vf load_half(const uint16_t* p) {
 #ifdef __AVX512F__
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__) && defined(__AVX2__)
+  const auto* halves = reinterpret_cast<const __m128i*>(p);
+  return join(_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));
 #else
   vh h;
   __builtin_memcpy(&h, p, sizeof h);
@@ -23,9 +38,15 @@ inline vf load_half(const uint16_t* p) {
 }
 
 inline vf load_bytes(const uint8_t* p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return join(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
+              _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))));
+#else
   vb b;
   __builtin_memcpy(&b, p, sizeof b);
   return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
+#endif
 }
 
 inline vu load_words(const uint32_t* p) {
