@@ -126,6 +126,13 @@ ExpertWeights pack_scaled_experts(const Tensor& gate_up, const Tensor& gate_up_s
   });
 }
 
+Tensor widen_four(const Packed& packed) {
+  TORCH_CHECK(packed.weight.type == WeightType::four_bits, "only weights in 4 bits are widened");
+  Tensor wide = empty({packed.weight.n, packed.weight.k}, at::kBFloat16);
+  widen_matrix(packed.weight.four, packed.weight.factors, packed.weight.n, ptr<bf16>(wide));
+  return wide;
+}
+
 // (words, scales, factors, zeros, group) of `pack_four`, with a leading dimension of experts.
 using FourBits = std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>, int64_t>;
 
@@ -164,6 +171,7 @@ inline void bind_linear(pybind11::module_& m) {
   m.def("prepare_linear", &linear_binding::pack);
   m.def("prepare_scaled_linear", &linear_binding::pack_scaled);
   m.def("prepare_four_bit_linear", &linear_binding::pack_four);
+  m.def("widen_four_bits", &linear_binding::widen_four, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("prepare_four_bit_experts", &linear_binding::pack_four_experts);
   m.def("prepare_scaled_experts", &linear_binding::pack_scaled_experts);
   pybind11::class_<linear_binding::ExpertWeights>(m, "ExpertWeights");

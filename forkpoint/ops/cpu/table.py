@@ -162,6 +162,14 @@ class _Operators:
             return self._module.linear(x.index_select(1, packed.order), packed.packed)
         return self._module.linear(x, packed)
 
+    def widen(self, packed: Any) -> Tensor:
+        """Return a weight in 4 bits as a matrix `[N, K]` in bfloat16."""
+        if not isinstance(packed, OrderedLinear):
+            wide: Tensor = self._module.widen_four_bits(packed)
+            return wide
+        wide = self.widen(packed.packed)
+        return torch.empty_like(wide).index_copy_(1, packed.order, wide)
+
     def prepare_experts(self, gate_up: Matrix, down: Matrix) -> Any:
         """Pack expert weights. Quantised weights stay so."""
         if isinstance(gate_up, PackedMatrix) and isinstance(down, PackedMatrix):
@@ -203,7 +211,7 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
             del replaced["prepare_linear"], replaced["linear"]
             backends["prepare_linear"] = backends["linear"] = base.backends["linear"]
         else:
-            both = TileLinear(replaced["prepare_linear"], cpp.linear, base.prepare_linear, base.linear)
+            both = TileLinear(cpp.prepare_linear, cpp.linear, base.prepare_linear, base.linear, cpp.widen)
             replaced |= {"prepare_linear": both.prepare, "linear": both}
             backends["linear"] = f"{ours} to {FEW_ROWS} rows; torch (oneDNN, matrix tiles) above, bf16"
     table = replace(base, **replaced)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +14,19 @@ from forkpoint.ops.linear.scaled import Matrix, dense
 from forkpoint.ops.table import Linear, PrepareLinear
 
 TILE_ROWS = 16
+WIDENED_ROWS = 32  # rows; up to here widening a weight in 4 bits takes longer than the product
 FEW_ROWS = 12  # rows; up to here reading the weights dominates, and our operator reads them once
 
 
 def has_matrix_tiles() -> bool:
     """Return whether oneDNN multiplies bf16 matrices in hardware tiles, many times faster than fp32 vectors."""
     return bool(torch.cpu._is_amx_tile_supported())
+
+
+class Widened(NamedTuple):
+    """A weight that is widened for each product of many rows, with its bias."""
+
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +42,27 @@ class TileLinear:
     few: Linear
     prepare_many: PrepareLinear
     many: Linear
+    widen: Callable[[Any], Tensor]  # from a weight in 4 bits that `prepare_few` packed
 
     def prepare(self, weight: Matrix, bias: Tensor | None) -> tuple[Any, Any | None]:
         """Pack the weight for a few rows and for many.
 
-        The latter is None for fp32, which tiles do not support, and for 4 bits, whose widened copy would take four
-        times their memory.
+        The latter is None for fp32, which tiles do not support. A weight in 4 bits is widened for the call, because a
+        widened copy would take four times its memory.
         """
-        wide = None
-        if weight.dtype == torch.bfloat16 and not isinstance(weight, PackedMatrix):
-            wide = self.prepare_many(dense(weight), bias)
+        wide: Any | None = None
+        if weight.dtype == torch.bfloat16:
+            wide = Widened(bias) if isinstance(weight, PackedMatrix) else self.prepare_many(dense(weight), bias)
         return self.prepare_few(weight, bias), wide
 
     def __call__(self, x: Tensor, packed: tuple[Any, Any | None]) -> Tensor:
         """Multiply `x[T, K]` by the weight; return `y[T, N]`."""
         (few, many), num_rows = packed, x.shape[0]
-        if many is None or num_rows <= FEW_ROWS:
+        widened = isinstance(many, Widened)
+        if many is None or num_rows <= (WIDENED_ROWS if widened else FEW_ROWS):
             return self.few(x, few)
+        if widened:
+            many = self.prepare_many(self.widen(few), many.bias)
         padding = padded_rows(num_rows) - num_rows
         if not padding:
             return self.many(x, many)

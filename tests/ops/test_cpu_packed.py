@@ -1,0 +1,73 @@
+"""C++ products with weights in 4 bits: against the widened weights, and bit for bit in any batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from forkpoint.ops.cpu.tiles import WIDENED_ROWS
+from forkpoint.ops.linear.packed import PackedMatrix, quantise_packed
+from forkpoint.ops.parameters import RouteRule
+from forkpoint.ops.select import torch_table
+from tests.ops.cpu_table import cpp
+
+CPP, TILES, TORCH = cpp(tiles=False), cpp(tiles=True), torch_table()
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # as in test_cpu_linear
+
+
+def packed(*shape: int, group: int, floats: bool, dtype: torch.dtype) -> PackedMatrix:
+    """Return random codes, scales of either sign, factors and, for integers, zero points."""
+    made = quantise_packed(torch.randn(shape), group)
+    words = torch.randint(-(2**31), 2**31 - 1, made.words.shape, dtype=torch.int32)
+    scales = made.scales * torch.randn_like(made.scales).sign()
+    zeros = None if floats else torch.randint_like(made.scales, 17, dtype=torch.uint8)
+    factors = made.factors * (torch.rand(made.factors.shape) + 0.5)
+    return replace(made, words=words, scales=scales, factors=factors, zeros=zeros, dtype=dtype)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype and (got.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("floats", "group"), [(False, 8), (False, 32), (False, 360), (True, 16), (True, 72)])
+@pytest.mark.parametrize("rows", [1, 12, 13, 40])
+def test_products(rows: int, floats: bool, group: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    width = 288 if group < 300 else 360
+    x, bias = torch.randn(rows, width).to(dtype), torch.randn(70).to(dtype)
+    weight = packed(70, width, group=group, floats=floats, dtype=dtype)
+    exact = x.double() @ replace(weight, dtype=torch.float64).dense().T + bias.double()
+    whole = CPP.linear(x, CPP.prepare_linear(weight, bias))
+    close(whole, exact, dtype)
+    assert torch.equal(CPP.linear(x[-1:], CPP.prepare_linear(weight, bias)), whole[-1:])
+    order = torch.randperm(width)
+    moved = replace(weight, order=order)
+    if rows > WIDENED_ROWS:  # of weights rounded to x's dtype
+        exact = x.double() @ weight.dense().double().T + bias.double()
+    close(TILES.linear(torch.empty_like(x).index_copy_(1, order, x), TILES.prepare_linear(moved, bias)), exact, dtype)
+
+
+def test_widened_for_tiles() -> None:
+    from forkpoint.ops.cpu.build import load_operators
+
+    module = load_operators().module
+    assert module is not None
+    for floats in (False, True):
+        weight = packed(70, 200, group=40, floats=floats, dtype=torch.bfloat16)
+        few, _ = TILES.prepare_linear(weight, None)
+        assert torch.equal(module.widen_four_bits(few), weight.dense())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts(gated: bool) -> None:
+    torch.manual_seed(1)
+    into = packed(5, 96 if gated else 48, 64, group=32, floats=False, dtype=torch.float32)
+    down = packed(5, 64, 48, group=16, floats=True, dtype=torch.float32)
+    x = torch.randn(40, 64)
+    weights, ids = TORCH.route(torch.randn(40, 5), RouteRule(top_k=2, num_shared=1, shared="gated"))
+    whole = CPP.experts(x, CPP.prepare_experts(into, down), weights, ids)
+    close(whole, TORCH.experts(x, TORCH.prepare_experts(into, down), weights, ids).double(), torch.float32)
+    assert torch.equal(CPP.experts(x[:1], CPP.prepare_experts(into, down), weights[:1], ids[:1]), whole[:1])
