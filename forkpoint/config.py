@@ -103,7 +103,11 @@ class SchedulerConfig:
         return self.max_num_encoder_input_tokens or self.max_num_batched_tokens
 
     def with_options(self, said: Mapping[str, Any]) -> SchedulerConfig:
-        """Return a device's defaults overridden by `said`, with the remaining defaults adjusted to fit."""
+        """Return these defaults of a device overridden by `said`.
+
+        One default follows the options: `max_num_batched_tokens` is raised to hold `max_num_seqs` rows and a chunk of
+        prefill. If only that budget is given, `max_num_seqs` is lowered to fit it.
+        """
         found = replace(self, **said)
         if "max_num_batched_tokens" not in said:
             least = -(-(found.max_num_seqs + MIN_CHUNK) // BLOCK_SIZE) * BLOCK_SIZE
@@ -321,8 +325,11 @@ class EngineConfig:
         return config
 
     def read_image_settings(self) -> ImageSettings | None:
-        """Return how the model folder wants images to be read; None for a model without a vision tower, or if it is not
-        to be loaded. Raises ModelFolderError and ConfigError."""
+        """Return how images are prepared, as the model folder and `mm_processor_kwargs` say.
+
+        None: `language_model_only` is set, or the model has no vision tower that forkpoint runs. Raises
+        ModelFolderError for files that are wrong, and ConfigError for `mm_processor_kwargs` that do not fit.
+        """
         if self.language_model_only:
             return None
         return read_image_settings(self.model, self.mm_processor_kwargs, self.hf_overrides)

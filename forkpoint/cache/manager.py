@@ -366,7 +366,7 @@ class CacheManager:
         return self.filing.drain()
 
     def done_reading(self, checkpoint: Checkpoint) -> None:
-        """Count one reader of the checkpoint less."""
+        """Count one reader of the checkpoint less. Without readers it can be evicted again."""
         self.store.done_reading(checkpoint)
 
     # --- afterwards

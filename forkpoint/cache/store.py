@@ -306,7 +306,10 @@ class PrefixStore:
         self.refile(copy)
 
     def _enter(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Make a checkpoint that of its node. It still has to be queued."""
+        """Attach a checkpoint to its node, as its slot's owner and as used now, and return it.
+
+        The caller still has to queue it for eviction.
+        """
         node = checkpoint.node
         checkpoint.last_used = self.arena.turnover
         node.checkpoint = checkpoint
@@ -339,7 +342,10 @@ class PrefixStore:
         self.num_read += checkpoint.num_readers == 1
 
     def done_reading(self, checkpoint: Checkpoint) -> None:
-        """Count one reader of the checkpoint less."""
+        """Count one reader of the checkpoint less. Without readers it can be evicted again.
+
+        A condemned checkpoint is dropped then, and its slot is free.
+        """
         assert checkpoint.num_readers > 0
         checkpoint.num_readers -= 1
         if not checkpoint.num_readers:

@@ -112,7 +112,10 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """Replay traces and print a table."""
+    """Replay each trace with each system and amount of memory, print a table, and write `--json`. Returns 0.
+
+    Raises ConfigError or TraceError.
+    """
     file = ResultFile(options.json)
     results = run(make_cases(options, read_traces(options), make_system), options.jobs)
     show(case_rows(results), results, file)

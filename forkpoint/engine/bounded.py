@@ -22,10 +22,11 @@ class OverLimitError(Exception):
 
 
 def run_bounded(function: Callable[[], T], *, cpu_s: int, memory_bytes: int) -> T:
-    """Call `function` in a fork of this process and return its result, which is pickled.
+    """Call `function` in a fork of this process and return its result. The function changes nothing in this process.
 
-    Raises OverLimitError when the function needs more than `cpu_s` seconds of CPU time or `memory_bytes` of new memory,
-    or raises MemoryError. Raises whatever else the function raises.
+    The result and exceptions come back pickled. Raises what the function raises. Raises OverLimitError if the fork
+    gives no answer: it needs more than `cpu_s` seconds of CPU time or `memory_bytes` of new memory, dies, or takes
+    longer than WALL_S seconds.
     """
     receiver, sender = os.pipe()
     pid = os.fork()

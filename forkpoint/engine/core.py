@@ -72,7 +72,10 @@ class EngineCore:
         self.scheduler.add(request)
 
     def end(self, request_id: str, reason: FinishReason) -> None:
-        """End a request with the tokens it has. Do nothing if it has ended."""
+        """End a request at once with the tokens it has, without an update. Do nothing if it has ended.
+
+        `reason` is for the request log. A row and a lease that a step in flight uses come back after that step.
+        """
         request = self.scheduler.abort(request_id)
         if self._log is not None and request is not None:
             self._log.write(request, reason)

@@ -123,7 +123,10 @@ def _merged(outer: Mapping[str, Any], inner: Any, more: Mapping[str, Any], where
 
 
 def named_by_type(model_type: Any, architectures: Collection[str]) -> list[str]:
-    """Find the architecture by transformers' model_type, because some files of the hub leave `architectures` out."""
+    """Return the architectures whose name is transformers' `model_type` plus `ForCausalLM`; an empty list if none is.
+
+    Capitals, underscores and an ending `_text` do not count. Some files of the hub leave `architectures` out.
+    """
     kind = str(model_type).removesuffix("_text")
     said = f"{kind}ForCausalLM".replace("_", "").lower()
     return [name for name in architectures if name.replace("_", "").lower() == said]

@@ -78,7 +78,11 @@ class Qwen35VisionConfig(VisionConfig):
 
 
 def _axes(fields: Fields, rotary: Rotary) -> tuple[int, ...]:
-    """Raises UnsupportedModelError for sections that are not interleaved."""
+    """Return which position rotates each pair of `rotary`: 0 the time, 1 the row, 2 the column.
+
+    The sections are `mrope_section` of the config, by default 11, 11 and 10 pairs. Raises UnsupportedModelError for
+    sections that are not three, or not interleaved.
+    """
     rope = fields.rope()
     sections = rope.indices("mrope_section") or [11, 11, 10]
     if not rope.flag("mrope_interleaved", True) or len(sections) != 3:

@@ -76,7 +76,10 @@ class Platform(Protocol):
 
     @classmethod
     def absence(cls) -> str:
-        """Return why there is no device of this kind, and what would provide one."""
+        """Return why this kind has no device here, for the end of an error message.
+
+        Call it only if `num_devices` is 0: it does not look for devices. The text is empty if there is nothing to say.
+        """
         return ""
 
     @classmethod

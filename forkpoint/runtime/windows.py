@@ -45,7 +45,11 @@ class Windows:
         return ranges(values, self.sizes)
 
     def accept(self, operator: Accept, token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
-        """Call the operator `accept`. Does not wait for the device."""
+        """Compare the sampled ids `token_ids[P]` with the drafts by the operator `accept`, without waiting for it.
+
+        Returns `[P + R]` int64: the ids, NOT_FINITE where `finite[P]` is false, then each row's number of positions
+        that count. Writes each row's last id to `columns.last_sampled`, its rejected drafts to `columns.missed`.
+        """
         return operator(token_ids, finite, columns)
 
     def mask(self, counts: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:

@@ -56,7 +56,10 @@ class PlanBuilder:
         self._replaced[scheduled] = None
 
     def add_steady(self, requests: list[ScheduledRequest]) -> None:
-        """Add decode steps that need nothing from the cache: in mid-block, each row reads and writes its own slot."""
+        """Add decode steps of one token that need nothing from the cache, and take them off the budget.
+
+        Each row is in mid-block and has neither drafts nor a grammar. It reads and writes its running slot.
+        """
         self._steady += requests
         self.budget -= len(requests)
 

@@ -50,7 +50,11 @@ class ScheduledRequest:
         return self.request.token_ids(self.lease.chain.num_tokens, end)
 
     def record_hit(self, hit: PrefixHit, gained: int | None = None) -> None:
-        """Report a hit on the request. `gained` is the number of tokens that a hit in mid-run spared."""
+        """Put a report of this hit on the request: `request.cache`, or `request.resume_cache` after a preemption.
+
+        If a request in prefill has jumped to a longer prefix, `gained` is the number of tokens that the jump spared.
+        They are added to those of the report before.
+        """
         request = self.request
         first_run = request.num_preemptions == 0
         before = (request.cache if first_run else request.resume_cache) or CacheReport()

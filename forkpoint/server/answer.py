@@ -157,7 +157,7 @@ class AnswerParser:
         if not reasoning:
             return
         if (yield from self._source.skip_tag((THINK,))):
-            self.in_reasoning = True
+            self.in_reasoning = self._was_reasoning = True
         if self.in_reasoning:
             yield from self._trim("\n")
 
@@ -188,11 +188,14 @@ class AnswerParser:
             yield None
 
     def _report(self, text: str) -> Piece:
-        """Return `text` as a piece of the current state, and remember what tags after it depend on."""
+        """Return `text`, which is not empty, as reasoning or content, whichever is being read.
+
+        Remembers what the meaning of later tags depends on: the last character, the quotation marks in this stretch,
+        and the number of characters of content.
+        """
         self._last = text[-1]
         for quote in QUOTES:
             self._quotes[quote] += text.count(quote)
-        self._was_reasoning |= self.in_reasoning
         if self.in_reasoning:
             return Reasoning(text)
         self._num_content += len(text)
@@ -227,7 +230,11 @@ class AnswerParser:
             yield from self._drop_end(space)
 
     def _drop_end(self, space: str) -> Iterator[Piece | None]:
-        """Drop a `</think>` in the content. On a line of its own it ends thinking for which no `<think>` has come."""
+        """Drop a `</think>` in the content, and report the white `space` before it.
+
+        If no `<think>` and no call has come, and a line break is before or after the tag, all content so far was
+        thinking: `num_unopened` becomes its length. Nothing that was reported changes; the caller decides.
+        """
         if not self._was_reasoning and not self.num_calls and self.num_unopened == 0:
             yield from self._source.more()
             if "\n" in space or self._source.text.startswith("\n", self._source.at):
@@ -245,7 +252,7 @@ class AnswerParser:
     def _think_again(self, space: str, tag: str) -> Iterator[Piece | None]:
         """Handle `<think>` in the content: at the start of a line it begins reasoning again, elsewhere it is text."""
         if not self._last or "\n" in self._last + space:
-            self.in_reasoning = True
+            self.in_reasoning = self._was_reasoning = True
             self._begin_segment()
             yield from self._trim("\n")
         else:

@@ -63,5 +63,9 @@ NOTATIONS: Final[Mapping[NotationName, Notation]] = {
 
 
 def find_notation(parser: str, tokenizer: Tokenizer | None, template: str) -> Notation:
-    """Return the notation of a `--tool-call-parser`. For `auto`, the template or the vocabulary decides."""
+    """Return the notation that `--tool-call-parser` names.
+
+    For `auto` and `none` the first known tag in the template decides, then the vocabulary of the tokenizer, if there is
+    one. A name without a notation of its own, and a model that shows none, get the notation of hermes.
+    """
     return NOTATIONS[notation_name(parser, tokenizer, template)]

@@ -136,7 +136,11 @@ def _ends_in_thinking(message: ChatMessage) -> bool:
 
 
 def prompt_of(texts: Texts, body: ChatBody) -> Prompt:
-    """Return the prompt of a chat completion. Unlike `PreparedTurn.read`, accept one that does not fit the context."""
+    """Return the prompt of a chat completion. Its tokens may be more than fit the context.
+
+    Raises InvalidPromptError for far too long texts, HTTPError for a wrong request, MissingImages for images that have
+    to be fetched first, and the errors of `ChatTemplate.render`.
+    """
     texts.served_name(body.model)
     return _render(texts, body, plan_tools(body).shown, None)
 

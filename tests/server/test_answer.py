@@ -61,6 +61,14 @@ def test_reasoning_and_content(text: str, options: dict[str, Any], expected: tup
     assert taken_apart(list(text), **options) == expected
 
 
+@pytest.mark.parametrize("text", ["<think></think>\nyes\n</think>\n", "<think>\nhm</think>yes\n</think>\n"])
+def test_what_follows_an_opened_thinking_stays_content(text: str) -> None:
+    parser = AnswerParser(reasoning=True)
+    parser.feed(text)
+    parser.finish()
+    assert parser.num_unopened == 0
+
+
 @pytest.mark.parametrize("call", [CALL, XML_CALL])
 def test_tool_calls(call: str) -> None:
     reasoning, content, calls = taken_apart(

@@ -174,8 +174,12 @@ def _summed(own, inside, number, places, ends):
 
 @triton.jit(do_not_specialize=["num_words", "width"])
 def _exchange_kernel(x, out, ends, num_words, width, COUNT: tl.constexpr, SUM: tl.constexpr, OVERLAP: tl.constexpr):
-    """Exchange COUNT words of `x`. With SUM, store the sums of their bfloat16 numbers; otherwise concatenate rows of
-    `width` words."""
+    """Send the `num_words` words of `x` to all other ranks, wait for theirs, and store the combination in `out`.
+
+    A word is 4 bytes. Each program exchanges COUNT words, and counts the exchange in `ends.numbers`. All ranks must
+    launch the kernel, or it waits forever. With SUM, `out` has the sums of the bfloat16 numbers, added in fp32 in the
+    order of the ranks. Otherwise its rows are the ranks' rows of `width` words, side by side.
+    """
     index = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     inside = index < num_words
     await_before(OVERLAP)

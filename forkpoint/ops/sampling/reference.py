@@ -41,7 +41,12 @@ def top_ids(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Te
 
 
 def apply_penalties(logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> None:
-    """Apply penalties to `logits[N, V]` fp32 in place."""
+    """Apply penalties to the rows `columns.rows` of `logits[N, V]` fp32, in place.
+
+    `counts[lines, V]` int32 are twice the occurrences of an id in the output, plus 1 for ids of the prompt. A positive
+    logit of an id in either is divided by `repetition`, a negative one multiplied. Then `frequency` is subtracted for
+    each occurrence in the output, and `presence` once if there is any. Waits for the device.
+    """
     names = (columns.rows, columns.lines, columns.repetition, columns.frequency, columns.presence)
     for row, line, repetition, frequency, presence in zip(*(column.tolist() for column in names), strict=True):
         seen = torch.nonzero(counts[line])[:, 0]
