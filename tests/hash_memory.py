@@ -29,7 +29,9 @@ class HashMemory:
     _block_position: IntArray = field(init=False)  # [blocks, block_size]
     _block_roll: HashArray = field(init=False)
     _block_users: IntArray = field(init=False)  # rows whose table names the block
-    _page_kind: list[MoveKind | None] = field(init=False)
+    _window_position: list[IntArray] = field(init=False)  # of each window, [blocks, block_size]
+    _window_roll: list[HashArray] = field(init=False)
+    _page_kind: list[tuple[MoveKind, int] | None] = field(init=False)
 
     def __post_init__(self) -> None:
         blocks = self.num_pages * self.layout.blocks_per_page
@@ -39,30 +41,50 @@ class HashMemory:
         self._block_position = np.full((blocks, BLOCK_SIZE), GARBAGE, np.int32)
         self._block_roll = np.zeros((blocks, BLOCK_SIZE), np.uint64)
         self._block_users = np.zeros(blocks, np.int32)
+        shapes = [(self.num_pages * group.blocks_per_page, BLOCK_SIZE) for group in self.layout.windows]
+        self._window_position = [np.full(shape, GARBAGE, np.int32) for shape in shapes]
+        self._window_roll = [np.zeros(shape, np.uint64) for shape in shapes]
         self._page_kind = [None] * self.num_pages
 
-    def claim(self, step: int, kind: MoveKind, index: int) -> None:
-        """A write to one kind of contents makes garbage of the other kind in the same page."""
-        is_block = kind is MoveKind.BLOCK
+    def window_of(self, kind: MoveKind, group: int) -> int | None:
+        """The number of the window whose blocks a move or a claim is about."""
+        number = group - self.layout.has_kv
+        return number if kind is MoveKind.BLOCK and number >= 0 else None
+
+    def claim(self, step: int, kind: MoveKind, index: int, group: int = 0) -> None:
+        """A write to one kind of contents makes garbage of the other kinds in the same page."""
+        window = self.window_of(kind, group)
+        is_block = kind is MoveKind.BLOCK and window is None
         per_page = self.layout.blocks_per_page if is_block else self.layout.slots_per_page
+        if window is not None:
+            per_page = self.layout.windows[window].blocks_per_page
         in_range = per_page <= index < self.num_pages * per_page
         require(in_range, step, f"writes {kind.value} {index}, which is not in pages [1, {self.num_pages})")
         page = index // per_page
-        if self._page_kind[page] is kind:
+        if self._page_kind[page] == (kind, group):
             return
-        self._page_kind[page] = kind
+        self._page_kind[page] = (kind, group)
+        for number, each in enumerate(self.layout.windows):
+            if number != window:
+                self._window_position[number][page * each.blocks_per_page : (page + 1) * each.blocks_per_page] = GARBAGE
         blocks, slots = self.layout.blocks_per_page, self.layout.slots_per_page
-        if is_block:
+        if kind is not MoveKind.SLOT:
             self._slot_position[page * slots : (page + 1) * slots] = GARBAGE
-        else:
+        if not is_block:
             used = bool(self._block_users[page * blocks : (page + 1) * blocks].any())
-            require(not used, step, f"writes slot {index} in page {page}, whose blocks a row uses")
+            require(not used, step, f"writes {kind.value} {index} in page {page}, whose blocks a row uses")
             self._block_position[page * blocks : (page + 1) * blocks] = GARBAGE
 
-    def move(self, step: int, kind: MoveKind, src: int, dst: int) -> None:
+    def move(self, step: int, kind: MoveKind, src: int, dst: int, group: int = 0) -> None:
         """Contents and users. The source is garbage after it."""
         require(src != dst, step, f"moves {kind.value} {src} onto itself")
-        self.claim(step, kind, dst)
+        self.claim(step, kind, dst, group)
+        window = self.window_of(kind, group)
+        if window is not None:
+            for contents in (self._window_position[window], self._window_roll[window]):
+                contents[dst] = contents[src]
+            self._window_position[window][src] = GARBAGE
+            return
         if kind is MoveKind.SLOT:
             self._slot_position[dst], self._slot_roll[dst] = self._slot_position[src], self._slot_roll[src]
             self._slot_position[src] = GARBAGE
@@ -138,6 +160,30 @@ class HashMemory:
 
     def spoil_blocks(self, blocks: IntArray) -> None:
         self._block_position[blocks] = GARBAGE
+
+    # -- blocks of windows
+
+    def hand_out_window_block(self, step: int, window: int, block: int) -> None:
+        self.claim(step, MoveKind.BLOCK, block, window + self.layout.has_kv)
+        self._window_position[window][block] = GARBAGE
+
+    def window_keys(self, window: int, table: list[int], end: int) -> tuple[int, IntArray, HashArray]:
+        """The first position that the token at `end` attends to; positions and hashes of the tokens from there on."""
+        width = self.layout.windows[window].window
+        assert width is not None
+        first = max(0, end + 1 - width)
+        used = table[first // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
+        own = slice(first % BLOCK_SIZE, end - first // BLOCK_SIZE * BLOCK_SIZE)
+        return first, self._window_position[window][used].ravel()[own], self._window_roll[window][used].ravel()[own]
+
+    def write_window_keys(self, window: int, table: list[int], start: int, rolls: list[int]) -> None:
+        positions = np.arange(start, start + len(rolls), dtype=np.int32)
+        at = np.asarray(table)[positions // BLOCK_SIZE], positions % BLOCK_SIZE
+        self._window_position[window][at] = positions
+        self._window_roll[window][at] = np.asarray(rolls, np.uint64)
+
+    def spoil_window_blocks(self, window: int, blocks: list[int]) -> None:
+        self._window_position[window][blocks] = GARBAGE
 
     # -- slots
 

@@ -30,6 +30,7 @@ class HashRow:
     rolls: HashArray  # [capacity]; entry n is the hash after n tokens
     blocks: npt.NDArray[np.int32]  # [capacity]
     num_blocks: int
+    windows: list[list[int]]  # the table of each window
     has_sampled: bool = False
     last_start: int | None = None  # of the row's last step: a state after it may still be saved
     missed: int = 0  # drafts of the row's last step with some that were not confirmed

@@ -58,6 +58,7 @@ class HashRunner:
     non_finite_requests: set[str] = field(default_factory=set)
     protected_slots: Collection[int] = ()
     protected_blocks: Collection[int] = ()
+    protected_window_blocks: Sequence[Collection[int]] = ()  # of each window
     num_tokens: int = 0  # entered the model so far
     num_steps: int = 0
     num_confirmed_drafts: int = 0
@@ -139,8 +140,10 @@ class HashRunner:
         weights = self._hasher.weights
         state, digest = int(rolls[-1]), int((rolls[1:] * weights[: len(prompt)]).sum(dtype=np.uint64))
         outputs: list[int] = []
+        history = rolls[1:].tolist()
         for position in range(len(prompt), len(prompt) + num_outputs):
             seen = (state if self.layout.has_states else 0, digest if self.layout.has_kv else 0)
+            seen = seen[0], (seen[1] + self._of_windows(history, position)) & MASK
             token = self._hasher.next_token(*seen, 0 if seed is None else seed + 1)
             if grammar is not None:
                 token = grammar.allowed[token % len(grammar.allowed)]
@@ -149,6 +152,7 @@ class HashRunner:
             if grammar is not None and grammar.mask is None:
                 break
             state = self._hasher.extend(state, token)
+            history.append(state)
             digest = (digest + state * int(weights[position])) & MASK
         return outputs
 
@@ -163,13 +167,13 @@ class HashRunner:
         for replaced in plan.replaced:
             state = self._row(plan.step, replaced.row)
             self._memory.release(state.blocks[: state.num_blocks])
-            state.num_blocks = 0
+            state.num_blocks, state.windows = 0, [[] for _ in self.layout.windows]
         for move in plan.moves:
             self._move(plan.step, move)
         for added in plan.added:
             self._add(plan.step, added)
         for replaced in plan.replaced:
-            self._attach(self._row(plan.step, replaced.row), replaced.block_ids)
+            self._attach(self._row(plan.step, replaced.row), replaced.block_ids, replaced.more_block_ids)
 
     def _add(self, step: int, added: AddedRow) -> None:
         require(added.row not in self._rows, step, f"adds row {added.row}, which is occupied")
@@ -179,13 +183,22 @@ class HashRunner:
         in_range = bool((ids >= 0).all() and (ids < self.vocab_size).all())
         require(in_range, step, f"adds row {added.row} with token ids outside the vocabulary")
         rolls = self._hasher.rolls(seen_ids(ids, added.images, self.vocab_size))
-        state = HashRow(added, ids.tolist(), rolls, np.empty(0, np.int32), 0)
+        state = HashRow(added, ids.tolist(), rolls, np.empty(0, np.int32), 0, [[] for _ in self.layout.windows])
         self._rows[added.row] = state
-        self._attach(state, added.block_ids)
+        self._attach(state, added.block_ids, added.more_block_ids)
 
-    def _attach(self, state: HashRow, block_ids: IntArray) -> None:
+    def _attach(self, state: HashRow, block_ids: IntArray, more: Sequence[IntArray]) -> None:
+        block_ids, windows = self._by_kind(block_ids, more)
         state.append_blocks(block_ids)
         self._memory.use(block_ids)
+        for table, ids in zip(state.windows, windows, strict=True):
+            table += ids.tolist()
+
+    def _by_kind(self, first: IntArray, more: Sequence[IntArray]) -> tuple[IntArray, list[IntArray]]:
+        """Blocks that are kept, and those of each window, from those of each group."""
+        if self.layout.has_kv or not self.layout.windows:
+            return first, list(more)
+        return first[:0], [first, *more]
 
     def _row(self, step: int, row: int) -> HashRow:
         require(row in self._rows, step, f"names row {row}, which is empty")
@@ -202,7 +215,13 @@ class HashRunner:
             rooms = {MoveRoute.LAND: self._memory, MoveRoute.ARENA_TO_DISK: self._memory}
             self.disk.move(step, move, {**rooms, MoveRoute.HOST_TO_DISK: self._host}, sound=not self._failed)
         else:
-            self._memory.move(step, move.kind, move.src, move.dst)
+            self._memory.move(step, move.kind, move.src, move.dst, move.group)
+            window = self._memory.window_of(move.kind, move.group)
+            if window is not None:
+                for state in self._rows.values():
+                    table = state.windows[window]
+                    table[:] = [move.dst if block == move.src else block for block in table]
+                return
             for state in self._rows.values() if move.kind is MoveKind.BLOCK else ():
                 used = state.blocks[: state.num_blocks]
                 used[used == move.src] = move.dst
@@ -212,7 +231,9 @@ class HashRunner:
     def _works(self, plan: StepPlan) -> list[HashWork]:
         """Give rows their new blocks; one by one what they compute."""
         rows, works, first = plan.rows, list[HashWork](), 0
-        blocks, positions, slots = rows.new_blocks.tolist(), rows.save_positions.tolist(), rows.save_slots.tolist()
+        positions, slots = rows.save_positions.tolist(), rows.save_slots.tolist()
+        new_blocks, new_windows = self._by_kind(rows.new_blocks, rows.more_blocks)
+        blocks = new_blocks.tolist()
         extents = (rows.row, rows.start, rows.num_tokens, rows.num_drafts, rows.optimistic)
         columns = (column.tolist() for column in (*extents, rows.read_slot, rows.write_slot, rows.samples))
         for i, (row, start, count, drafts, optimistic, read, write, samples) in enumerate(zip(*columns, strict=True)):
@@ -220,6 +241,8 @@ class HashRunner:
             latest, start = start, start - state.missed if optimistic else start
             own = slice(*rows.block_ptr[i : i + 2].tolist())
             self._append_blocks(plan.step, row, blocks[own])
+            for window, ids in enumerate(new_windows):
+                self._append_window_blocks(plan.step, row, window, ids[own].tolist())
             own = slice(*rows.save_ptr[i : i + 2].tolist())
             saves, end = tuple(zip(positions[own], slots[own], strict=True)), start + count
             tokens = self._tokens(plan.step, state, start, rows.tokens[first : first + count].tolist())
@@ -230,16 +253,28 @@ class HashRunner:
         require(sampled, plan.step, f"says that it samples rows {plan.sampled_rows}")
         return works
 
+    def _of_windows(self, history: list[int], position: int) -> int:
+        """What attention with windows would add to the hash of the token at `position`."""
+        total = 0
+        for group in self.layout.windows:
+            assert group.window is not None
+            first = max(0, position + 1 - group.window)
+            own = np.asarray(history[first:position], np.uint64) * self._hasher.weights[first:position]
+            total += int(own.sum(dtype=np.uint64))
+        return total
+
     def _guess(self, state: HashRow, count: int) -> list[int]:
         """What a row will put out next, each token right with `draft_chance`."""
         known, guesses = len(state.ids), list[int]()
         self._hasher.reserve(known + count + 1)
         roll, weights = int(state.rolls[known]), self._hasher.weights
+        history = state.rolls[1 : known + 1].tolist()
         digest = int((state.rolls[1 : known + 1] * weights[:known]).sum(dtype=np.uint64))
         for position in range(known, known + count):
             seen = (roll if self.layout.has_states else 0, digest if self.layout.has_kv else 0)
-            token = self._hasher.next_token(*seen, state.seed)
+            token = self._hasher.next_token(seen[0], (seen[1] + self._of_windows(history, position)) & MASK, state.seed)
             roll = self._hasher.extend(roll, token)
+            history.append(roll)
             digest = (digest + roll * int(weights[position])) & MASK
             wrong = self.random.random() >= self.draft_chance
             guesses.append((token + 1) % self.vocab_size if wrong else token)
@@ -316,6 +351,12 @@ class HashRunner:
         slots = (work.read_slot, work.write_slot, *(slot for _, slot in work.saves))
         if not self.layout.has_states:
             require(set(slots) == {NO_SLOT}, step, f"{where} names slots {slots}; the layout has no states")
+        for window, table in enumerate(state.windows):
+            require(len(table) * BLOCK_SIZE >= work.end, step, f"{where}: its window has {len(table)} blocks")
+            for block in table[work.start // BLOCK_SIZE : -(-work.end // BLOCK_SIZE)]:
+                cached = block in self.protected_window_blocks[window] if self.protected_window_blocks else False
+                require(not cached, step, f"{where} writes cached block {block} of window {window}")
+                self._memory.claim(step, MoveKind.BLOCK, block, window + self.layout.has_kv)
         if not self.layout.has_kv:
             require(state.num_blocks == 0, step, f"{where} has blocks; the layout has no attention")
             return
@@ -339,6 +380,14 @@ class HashRunner:
             require(block not in self.protected_blocks, step, f"gives row {row} cached block {block} as new")
             self._memory.hand_out(block)
         self._rows[row].append_blocks(block_ids)
+
+    def _append_window_blocks(self, step: int, row: int, window: int, block_ids: list[int]) -> None:
+        for block in block_ids:
+            if block:
+                cached = block in self.protected_window_blocks[window] if self.protected_window_blocks else False
+                require(not cached, step, f"gives row {row} cached block {block} of window {window} as new")
+                self._memory.hand_out_window_block(step, window, block)
+        self._rows[row].windows[window] += block_ids
 
     def _check_slots(self, step: int, works: list[HashWork]) -> None:
         """No slot is written twice; no slot that a row reads is written by another row or by a save."""
@@ -378,6 +427,11 @@ class HashRunner:
             if not own.all():
                 token = int(np.argmin(own))
                 self._describe_bad_block(where, state, token, int(positions[token]))
+        for window, table in enumerate(state.windows):
+            first, positions, rolls = self._memory.window_keys(window, table, work.start)
+            own = (positions == np.arange(first, work.start)) & (rolls == state.rolls[first + 1 : work.start + 1])
+            bad = [] if own.all() else [first + int(np.argmin(own)), int(positions[np.argmin(own)])]
+            require(not bad, None, f"{where} attends in window {window} to token, which holds {bad}")
 
     def _describe_bad_block(self, where: str, state: HashRow, token: int, position: int) -> None:
         block = int(state.blocks[token // BLOCK_SIZE])
@@ -386,13 +440,16 @@ class HashRunner:
 
     def _write_keys(self, work: HashWork) -> None:
         """Keys and values of all tokens, those of drafts too, whatever becomes of them."""
-        if not self.layout.has_kv:
+        if not self.layout.kv:
             return
         state = self._rows[work.row]
         rolls = state.rolls[work.start + 1 : work.known + 1].tolist()
         for draft in work.drafts:
             rolls.append(self._hasher.extend(rolls[-1], draft))
-        self._memory.write_keys(state.blocks, work.start, rolls)
+        if self.layout.has_kv:
+            self._memory.write_keys(state.blocks, work.start, rolls)
+        for window, table in enumerate(state.windows):
+            self._memory.write_window_keys(window, table, work.start, rolls)
 
     def _save(self, work: HashWork) -> None:
         """An optimistic row may not come as far as the state that it was to save: nothing is in the slot."""
@@ -420,6 +477,9 @@ class HashRunner:
             self._rows[work.row].missed = len(work.drafts)
             if self.layout.has_kv:
                 self._memory.spoil_blocks(self._written_blocks(work))
+            for window, table in enumerate(self._rows[work.row].windows):
+                written = table[work.start // BLOCK_SIZE : -(-work.end // BLOCK_SIZE)]
+                self._memory.spoil_window_blocks(window, written)
             for slot in (work.write_slot, *(slot for _, slot in work.saves)):
                 if slot != NO_SLOT:
                     self._memory.spoil_slot(slot)
@@ -436,6 +496,10 @@ class HashRunner:
             if self.layout.has_kv:
                 _, rolls = self._memory.keys(state.blocks, end)
                 digest = int((rolls * self._hasher.weights[:end]).sum(dtype=np.uint64))
+            for window, table in enumerate(state.windows):
+                first_key, _, rolls = self._memory.window_keys(window, table, end)
+                own_keys = (rolls * self._hasher.weights[first_key:end]).sum(dtype=np.uint64)
+                digest = (digest + int(own_keys)) & MASK
             token = self._hasher.next_token(roll, digest, state.seed)
             own = allowed.get(first + i)
             token = own[token % len(own)] if own is not None else token

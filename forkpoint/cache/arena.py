@@ -49,7 +49,8 @@ class Move:
 
     A move within a room is a part of its compaction: every table that names `src` has to name `dst` afterwards. A move
     between rooms leaves the contents of `src` in place. Moves to the disk, and reads, end later than the plan: the
-    worker then reports their `ticket`. `name` says what they write, or what they must find.
+    worker then reports their `ticket`. `name` says what they write, or what they must find. `group` is the place of a
+    block's group in `layout.groups`.
     """
 
     kind: MoveKind
@@ -58,6 +59,7 @@ class Move:
     route: MoveRoute = MoveRoute.ARENA
     ticket: int = 0
     name: EntryName | None = None
+    group: int = 0
 
 
 class UnitOwner(Protocol):
@@ -67,11 +69,11 @@ class UnitOwner(Protocol):
 
 
 class UnitPool:
-    """Units of one kind, blocks or slots, cut from pages; indexed by how many free units a page has."""
+    """Units of one kind, blocks of a group or slots, cut from pages; indexed by how many free units a page has."""
 
-    def __init__(self, kind: MoveKind, per_page: int, stride_bytes: int, route: MoveRoute) -> None:
-        """`route` is that of the moves of a compaction."""
-        self.kind = kind
+    def __init__(self, kind: MoveKind, per_page: int, stride_bytes: int, route: MoveRoute, group: int = 0) -> None:
+        """`route` is that of the moves of a compaction, `group` that of blocks."""
+        self.kind, self.group = kind, group
         self.route = route
         self.per_page = per_page
         self.stride_bytes = stride_bytes
@@ -152,7 +154,7 @@ class UnitPool:
             (new,) = self._pop(1)
             owner = self.owners.pop(old)
             self.owners[new] = owner
-            moves.append(Move(self.kind, old, new, self.route))
+            moves.append(Move(self.kind, old, new, self.route, group=self.group))
             owner.rebind(moves[-1])
         return page, moves
 
@@ -187,12 +189,12 @@ class UnitPool:
 
 
 class Arena:
-    """`num_pages` pages of one room, of which page 0 is reserved. Each of the others holds blocks or slots, as needed.
+    """`num_pages` pages of one room, of which page 0 is reserved. The others hold units of one kind each, as needed.
 
-    A new unit comes from the fullest partly used page of its kind, or else from a free page. If there is none, and the
-    other kind's free units add up to a page, compaction frees one, which moves at most one page's bytes. If there is
+    A new unit comes from the fullest partly used page of its kind, or else from a free page. If there is none, and
+    another kind's free units add up to a page, compaction frees one, which moves at most one page's bytes. If there is
     still no room, the caller has to evict. `moves` lists the copies that the next plan has to carry, in order. Rooms
-    whose copies depend on each other share one list.
+    whose copies depend on each other share one list. `windows[i]` are the blocks of `layout.windows[i]`.
     """
 
     def __init__(
@@ -208,6 +210,12 @@ class Arena:
         # A layout without blocks, or without slots, never takes a unit of that kind.
         self.blocks = UnitPool(MoveKind.BLOCK, layout.blocks_per_page or 1, layout.block_stride_bytes, route)
         self.slots = UnitPool(MoveKind.SLOT, layout.slots_per_page or 1, layout.slot_stride_bytes, route)
+        first = int(layout.has_kv)
+        self.windows = [
+            UnitPool(MoveKind.BLOCK, group.blocks_per_page, group.stride_bytes, route, number)
+            for number, group in enumerate(layout.windows, first)
+        ]
+        self._pools = [self.slots, self.blocks, *self.windows]
         self._free_pages = list(range(num_pages - 1, 0, -1))
         self.moves = [] if moves is None else moves
         self._given_bytes = 0  # since the start
@@ -224,10 +232,14 @@ class Arena:
 
     def take_blocks(self, owner: UnitOwner, count: int) -> list[int]:
         """Take up to `count` blocks; fewer if there is no room for more."""
-        return self._take(self.blocks, self.slots, owner, count)
+        return self._take(self.blocks, owner, count)
 
     def take_slot(self, owner: UnitOwner, compact: bool = True) -> int | None:
-        return next(iter(self._take(self.slots, self.blocks if compact else None, owner, 1)), None)
+        return next(iter(self._take(self.slots, owner, 1, compact)), None)
+
+    def take_window_block(self, window: int, owner: UnitOwner) -> int | None:
+        """Take a block of `layout.windows[window]`; None if there is no room for it."""
+        return next(iter(self._take(self.windows[window], owner, 1)), None)
 
     def occupy(self, kind: MoveKind, owners: Mapping[int, UnitOwner]) -> None:
         """Give units of an arena in which nothing was taken yet to these owners. No page may get both kinds."""
@@ -243,14 +255,17 @@ class Arena:
     def give_slot(self, slot: int) -> None:
         self._free_pages += self.slots.give([slot])
 
+    def give_window_block(self, window: int, block: int) -> None:
+        self._free_pages += self.windows[window].give([block])
+
     def reissue_blocks(self, blocks: Sequence[int], owner: UnitOwner) -> None:
         """Give blocks in use to another owner; the clock counts them as handed out."""
         self.blocks.transfer(blocks, [owner] * len(blocks))
         self._given_bytes += len(blocks) * self.blocks.stride_bytes
 
     @property
-    def num_blocks_until_slot(self) -> int:
-        """How many more blocks have to become free before `take_slot` finds room in a full arena."""
+    def num_blocks_until_page(self) -> int:
+        """How many more blocks have to become free before a unit of another kind finds room in a full arena."""
         return self.blocks.per_page - self.blocks.num_free_in_partial
 
     def drain_moves(self) -> tuple[Move, ...]:
@@ -259,28 +274,31 @@ class Arena:
         self.moves.clear()
         return moves
 
-    def _take(self, pool: UnitPool, other: UnitPool | None, owner: UnitOwner, count: int) -> list[int]:
+    def _take(self, pool: UnitPool, owner: UnitOwner, count: int, compact: bool = True) -> list[int]:
         units = pool.take(owner, count)
-        while len(units) < count and (self._free_pages or (other and self._compact(other))):
+        while len(units) < count and (self._free_pages or (compact and self._compact(pool))):
             pool.add_page(self._free_pages.pop())
             units += pool.take(owner, count - len(units))
         self._given_bytes += len(units) * pool.stride_bytes
         return units
 
-    def _compact(self, pool: UnitPool) -> bool:
-        emptied = pool.empty_one_page()
-        if emptied is None:
-            return False
-        page, moves = emptied
-        self.moves += moves
-        self._free_pages.append(page)
-        return True
+    def _compact(self, wanted: UnitPool) -> bool:
+        """Free a page of another pool than `wanted`, which has no free unit."""
+        for pool in self._pools:
+            emptied = pool.empty_one_page() if pool is not wanted else None
+            if emptied is not None:
+                page, moves = emptied
+                self.moves += moves
+                self._free_pages.append(page)
+                return True
+        return False
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each page is free, of blocks or of slots, and each unit is free or owned."""
+        """Raise AssertionError unless each page is free or of one kind of units, and each unit is free or owned."""
         seen: dict[int, str] = {0: "reserved"} | dict.fromkeys(self._free_pages, "free")
         assert len(seen) == 1 + len(self._free_pages), "a page is twice on the free list"
-        for name, pool in (("blocks", self.blocks), ("slots", self.slots)):
+        windows = ((f"blocks of window {number}", pool) for number, pool in enumerate(self.windows))
+        for name, pool in (("blocks", self.blocks), ("slots", self.slots), *windows):
             free = pool.free_units()
             num_units: dict[int, int] = {page: len(units) for page, units in free.items()}
             assert sum(num_units.values()) == pool.num_free_in_partial, f"{name}: free count is off"

@@ -142,7 +142,10 @@ class Filing:
 
         The end of a turn supersedes the checkpoint that the turn went on from.
         """
-        checkpoint = self._store.add_checkpoint(node, save.slot, save.origin, lease.decoded, lease.note, num_readers)
+        windows = self._store.windows.run(lease.windows, node.depth, save.num_tokens)
+        checkpoint = self._store.add_checkpoint(
+            node, save.slot, save.origin, lease.decoded, lease.note, num_readers, windows
+        )
         if checkpoint is None:
             return None
         lease.touched.append(checkpoint)

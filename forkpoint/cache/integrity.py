@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -12,6 +13,7 @@ from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.restoring import Restore
 from forkpoint.cache.tier import Tier
 from forkpoint.cache.tree import Checkpoint
+from forkpoint.cache.windows import WindowBlock
 from forkpoint.config import BLOCK_SIZE
 
 Owned: TypeAlias = tuple[int, UnitOwner]
@@ -31,13 +33,16 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
     for lease in leases:
         assert lease.num_confirmed <= lease.num_planned, f"{lease.owner}: more tokens are confirmed than planned"
         table = lease.block_ids(0, lease.num_blocks)
-        assert NO_BLOCK not in table and len(set(table)) == len(table), f"{lease.owner}: holes in its table {table}"
+        if layout.has_kv:
+            distinct = len(set(table)) == len(table)
+            assert NO_BLOCK not in table and distinct, f"{lease.owner}: holes in its table {table}"
     own: list[Owned] = [(block, lease) for lease in leases for block in lease.own_blocks.values()]
     if layout.has_kv:
         _check_owners(arena.blocks, [*own, *((node.block, node) for node in nodes)])
         assert manager.num_blocks_held == len(own) + tree.num_pinned
     else:
         assert not own and all(node.block == NO_BLOCK for node in nodes)
+    _check_windows(manager, leases, checkpoints)
     current = manager.restoring.current if manager.restoring is not None else None
     running: list[Owned] = [(lease.slot, lease) for lease in leases if lease.slot != NO_SLOT]
     saving: list[Owned] = [(save.slot, save) for lease in leases for save in lease.saves]
@@ -55,6 +60,31 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
     for tier in (manager.tier, manager.disk):
         if tier is not None:
             _check_tier(tier, current if current is not None and current.tier is tier else None)
+
+
+def _check_windows(manager: CacheManager, leases: Iterable[Lease], checkpoints: Iterable[Checkpoint]) -> None:
+    """Raise AssertionError unless the blocks of windows are held by requests and checkpoints as often as counted."""
+    holders, busy = Counter[WindowBlock](), Counter[WindowBlock]()
+    for lease in leases:
+        for number, row in enumerate(lease.windows):
+            group = manager.layout.windows[number]
+            assert row.end >= lease.num_blocks, f"{lease.owner}: a hole at the end of its window"
+            first = group.first_block(lease.first_position)
+            assert row.start <= first, f"{lease.owner}: a block in its window was given back"
+            holders.update(row.blocks)
+            busy.update(row.blocks)
+    for each in checkpoints:
+        blocks = [block for run in each.windows for block in run]
+        firsts = [group.first_block(each.num_tokens) for group in manager.layout.windows]
+        assert [len(run) for run in each.windows] == [each.node.depth - index for index in firsts]
+        holders.update(blocks)
+        if each.num_readers:
+            holders.update(blocks)
+            busy.update(blocks)
+    assert all((each.num_holders, each.num_busy) == (holders[each], busy[each]) for each in holders), "holders are off"
+    for number, pool in enumerate(manager.arena.windows):
+        _check_owners(pool, [(each.block, each) for each in holders if each.window == number])
+        assert manager.store.windows.num_busy[number] == sum(each.window == number for each in busy)
 
 
 def _check_tier(tier: Tier, current: Restore | None) -> None:

@@ -15,6 +15,7 @@ NO_SLOT: Final = -1  # as a source it stands for the zero state
 ALIGNMENT_BYTES: Final = 64  # of every tensor: a cache line, and more than any vector load needs
 MAX_PADDING: Final = 0.05  # share of a page that may carry no data; less would need pages too large to move
 FALLBACKS_PER_ARENA: Final = 4  # at least so many in a conversation that fills the arena
+SLOTS_WITHOUT_BYTES: Final = 64  # a page, in layouts with windows and without recurrent layers
 SMALL_SLOT: Final = 0.25  # share of a block up to which a slot is cheap enough to save every boundary
 # Operations of the chunked delta rule per token and value of its matrix (the floors of docs/benchmarks/gpu_ops.md).
 DELTA_RULE_OPERATIONS: Final = 11
@@ -63,8 +64,8 @@ class TensorSpec:
 class KVSpec:
     """What a layer keeps of each token, in blocks: keys and values, or a latent of both.
 
-    `takes_fp8`: the operators that write and read it also take the form that `in_fp8` returns. `window` is how many
-    tokens back the layer looks; tokens further back are kept all the same.
+    `takes_fp8`: the operators that write and read it also take the form that `in_fp8` returns. With `window` a token
+    attends only to the last `window` tokens, itself included.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -114,6 +115,31 @@ class StateSpec:
         return sum(tensor.num_bytes() for tensor in self.tensors)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockGroup:
+    """The blocks of the layers that look equally far back. Block `b` starts at byte `b * stride_bytes` of the arena.
+
+    With `window`, blocks that lie wholly behind it are given back. Without one all blocks are kept.
+    """
+
+    window: int | None
+    block_bytes: int  # without padding
+    blocks_per_page: int
+    stride_bytes: int
+
+    def first_block(self, position: int) -> int:
+        """Return the index of the first block that the token at `position` attends to."""
+        if self.window is None:
+            return 0
+        return max(0, position + 1 - self.window) // BLOCK_SIZE
+
+    @property
+    def most_blocks(self) -> int:
+        """The most blocks that a row needs between two steps, the block of its next token and its drafts included."""
+        assert self.window is not None
+        return -(-(self.window - 1) // BLOCK_SIZE) + 2
+
+
 # What one layer keeps: nothing, keys and values, a state, or some of both.
 LayerSpec: TypeAlias = tuple[KVSpec | StateSpec, ...]
 
@@ -132,6 +158,10 @@ class CacheLayout:
     every tensor of a layer is one strided view. A layout without attention has `blocks_per_page == 0`, one without
     states `slots_per_page == 0`. Attention sees a block as `kernel_blocks` blocks of `kernel_block_size` tokens,
     `kernel_block_stride_bytes` apart, each with what all layers keep of its tokens.
+
+    Layers with windows have blocks of their own (`windows`), which are a part of the state: a checkpoint holds those
+    that its next token attends to. "Blocks" alone are those of layers that attend to all tokens. A layout with windows
+    and without recurrent layers has slots of 0 bytes, so that it has checkpoints too.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -146,24 +176,41 @@ class CacheLayout:
     slot_stride_bytes: int
     kernel_block_size: int  # tokens
     kernel_blocks: int  # in a block
-    has_kv: bool
+    has_kv: bool  # blocks that are kept
     has_states: bool
+    windows: tuple[BlockGroup, ...] = ()
 
     @classmethod
-    def create(cls, layers: Sequence[LayerSpec], kernel_block_sizes: Sequence[int] = ()) -> CacheLayout:
-        """Pick the smallest page that wastes at most 5 %, whether it holds blocks or slots.
+    def create(
+        cls, layers: Sequence[LayerSpec], kernel_block_sizes: Sequence[int] = (), longest: int | None = None
+    ) -> CacheLayout:
+        """Pick the smallest page that wastes at most 5 %, whatever it holds.
 
         Kernels read blocks of the first of `kernel_block_sizes` that divides a block. Raises ConfigError if none does.
-        Without sizes they read whole blocks.
+        Without sizes they read whole blocks. Windows of `longest` tokens or more keep all blocks; 0: all windows do.
         """
+        if longest is not None:
+            layers = [tuple(_without_wide_window(spec, longest) for spec in layer) for layer in layers]
         specs = [spec for layer in layers for spec in layer]
         kv = tuple(spec for spec in specs if isinstance(spec, KVSpec))
         states = tuple(spec for spec in specs if isinstance(spec, StateSpec))
         kernel_size = _kernel_block_size(kernel_block_sizes)
         kernel_blocks = BLOCK_SIZE // kernel_size
-        block_bytes = kernel_blocks * sum(spec.block_bytes(kernel_size) for spec in kv)
+        block_bytes = kernel_blocks * sum(spec.block_bytes(kernel_size) for spec in kv if spec.window is None)
         slot_bytes = sum(spec.slot_bytes for spec in states)
-        blocks, slots, page_bytes = _choose_page(block_bytes, slot_bytes, kernel_blocks)
+        windows: tuple[BlockGroup, ...] = ()
+        if widths := sorted({spec.window for spec in kv if spec.window is not None}):
+            sizes = [kernel_blocks * sum(s.block_bytes(kernel_size) for s in kv if s.window == w) for w in widths]
+            (blocks, slots, *per_page), page_bytes = _choose_shared_page(
+                [block_bytes, slot_bytes, *sizes], kernel_blocks
+            )
+            windows = tuple(
+                BlockGroup(width, size, count, page_bytes // count)
+                for width, size, count in zip(widths, sizes, per_page, strict=True)
+            )
+            slots = slots or SLOTS_WITHOUT_BYTES
+        else:
+            blocks, slots, page_bytes = _choose_page(block_bytes, slot_bytes, kernel_blocks)
         return cls(
             layers=tuple(layers),
             blocks_per_page=blocks,
@@ -179,6 +226,21 @@ class CacheLayout:
             kernel_blocks=kernel_blocks,
             has_kv=blocks > 0,
             has_states=slots > 0,
+            windows=windows,
+        )
+
+    @property
+    def groups(self) -> tuple[BlockGroup, ...]:
+        """All groups of blocks, those that are kept first. Plans and moves name a group by its place here."""
+        if not self.has_kv:
+            return self.windows
+        return (BlockGroup(None, self.block_bytes, self.blocks_per_page, self.block_stride_bytes), *self.windows)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The bytes of a state, and of the blocks of its windows if no other checkpoint shares them."""
+        return self.slot_bytes + sum(
+            -(-(group.window or 1) // BLOCK_SIZE) * group.block_bytes for group in self.windows
         )
 
     @property
@@ -207,25 +269,32 @@ class CacheLayout:
         waste = [0.0]
         if self.has_kv:
             waste.append(1 - self.block_bytes * self.blocks_per_page / self.page_bytes)
-        if self.has_states:
+        if self.slot_bytes:
             waste.append(1 - self.slot_bytes * self.slots_per_page / self.page_bytes)
+        waste += (1 - group.block_bytes * group.blocks_per_page / self.page_bytes for group in self.windows)
         return max(waste)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that `num_tokens` tokens occupy; 0 in a layout without attention."""
-        return -(-num_tokens // BLOCK_SIZE) if self.has_kv else 0
+        """Return the blocks of each group that `num_tokens` tokens occupy; 0 in a layout without attention."""
+        return -(-num_tokens // BLOCK_SIZE) if self.kv else 0
+
+    def num_window_blocks_for(self, num_tokens: int) -> list[int]:
+        """Return for each of `windows` how many blocks a request of `num_tokens` tokens needs at the least."""
+        return [min(self.num_blocks_for(num_tokens), group.most_blocks) for group in self.windows]
 
     def num_pages_for(self, num_tokens: int, num_slots: int) -> int:
         """Return the pages that a request of `num_tokens` tokens with `num_slots` slots needs at least."""
-        return self.num_pages_of(self.num_blocks_for(num_tokens), num_slots)
+        return self.num_pages_of(self.num_blocks_for(num_tokens), num_slots, self.num_window_blocks_for(num_tokens))
 
-    def num_pages_of(self, num_blocks: int, num_slots: int) -> int:
-        """Return the pages that so many blocks and slots take, densely packed."""
+    def num_pages_of(self, num_blocks: int, num_slots: int, num_window_blocks: Sequence[int] = ()) -> int:
+        """Return the pages that so many blocks and slots take, and blocks of each of `windows`, densely packed."""
         pages = 0
         if self.has_kv:
             pages += -(-num_blocks // self.blocks_per_page)
         if self.has_states:
             pages += -(-num_slots // self.slots_per_page)
+        for group, count in zip(self.windows, num_window_blocks, strict=False):
+            pages += -(-count // group.blocks_per_page)
         return pages
 
     def fallback_step(self, num_pages: int) -> int:
@@ -240,34 +309,32 @@ class CacheLayout:
         if not (self.has_kv and self.has_states):
             return 0
         part = num_pages * self.blocks_per_page // FALLBACKS_PER_ARENA
-        apart = int(math.sqrt(2 * num_pages * self.slots_per_page) * self.slot_bytes / self.block_bytes)
+        apart = int(math.sqrt(2 * num_pages * self.slots_per_page) * self.checkpoint_bytes / self.block_bytes)
         return min(part, apart) * BLOCK_SIZE
 
     def capture_interval(self, asked: int) -> int:
         """Return the distance in tokens between periodic states: 64, every boundary, if slots are small. 0: none."""
-        is_small = self.has_kv and self.slot_bytes <= SMALL_SLOT * self.block_bytes
+        is_small = self.has_kv and self.checkpoint_bytes <= SMALL_SLOT * self.block_bytes
         if asked and is_small:
             return BLOCK_SIZE
         return asked
 
-    def out_of_sight(self, num_tokens: int) -> float:
-        """Return the share of the keys and values of `num_tokens` tokens that lies outside the layers' windows."""
-        behind = (
-            spec.block_bytes(BLOCK_SIZE) * max(0.0, 1 - spec.window / num_tokens)
-            for spec in self.kv
-            if spec.window is not None
-        )
-        return sum(behind) / max(1, self.block_bytes)
-
     def longest_request(self, num_pages: int) -> int:
         """Return the tokens, prompt and output, of the longest request that an otherwise empty arena holds."""
-        pages = num_pages - 1 - self.num_pages_of(0, 1)  # page 0 is reserved; one state
+        windows = [group.most_blocks for group in self.windows]
+        pages = num_pages - 1 - self.num_pages_of(0, 1, windows)  # page 0 is reserved; one state
         return max(0, pages) * self.blocks_per_page * BLOCK_SIZE
 
     @staticmethod
     def usable_prefix(num_prompt_tokens: int) -> int:
         """Return the longest prefix that a hit may cover. At least one token is always computed."""
         return max(0, num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def _without_wide_window(spec: KVSpec | StateSpec, longest: int) -> KVSpec | StateSpec:
+    if isinstance(spec, KVSpec) and spec.window is not None and (spec.window >= longest or not longest):
+        return replace(spec, window=None)
+    return spec
 
 
 def _kernel_block_size(sizes: Sequence[int]) -> int:
@@ -299,5 +366,25 @@ def _choose_page(block_bytes: int, slot_bytes: int, kernel_blocks: int) -> tuple
                 return blocks, slots, page
             if best is None or waste < best[0]:
                 best = (waste, blocks, slots, page)
+    assert best is not None
+    return best[1:]
+
+
+def _choose_shared_page(sizes: Sequence[int], kernel_blocks: int) -> tuple[list[int], int]:
+    """Return how many units of each of `sizes` bytes a page holds (0 of no bytes), and the page's bytes.
+
+    The page is the smallest one that wastes at most MAX_PADDING, whichever units it holds, or else wastes least.
+    """
+    largest = max(sizes)
+    best: tuple[float, list[int], int] | None = None
+    for count in range(1, 65):
+        counts = [count * largest // size if size else 0 for size in sizes]
+        unit = ALIGNMENT_BYTES * math.lcm(*(each * kernel_blocks for each in counts if each), SLOTS_WITHOUT_BYTES)
+        page = -(-count * largest // unit) * unit
+        waste = max(1 - each * size / page for each, size in zip(counts, sizes, strict=True) if size)
+        if best is None or waste < best[0]:
+            best = (waste, counts, page)
+        if waste <= MAX_PADDING:
+            break
     assert best is not None
     return best[1:]

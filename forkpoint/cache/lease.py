@@ -9,6 +9,7 @@ from forkpoint.cache.arena import Move, MoveKind
 from forkpoint.cache.hashing import HashChain
 from forkpoint.cache.layout import NO_BLOCK, NO_SLOT
 from forkpoint.cache.tree import Checkpoint, Node, Origin
+from forkpoint.cache.windows import WindowRow
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +31,7 @@ class Lease:
 
     The request's block table has `num_blocks` blocks: `own_blocks` by their index in the table, and for every other
     index the block of the node on the way down to `node`. `node` is the deepest node of the request's own history; it
-    is pinned.
+    is pinned. `windows` are the tables of `layout.windows`, which may reach further than `num_blocks`.
 
     The plans issued so far compute `num_planned` tokens; results have confirmed `num_confirmed` of them. The state
     after `num_planned` tokens is in the checkpoint `read_from`, which must not be written, or otherwise in `slot`.
@@ -41,6 +42,7 @@ class Lease:
     owner: str
     chain: HashChain
     node: Node | None = None
+    windows: list[WindowRow] = field(default_factory=list)
     num_blocks: int = 0
     num_sent_blocks: int = 0  # blocks that the worker already has; the next plan sends the rest
     own_blocks: dict[int, int] = field(default_factory=dict)  # index in the table -> block
@@ -103,6 +105,11 @@ class Lease:
             return
         index = next(index for index, block in self.own_blocks.items() if block == move.src)
         self.own_blocks[index] = move.dst
+
+    @property
+    def first_position(self) -> int:
+        """The first position that a later plan may compute or save, if all drafts in flight are rejected."""
+        return min(self.num_planned - self.num_last_step + 1, *(save.num_tokens for save in self.saves), 1 << 62)
 
     def pop_blocks(self, indices: Iterable[int]) -> list[int]:
         """Remove these of its own blocks, given by index, from the lease and return their ids."""

@@ -22,7 +22,9 @@ from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import HostTier, Tier
 from forkpoint.cache.tiers import NO_TIERS, TierSizes, build_tiers
 from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin
+from forkpoint.cache.windows import WindowRow
 from forkpoint.config import BLOCK_SIZE, CacheConfig
+from forkpoint.errors import ConfigError
 from forkpoint.images import ImageSpan
 
 
@@ -56,6 +58,8 @@ class CacheManager:
         self.tier: HostTier | None = None
         self.disk: DiskTier | None = None
         self.restoring: Restoring | None = None
+        if layout.windows and (tiers.num_host_pages or tiers.disk is not None):
+            raise ConfigError("tiers cannot hold blocks of windows; create the layout with longest=0")
         if self.enabled:
             new_policy = EVICTION.find(config.eviction_policy)
             self.tier, self.disk = build_tiers(tiers, self.store, new_policy, cost, has_private=deterministic)
@@ -148,7 +152,7 @@ class CacheManager:
 
     @property
     def num_blocks_held(self) -> int:
-        """Blocks of leases, and pinned blocks of the tree. Meaningless in a layout without keys and values."""
+        """Blocks of leases, and pinned blocks of the tree, windows apart. Meaningless in a layout without blocks."""
         return self.arena.blocks.num_used - self.store.tree.num_nodes + self.store.tree.num_pinned
 
     @property
@@ -159,7 +163,7 @@ class CacheManager:
     @property
     def num_pages_held(self) -> int:
         """Pages that the held blocks and slots take, densely packed."""
-        return self.layout.num_pages_of(self.num_blocks_held, self.num_slots_held)
+        return self.layout.num_pages_of(self.num_blocks_held, self.num_slots_held, self.store.windows.num_busy)
 
     def has_room(self, hit: PrefixHit, num_tokens: int, spare_blocks: int, spare_slots: int = 0) -> bool:
         """Return whether a request that starts from `hit` could grow to `num_tokens` without preempting another."""
@@ -177,8 +181,12 @@ class CacheManager:
         return self._fits(num_tokens, spare_blocks - sum(1 for _ in shared), 1)
 
     def _fits(self, num_tokens: int, more_blocks: int, more_slots: int) -> bool:
-        blocks = self.num_blocks_held + self.layout.num_blocks_for(num_tokens) + more_blocks
-        return self.layout.num_pages_of(blocks, self.num_slots_held + more_slots) < self.arena.num_pages
+        layout, slots = self.layout, self.num_slots_held + more_slots
+        blocks = self.num_blocks_held + layout.num_blocks_for(num_tokens) + more_blocks
+        windows = [
+            a + b for a, b in zip(self.store.windows.num_busy, layout.num_window_blocks_for(num_tokens), strict=True)
+        ]
+        return layout.num_pages_of(blocks, slots, windows) < self.arena.num_pages
 
     # --- while it runs
 
@@ -186,6 +194,7 @@ class CacheManager:
         """Give the lease the blocks of the hit, and the checkpoint to read first."""
         assert lease.node is None and lease.num_blocks == 0
         lease.node = hit.path[-1] if hit.path else self.store.tree.root(lease.chain.root)
+        lease.windows = [WindowRow() for _ in self.layout.windows]
         self.store.tree.pin(lease.node)
         self._start_from(lease, hit)
         if self.restoring is not None and self.restoring.is_for(lease):
@@ -217,7 +226,10 @@ class CacheManager:
     def _start_from(self, lease: Lease, hit: PrefixHit) -> None:
         if lease.read_from is not None:
             self.done_reading(lease.read_from)
-        lease.num_blocks = lease.num_sent_blocks = len(hit.path) if self.layout.has_kv else 0
+        lease.num_blocks = lease.num_sent_blocks = self.layout.num_blocks_for(hit.num_tokens)
+        if hit.checkpoint is not None and lease.windows:
+            self.store.windows.clear(lease.windows)
+            self.store.windows.start_from(lease.windows, hit.checkpoint.windows, lease.num_blocks)
         lease.num_planned = lease.num_confirmed = hit.num_tokens
         lease.read_from = lease.hit = hit.checkpoint
         if hit.checkpoint is None:
@@ -245,13 +257,39 @@ class CacheManager:
                 self.store.supersede(checkpoint)
 
     def ensure_blocks(self, lease: Lease, num_tokens: int) -> bool:
-        """Get blocks for `num_tokens` tokens. False: the arena has too few; the lease keeps what it got."""
-        start, end = lease.num_blocks, self.layout.num_blocks_for(num_tokens)
+        """Get blocks for `num_tokens` tokens, and give back those behind windows.
+
+        False: the arena has too few; the lease keeps what it got.
+        """
+        wanted, windows = self.layout.num_blocks_for(num_tokens), self.store.windows
+        if not lease.windows:
+            return self._extend(lease, wanted)
+        windows.trim(lease.windows, lease.first_position)
+        if not self._extend(lease, wanted):
+            # The blocks of a window that were taken for later tokens may have left too few of other groups.
+            windows.cut(lease.windows, lease.num_blocks)
+            while lease.num_blocks < wanted and self._extend(lease, lease.num_blocks + 1):
+                pass
+            windows.cut(lease.windows, lease.num_blocks)
+        return lease.num_blocks >= wanted
+
+    def _extend(self, lease: Lease, wanted: int) -> bool:
+        """Take blocks of each group up to index `wanted`. Returns whether there were enough."""
+        start, end = lease.num_blocks, wanted
+        for number, row in enumerate(lease.windows):
+            end = min(end, self.store.windows.extend(row, number, wanted, self.store.take_window_block))
         if start < end:
-            blocks = self.store.take_blocks(lease, end - start)
-            lease.own_blocks.update(zip(range(start, end), blocks, strict=False))
-            lease.num_blocks += len(blocks)
-        return lease.num_blocks >= end
+            if self.layout.has_kv:
+                blocks = self.store.take_blocks(lease, end - start)
+                lease.own_blocks.update(zip(range(start, end), blocks, strict=False))
+                end = start + len(blocks)
+            lease.num_blocks = end
+        return lease.num_blocks >= wanted
+
+    def block_ids(self, lease: Lease, start: int, end: int) -> list[list[int]]:
+        """Return the ids of blocks `[start, end)` of the lease's table of each of `layout.groups`."""
+        windows = [row.block_ids(start, end) for row in lease.windows]
+        return [lease.block_ids(start, end), *windows] if self.layout.has_kv else windows
 
     def drop_duplicates(self, lease: Lease) -> None:
         """Give back the lease's blocks that the tree has too, because another request filed them first.
@@ -389,6 +427,7 @@ class CacheManager:
             if not (donate and self._donate_state(lease)):
                 self.arena.give_slot(lease.slot)
         self._free_own_blocks(lease)
+        self.store.windows.clear(lease.windows)
         if lease.node is not None:
             self.store.unpin(lease.node)
         for checkpoint in lease.touched:
@@ -404,7 +443,8 @@ class CacheManager:
         if lease.detached or node.condemned or node.depth * BLOCK_SIZE != tokens or node.checkpoint:
             return False
         origin = Origin.DECODE if lease.decoded else Origin.PROMPT_END
-        checkpoint = self.store.add_checkpoint(node, lease.slot, origin, lease.decoded, lease.note)
+        windows = self.store.windows.run(lease.windows, node.depth, tokens)
+        checkpoint = self.store.add_checkpoint(node, lease.slot, origin, lease.decoded, lease.note, windows=windows)
         assert checkpoint is not None
         lease.touched.append(checkpoint)
         return True

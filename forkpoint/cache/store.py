@@ -24,6 +24,7 @@ from forkpoint.cache.tree import (
     PrefixTree,
     nearest_checkpoint,
 )
+from forkpoint.cache.windows import WindowBlocks, WindowRuns
 from forkpoint.config import BLOCK_SIZE
 
 _INSIDE = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt continues below such a state
@@ -46,6 +47,7 @@ class PrefixStore:
         self.layout = layout
         self.arena = arena
         self.tree = PrefixTree()
+        self.windows = WindowBlocks(layout, arena)
         self.ghosts = GhostTable(num_ghosts)
         self.counters = CacheCounters()
         self.num_checkpoints = 0
@@ -79,14 +81,21 @@ class PrefixStore:
 
     def take_slot(self, owner: UnitOwner, below: float | None = None) -> int | None:
         """Take a slot, evicting as needed; with `below`, evict only entries whose key is smaller."""
+        return self._take_unit(lambda: self.arena.take_slot(owner), below)
+
+    def take_window_block(self, window: int, owner: UnitOwner) -> int | None:
+        """Take a block of `layout.windows[window]`, evicting as needed."""
+        return self._take_unit(lambda: self.arena.take_window_block(window, owner), None)
+
+    def _take_unit(self, take: Callable[[], int | None], below: float | None) -> int | None:
         self._queue.file_due(self.arena.turnover, FILED_AT_ONCE)
-        while (slot := self.arena.take_slot(owner)) is None:
-            most = self.arena.num_blocks_until_slot if self.layout.has_kv else len(self._dead)
+        while (unit := take()) is None:
+            most = self.arena.num_blocks_until_page if self.layout.has_kv else len(self._dead)
             if dead := self._evict_dead(most):
                 self._give_blocks(dead)
             elif not self.evict_least(below):
                 return None
-        return slot
+        return unit
 
     def evict_least(self, below: float | None = None) -> bool:
         """Evict the checkpoint (without states: the leaf) with the smallest key, if that is smaller than `below`.
@@ -188,7 +197,7 @@ class PrefixStore:
             )  # fmt: skip
         node, inside = entry.node, bool(entry.node.children)
         saved, kv_bytes, above = self._worth(nearest_checkpoint(node.parent), entry.num_tokens)
-        num_bytes = self.layout.slot_bytes
+        num_bytes = self.layout.checkpoint_bytes
         if not inside:
             num_bytes += kv_bytes
         return self.policy.key(
@@ -207,7 +216,7 @@ class PrefixStore:
         """
         inside, now = origin in _INSIDE, self.arena.turnover
         saved, kv_bytes, kind = self._worth(above, num_tokens)
-        num_bytes = self.layout.slot_bytes
+        num_bytes = self.layout.checkpoint_bytes
         if not inside:
             num_bytes += kv_bytes
         return self.policy.key(
@@ -217,7 +226,7 @@ class PrefixStore:
     def key_of_copy(self, source: Checkpoint, above: Checkpoint | None, inside: bool) -> float:
         """Return the key that a copy of another store's checkpoint would get, below this store's `above`."""
         saved, kv_bytes, kind = self._worth(above, source.num_tokens)
-        num_bytes = self.layout.slot_bytes
+        num_bytes = self.layout.checkpoint_bytes
         if not inside:
             num_bytes += kv_bytes
         return self.policy.key(
@@ -266,8 +275,9 @@ class PrefixStore:
         decoded: bool,
         note: object = None,
         num_readers: int = 0,
+        windows: WindowRuns = (),
     ) -> Checkpoint | None:
-        """Make `slot` the checkpoint of `node`, saved by a request with that note.
+        """Make `slot`, with its blocks of windows, the checkpoint of `node`, saved by a request with that note.
 
         None: `node` keeps its present checkpoint, and the slot is freed. A checkpoint is replaced only if decode
         kernels computed it, nobody reads it, and prefill kernels computed the new one.
@@ -278,8 +288,9 @@ class PrefixStore:
             return None
         if present is not None:
             self.drop_checkpoint(present)
-        checkpoint = self._enter(Checkpoint(node, slot, node.depth * BLOCK_SIZE, origin, decoded, num_readers))
-        self.num_read += num_readers > 0
+        checkpoint = self._enter(Checkpoint(node, slot, node.depth * BLOCK_SIZE, origin, decoded, windows))
+        for _ in range(num_readers):
+            self.start_reading(checkpoint)
         self.counters.checkpoints_saved[origin] += 1
         self.policy.saved(checkpoint, nearest_checkpoint(node.parent), note)
         self._queue.push(checkpoint)
@@ -316,6 +327,7 @@ class PrefixStore:
         if self.restorable is not None:
             self.restorable.gained(node)
         self.arena.slots.transfer([checkpoint.slot], [checkpoint])
+        self.windows.hold(checkpoint.windows)
         self.num_checkpoints += 1
         self.ghosts.discard([node.hash], GhostKind.CHECKPOINT)
         return checkpoint
@@ -334,12 +346,15 @@ class PrefixStore:
         self.num_checkpoints -= 1
         if not keep_slot:
             self.arena.give_slot(checkpoint.slot)
+        self.windows.let_go(checkpoint.windows)
         self._note_leaf(checkpoint.node)
 
     def start_reading(self, checkpoint: Checkpoint) -> None:
         """Count one reader of the checkpoint more. It cannot be evicted before all of them are done."""
         checkpoint.num_readers += 1
-        self.num_read += checkpoint.num_readers == 1
+        if checkpoint.num_readers == 1:
+            self.num_read += 1
+            self.windows.pin(checkpoint.windows)
 
     def done_reading(self, checkpoint: Checkpoint) -> None:
         """Count one reader of the checkpoint less. Without readers it can be evicted again.
@@ -350,6 +365,7 @@ class PrefixStore:
         checkpoint.num_readers -= 1
         if not checkpoint.num_readers:
             self.num_read -= 1
+            self.windows.unpin(checkpoint.windows)
             self.refile(checkpoint)
 
     def refile(self, checkpoint: Checkpoint) -> None:

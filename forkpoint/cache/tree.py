@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from forkpoint.cache.arena import Move
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import NO_BLOCK
+from forkpoint.cache.windows import WindowRuns
 
 
 @enum.unique
@@ -87,7 +88,8 @@ class Checkpoint(Evictable):
     """The state after exactly `num_tokens` tokens, in a slot that nobody writes.
 
     PrefixStore writes how it was used, CacheManager who expects or reads it, the eviction policy its `note`, compaction
-    its `slot`. `num_readers` counts the plans in flight and the leases that still have to read the slot.
+    its `slot`. `num_readers` counts the plans in flight and the leases that still have to read the slot. `windows` are
+    the blocks that the next token attends to, for each of `layout.windows`.
     """
 
     node: Node
@@ -95,6 +97,7 @@ class Checkpoint(Evictable):
     num_tokens: int
     origin: Origin
     decoded: bool  # decode kernels computed a part of it: its bits are not those of prefill
+    windows: WindowRuns = ()
     num_readers: int = 0
     num_expected: int = 0  # waiting requests that would resume here
     superseded: bool = False  # a later checkpoint of the same conversation exists

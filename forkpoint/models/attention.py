@@ -135,9 +135,10 @@ class Attention:
         if self._norms:
             q, k = (norm.across(part, self._build.ranks) for norm, part in zip(self._norms, (q, k), strict=True))
         q = self.write(q, k, v, ctx)
+        index = ctx.attention_of(config.window)
         own_gate, attend = gate[0] if gate else None, self._build.ops.paged_attention
         scales = KVScales.of(cache)
-        out = attend(q, cache["k"], cache["v"], ctx.attention, self._scale, config.window, own_gate, scales)
+        out = attend(q, cache["k"], cache["v"], index, self._scale, config.window, own_gate, scales)
         if self._head_gate is not None:
             out = sigmoid_mul(out, self._head_gate(x).unsqueeze(-1))
         return self._out(out.flatten(1))
@@ -145,7 +146,7 @@ class Attention:
     def write(self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """Store keys and values `[T, heads * dim]`, and return the normalised and rotated queries `[T, heads, dim]`."""
         q, k, v = (torch.unflatten(x, -1, (-1, self._config.head_dim)) for x in (q, k, v))
-        build, cache, slots = self._build, ctx.caches[self._layer], ctx.attention.slot_mapping
+        build, cache, slots = self._build, ctx.caches[self._layer], ctx.attention_of(self._config.window).slot_mapping
         table = self._table if ctx.rope_table is None else ctx.rope_table
         rotated = (self._head_norm, table, ctx.positions)
         return build.ops.qk_norm_rope_write(q, k, v, *rotated, cache["k"], cache["v"], slots, KVScales.of(cache))

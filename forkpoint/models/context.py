@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -41,7 +41,8 @@ class ForwardContext:
     `decode` and `prefill` map the name of each state operator to its slots. They differ between operators only where an
     operator cannot write to another slot than it reads, and its states were copied beforehand. `caches[i]` belongs to
     layer i. If `verify` is set, decode rows may have several tokens, and `verify` says which states and records the
-    operators read and write for them. If `record` is set, states are written only every few tokens.
+    operators read and write for them. If `record` is set, states are written only every few tokens. `windows` is by
+    width, and has the blocks of layers with such a window.
     """
 
     positions: Tensor  # [T] int64: the line of cos and sin that rotates each token
@@ -54,4 +55,11 @@ class ForwardContext:
     record: RecordIndex | None = None
     embedded: Tensor | None = None  # token embeddings `[T, H]`, for families whose layers read them again
     images: ImageInputs | None = None
+    windows: Mapping[int, AttentionIndex] = field(default_factory=dict)
     rope_table: Tensor | None = None  # [T, R] fp32: cos and sin for this pass alone, instead of the model's table
+
+    def attention_of(self, window: int | None) -> AttentionIndex:
+        """Return where layers with that window, or without one, keep their keys."""
+        if window is None:
+            return self.attention
+        return self.windows.get(window, self.attention)

@@ -111,12 +111,9 @@ def cache_plan_lines(
     if layout.has_kv:
         most = (num_pages - 1) * layout.blocks_per_page
         lines.append(f"block: {BLOCK_SIZE} tokens, {layout.block_bytes:,} bytes; {most:,} at most")
-    wasted = layout.out_of_sight(max_model_len)
-    if wasted:
-        lines.append(
-            f"sliding windows: blocks behind them are kept; at {max_model_len} tokens {wasted:.0%} of the "
-            "keys and values"
-        )
+    for group in layout.windows:
+        most = (num_pages - 1) * group.blocks_per_page
+        lines.append(f"block of a window of {group.window} tokens: {group.block_bytes:,} bytes; {most:,} at most")
     if layout.has_states:
         most = (num_pages - 1) * layout.slots_per_page
         lines.append(f"slot: one state of any length, {layout.slot_bytes:,} bytes; {most:,} at most")
@@ -154,6 +151,7 @@ def _contents(layout: CacheLayout) -> str:
         kinds.append(f"{layout.blocks_per_page} blocks")
     if layout.has_states:
         kinds.append(f"{layout.slots_per_page} slots")
+    kinds += (f"{group.blocks_per_page} blocks of a window" for group in layout.windows)
     return " or ".join(kinds)
 
 

@@ -13,12 +13,13 @@ from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.row_images import RowImages
 from forkpoint.runtime.row_sampling import RowSampling, TokenCounts
-from forkpoint.sched.plan import AddedRow, IntArray, StepPlan
+from forkpoint.sched.plan import AddedRow, IntArray, ReplacedPrefix, StepPlan
 
 
 class Batch:
-    """The rows of the running batch: token ids, block table, last sampled id, how each row samples.
+    """The rows of the running batch: token ids, block tables, last sampled id, how each row samples.
 
+    `tables` has a table for each of `layout.groups`, and one without blocks if there are none; `table` is the first.
     `last_sampled` `[num_rows + 1]` int64 is on the device. Padded rows sample into its last entry.
     """
 
@@ -31,8 +32,12 @@ class Batch:
         platform: Platform,
         images: RowImages | None = None,
     ) -> None:
-        blocks = layout.num_blocks_for(max_model_len) if layout.has_kv else 1
-        self.table = BlockTable(num_rows, blocks, BLOCK_SIZE, platform, layout.kernel_block_size)
+        blocks = layout.num_blocks_for(max_model_len) or 1
+        self.tables = [
+            BlockTable(num_rows, blocks, BLOCK_SIZE, platform, layout.kernel_block_size)
+            for _ in layout.groups or [None]
+        ]
+        self.table = self.tables[0]
         self.last_sampled = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
         self.rows: dict[int, AddedRow] = {}  # by number
@@ -53,21 +58,29 @@ class Batch:
             if self.images is not None:
                 self.images.remove(row)
             self._sampling.pop(row, None)
-            self.table.clear_row(row)
+            for table in self.tables:
+                table.clear_row(row)
         if plan.moves:
-            self.table.remap(plan.moves)
+            for group, table in enumerate(self.tables):
+                table.remap(plan.moves, group)
         for added in plan.added:
             self.rows[added.row] = added
             if self.images is not None:
                 self.images.add(added)
             self.num_prompt_tokens[added.row] = added.num_prompt_tokens
-            self.table.add(added.row, added.block_ids)
+            self._set_blocks(added)
         for replaced in plan.replaced:
-            self.table.add(replaced.row, replaced.block_ids)
+            self._set_blocks(replaced)
         if len(plan.rows.new_blocks):
-            self.table.append(plan.rows.row, plan.rows.block_ptr, plan.rows.new_blocks)
+            for table, ids in zip(self.tables, (plan.rows.new_blocks, *plan.rows.more_blocks), strict=True):
+                table.append(plan.rows.row, plan.rows.block_ptr, ids)
         if len(plan.rows.new_blocks) or plan.added or plan.replaced or plan.moves:
-            self.table.commit()
+            for table in self.tables:
+                table.commit()
+
+    def _set_blocks(self, row: AddedRow | ReplacedPrefix) -> None:
+        for table, ids in zip(self.tables, (row.block_ids, *row.more_block_ids), strict=True):
+            table.add(row.row, ids)
 
     def prepare(self, added: Iterable[AddedRow]) -> None:
         """Prepare the sampling of added rows, before their first step.

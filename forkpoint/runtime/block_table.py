@@ -89,15 +89,15 @@ class BlockTable:
         self.host[row] = 0
         self._num_entries[row] = 0
 
-    def remap(self, moves: Sequence[Move]) -> None:
-        """Follow compaction: replace the ids of moved blocks in all rows.
+    def remap(self, moves: Sequence[Move], group: int = 0) -> None:
+        """Follow compaction: replace the ids of moved blocks of this table's group in all rows.
 
         A block whose contents were moved away may be taken and moved again. Its contents are new then, and no row has
         them.
         """
         contents: dict[int, int | None] = {}  # block -> the block whose contents it has now; None: new contents
         for move in moves:
-            if move.kind is MoveKind.BLOCK and move.route is MoveRoute.ARENA:
+            if move.kind is MoveKind.BLOCK and move.group == group and move.route is MoveRoute.ARENA:
                 contents[move.dst] = contents.get(move.src, move.src)
                 contents[move.src] = None
         origins = {place: origin for place, origin in contents.items() if origin is not None}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from forkpoint.cache.disk_entries import BLOCK, SLOT
-from forkpoint.cache.layout import FP8, CacheLayout, KVSpec, TensorSpec
+from forkpoint.cache.layout import FP8, BlockGroup, CacheLayout, KVSpec, TensorSpec
 from forkpoint.disk.store import DiskStore
 from forkpoint.models.context import LayerCache
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
@@ -24,9 +25,9 @@ class ArenaBuffer:
 
     `layers[i]` are the tensors of layer i by name. Tensors of tokens are `[blocks, heads, block_size, dim]` in kernel
     blocks: block b has those from `b * kernel_blocks` on. Tensors of sequences are `[slots, *shape]`. All are strided
-    views: in a block or slot the layers' parts follow each other. `host` is the memory of the host tier, with
-    `num_host_pages` pages of the same layout. The system provides its pages when they are first written. `disk` has the
-    disk tier, if there is one.
+    views: in a block or slot the layers' parts follow each other. A layer's blocks are those of its window's group.
+    `host` is the memory of the host tier, with `num_host_pages` pages of the same layout. The system provides its pages
+    when they are first written. `disk` has the disk tier, if there is one.
     """
 
     def __init__(
@@ -42,10 +43,6 @@ class ArenaBuffer:
         self.layers = tuple(self._views())
 
     @property
-    def num_blocks(self) -> int:
-        return self.num_pages * self.layout.blocks_per_page
-
-    @property
     def num_slots(self) -> int:
         return self.num_pages * self.layout.slots_per_page
 
@@ -55,7 +52,8 @@ class ArenaBuffer:
             if move.route in MEMORY_ROUTES:
                 source = self.host if move.route in (MoveRoute.HOST, MoveRoute.LOAD) else self.data
                 target = self.host if move.route in (MoveRoute.HOST, MoveRoute.STORE) else self.data
-                target[self._extent(move.kind, move.dst)].copy_(source[self._extent(move.kind, move.src)])
+                src, dst = (self._extent(move.kind, unit, move.group) for unit in (move.src, move.dst))
+                target[dst].copy_(source[src])
             else:
                 self._use_disk(move, sound)
 
@@ -80,32 +78,35 @@ class ArenaBuffer:
             room = self.host if route is MoveRoute.HOST_TO_DISK else self.data
             disk.submit_write(name, move.dst, self._bytes(room, move.kind, move.src), move.ticket)
 
-    def unit_bytes(self, kind: MoveKind) -> int:
-        """Return the bytes of a block or a slot, including the gaps between kernel blocks."""
+    def unit_bytes(self, kind: MoveKind, group: int = 0) -> int:
+        """Return the bytes of a block of a group or a slot, including the gaps between kernel blocks."""
         layout = self.layout
         if kind is MoveKind.SLOT:
             return layout.slot_bytes
-        gaps = layout.block_stride_bytes - layout.kernel_block_stride_bytes
-        return gaps + layout.block_bytes // layout.kernel_blocks
+        if not layout.groups:
+            return 0
+        stride, kernel_blocks = layout.groups[group].stride_bytes, layout.kernel_blocks
+        return stride - stride // kernel_blocks + layout.groups[group].block_bytes // kernel_blocks
 
-    def _extent(self, kind: MoveKind, unit: int) -> slice:
+    def _extent(self, kind: MoveKind, unit: int, group: int = 0) -> slice:
         layout = self.layout
-        start = unit * (layout.slot_stride_bytes if kind is MoveKind.SLOT else layout.block_stride_bytes)
-        return slice(start, start + self.unit_bytes(kind))
+        stride = layout.slot_stride_bytes if kind is MoveKind.SLOT else layout.groups[group].stride_bytes
+        return slice(unit * stride, unit * stride + self.unit_bytes(kind, group))
 
     def _bytes(self, room: Tensor, kind: MoveKind, unit: int) -> memoryview:
         """Return the bytes of a unit, which can be written. The room is memory of the host."""
         return room[self._extent(kind, unit)].numpy().data
 
     def _views(self) -> Iterator[LayerCache]:
-        layout, block_offset, slot_offset = self.layout, 0, 0
+        layout, slot_offset = self.layout, 0
+        groups, offsets = {group.window: group for group in layout.groups}, Counter[int | None]()
         for number, layer in enumerate(layout.layers):
             views = {}
             for spec in layer:
                 for tensor in spec.tensors:
                     if isinstance(spec, KVSpec):
-                        view = self._block_view(tensor, block_offset)
-                        block_offset += tensor.num_bytes(layout.kernel_block_size)
+                        view = self._block_view(tensor, groups[spec.window], offsets[spec.window])
+                        offsets[spec.window] += tensor.num_bytes(layout.kernel_block_size)
                         self.block_views.append(view)
                     else:
                         place = (self.num_slots, layout.slot_stride_bytes, slot_offset)
@@ -115,10 +116,11 @@ class ArenaBuffer:
                     views[tensor.name] = view
             yield views
 
-    def _block_view(self, tensor: TensorSpec, offset_bytes: int) -> Tensor:
+    def _block_view(self, tensor: TensorSpec, group: BlockGroup, offset_bytes: int) -> Tensor:
         (heads, dim), layout = tensor.shape, self.layout
-        shape, count = (heads, layout.kernel_block_size, dim), self.num_blocks * layout.kernel_blocks
-        return self._view(shape, tensor.dtype, count, layout.kernel_block_stride_bytes, offset_bytes)
+        count = self.num_pages * group.blocks_per_page * layout.kernel_blocks
+        place = (count, group.stride_bytes // layout.kernel_blocks, offset_bytes)
+        return self._view((heads, layout.kernel_block_size, dim), tensor.dtype, *place)
 
     def _view(self, shape: tuple[int, ...], dtype: str, count: int, stride_bytes: int, offset_bytes: int) -> Tensor:
         """Return a view `[count, *shape]`: contiguous entries, the i-th at byte `i * stride_bytes + offset_bytes`."""

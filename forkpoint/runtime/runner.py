@@ -108,7 +108,8 @@ class ModelRunner:
             if most and model.config.draft_layer:
                 self._drafts = DraftGraphs(model, ops, self.batch, self._records, platform, most, shapes)
         kept = (self._states.copies, self._records, most if self._drafts else 0, self.batch.images)
-        self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, *kept)
+        tables = {group.window: table for group, table in zip(layout.groups, self.batch.tables, strict=False)}
+        self._builder = StepBuilder(self.batch.table, bool(layout.kv), splits, *kept, tables)
         self._shapes: ShapeTable | None = None  # shapes with graphs
         if shapes:
             self._shapes = ShapeTable(shapes)
@@ -268,6 +269,7 @@ class ModelRunner:
                 drafts = (self._drafts.drafted, tensors["draft_at"])
             ids = IdColumns(tensors["token_ids"], tensors["token_rows"], self.batch.last_sampled, *drafts)
             self._ops.catch_up(ids, self._builder.late(tensors))
+        context = self._builder.with_windows(context, tensors)
         if "rope_shift" in tensors:  # after the positions were corrected
             context = replace(context, positions=tensors["positions"] + tensors["rope_shift"], images=images)
         return self._model.forward(tensors["token_ids"], context)
@@ -382,7 +384,7 @@ def _splits(loaded: Loaded) -> KeySplits:
     must not depend on the batch.
     """
     layout, config, traits = loaded.layout, loaded.model.config, traits_of(loaded.platform.device)
-    if loaded.ops.deterministic or not layout.has_kv:
+    if loaded.ops.deterministic or not layout.kv:
         return KeySplits(layout.kernel_block_size)
     wanted, folded = max(1, traits.num_decode_programs // layout.kv[0].num_heads), 1
     layers = (*config.layers, config.draft_layer)

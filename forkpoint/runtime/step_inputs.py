@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from forkpoint.models.context import ForwardContext, LayerCache
@@ -73,13 +76,15 @@ class StepBuilder:
         records: TokenRecords | None = None,
         most_drafts: int = 0,
         images: RowImages | None = None,
+        tables: Mapping[int | None, BlockTable] = MappingProxyType({}),
     ) -> None:
         """`splits` makes the work lists of a device's kernels; None: there are none.
 
         `copies`: some operators need their states copied first. `records` is given if drafts are verified or states are
         written every few tokens only. `most_drafts` of a row come from DraftGraphs; 0: none do. `images` of rows change
-        the positions by which tokens are rotated.
+        the positions by which tokens are rotated. `tables` are those of each window, `table` among them.
         """
+        self._windows = {width: each for width, each in tables.items() if width is not None and each is not table}
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
         self._records, self._most_drafts, self._images = records, most_drafts, images
         self._folded = 1
@@ -125,6 +130,8 @@ class StepBuilder:
         }
         if self._images is not None:
             arrays["rope_shift"] = _spread(self._images.shifts(rows), num_tokens, decodes, gap, 0)
+        if self._windows:
+            arrays["token_lines"] = _spread(table_rows.astype(np.int64), num_tokens, decodes, gap, NO_ROW)
         arrays |= self._segments(rows, plan.num_decodes, shape, recorded)
         if self._records is not None:
             num_rows = shape.num_verified or shape.num_decodes
@@ -188,6 +195,20 @@ class StepBuilder:
         )
         decode, prefill = operators.indices(t, query_lens[shape.num_decodes :])
         return ForwardContext(t["positions"], shape.num_decodes, attention, decode, prefill, caches, verify, record)
+
+    def with_windows(self, context: ForwardContext, t: Tensors) -> ForwardContext:
+        """Return the context with the blocks of each window. Positions must have been corrected.
+
+        Where tokens are stored is looked up on the device, because only the device has the positions of rows whose
+        drafts may be rejected.
+        """
+        windows: dict[int, AttentionIndex] = {}
+        for width, table in self._windows.items():
+            lines, size = t["token_lines"], table.kernel_block_size
+            blocks = table.device[lines.clamp(min=0), t["positions"] // size].long()
+            slots = torch.where(lines >= 0, blocks * size + t["positions"] % size, NO_SLOT)
+            windows[width] = replace(context.attention, block_table=table.device, slot_mapping=slots)
+        return replace(context, windows=windows) if windows else context
 
     def late(self, t: Tensors) -> LateColumns | None:
         """Return the tensors that the operator `catch_up` corrects in place, once for each step: it takes rejected

@@ -149,7 +149,12 @@ class Admission:
         start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
         in_prefill = start < prefill_end
         end = self._chunks.end(request, start, prefill_end, builder.budget) if in_prefill else start + 1
-        if not (self._cache.ensure_slot(lease) and self._cache.ensure_blocks(lease, end)):
+        has_memory = self._cache.ensure_slot(lease) and self._cache.ensure_blocks(lease, end)
+        if not has_memory and in_prefill and lease.windows and self._cache.ensure_slot(lease):
+            # Tokens of a long chunk take blocks of windows that they need in this step alone. A shorter chunk fits.
+            end = min(end, lease.num_blocks * BLOCK_SIZE)
+            has_memory = start < end
+        if not has_memory:
             scheduled.lease = self._cache.release(lease)
             if self._others_hold_pages(scheduled) or hit is NOTHING:
                 return False

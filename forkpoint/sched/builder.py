@@ -100,7 +100,7 @@ class PlanBuilder:
     ) -> IssuedStep:
         """Return the plan in its record. The leases' planned tokens advance past it, and what it computes is filed."""
         added = tuple(self._make_row(scheduled) for scheduled in self._added)
-        replaced = tuple(ReplacedPrefix(scheduled.row, _sent_blocks(scheduled)) for scheduled in self._replaced)
+        replaced = tuple(self._make_replaced(scheduled) for scheduled in self._replaced)
         readers: list[Checkpoint] = []
         masks: list[tuple[int, IntArray]] = []
         computed: list[tuple[Lease, int]] = []
@@ -132,6 +132,7 @@ class PlanBuilder:
 
     def _make_row(self, scheduled: ScheduledRequest) -> AddedRow:
         request = scheduled.request
+        first, more = self._sent_blocks(scheduled)
         return AddedRow(
             row=scheduled.row,
             request_id=request.id,
@@ -140,10 +141,20 @@ class PlanBuilder:
             params=request.params,
             seed=request.seed,
             stop_token_ids=tuple(sorted(request.stop_token_ids)),
-            block_ids=_sent_blocks(scheduled),
+            block_ids=first,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
             images=request.images,
+            more_block_ids=more,
         )
+
+    def _make_replaced(self, scheduled: ScheduledRequest) -> ReplacedPrefix:
+        return ReplacedPrefix(scheduled.row, *self._sent_blocks(scheduled))
+
+    def _sent_blocks(self, scheduled: ScheduledRequest) -> tuple[IntArray, tuple[IntArray, ...]]:
+        """Return the blocks that the worker has, or gets with the row: of the first group, and of the others."""
+        groups = self._manager.block_ids(scheduled.lease, 0, scheduled.lease.num_sent_blocks)
+        first, *more = (np.asarray(ids, np.int32) for ids in groups or [[]])
+        return first, tuple(more)
 
     def _make_rows(
         self,
@@ -165,16 +176,21 @@ class PlanBuilder:
         if num_steady:
             self._fill_steady(columns[:6, :num_steady])
         tokens = [np.full(num_steady, LAST_SAMPLED, np.int32), *(work.tokens for work in works)]
-        blocks: list[int] = []
+        blocks: list[list[int]] = [[] for _ in self._manager.layout.groups or [None]]
+        num_blocks = 0
         saves: list[tuple[int, int]] = []
         for i, work in enumerate(works, num_steady):
             scheduled, lease, num_own = work.scheduled, work.scheduled.lease, len(work.tokens)
             begin = lease.num_planned
             end = begin + num_own
             columns[:6, i] = (scheduled.row, begin, num_own, work.num_drafts, lease.read_slot, lease.slot)
-            blocks += lease.block_ids(lease.num_sent_blocks, lease.num_blocks)
+            if lease.num_blocks > lease.num_sent_blocks:
+                num_blocks += lease.num_blocks - lease.num_sent_blocks
+                new = self._manager.block_ids(lease, lease.num_sent_blocks, lease.num_blocks)
+                for ids, own in zip(blocks, new, strict=True):
+                    ids += own
             saves += [(save.num_tokens, save.slot) for save in lease.saves]
-            columns[6:, i + 1] = (len(blocks), len(saves))
+            columns[6:, i + 1] = (num_blocks, len(saves))
             samples[i] = end >= scheduled.num_tokens_at_admission
             optimistic[i] = begin > scheduled.request.num_tokens
             if samples[i]:
@@ -189,6 +205,7 @@ class PlanBuilder:
             elif lease.saves and not lease.in_reach:
                 computed.append((lease, begin))
         positions, slots = np.asarray(saves, np.int32).reshape(len(saves), 2).T
+        new_blocks, *more_blocks = (np.asarray(ids, np.int32) for ids in blocks)
         return StepRows(
             row=row,
             start=start,
@@ -199,11 +216,12 @@ class PlanBuilder:
             samples=samples,
             tokens=np.concatenate(tokens),
             block_ptr=columns[6],
-            new_blocks=np.asarray(blocks, np.int32),
+            new_blocks=new_blocks,
             save_ptr=columns[7],
             save_positions=positions,
             save_slots=slots,
             optimistic=optimistic,
+            more_blocks=tuple(more_blocks),
         )
 
     def _fill_steady(self, columns: IntArray) -> None:
@@ -215,7 +233,3 @@ class PlanBuilder:
         read_slot[:] = write_slot[:] = [lease.slot for lease in leases]
         num_tokens[:] = 1
         advance_steady(leases)
-
-
-def _sent_blocks(scheduled: ScheduledRequest) -> IntArray:
-    return np.asarray(scheduled.lease.block_ids(0, scheduled.lease.num_sent_blocks), np.int32)

@@ -29,7 +29,8 @@ class AddedRow:
     """A request enters the batch at `row`.
 
     `token_ids` are the prompt and the outputs of an earlier run of the request. `block_ids` are the blocks of the
-    prefix hit; blocks for later tokens come with the steps that compute them.
+    prefix hit; blocks for later tokens come with the steps that compute them. They are those of the first of
+    `layout.groups`; `more_block_ids` are those of the other groups: as many each, and 0 for blocks behind the window.
     """
 
     row: int
@@ -42,6 +43,7 @@ class AddedRow:
     block_ids: IntArray
     wants_prompt_logprobs: bool = False
     images: tuple[ImageSpan, ...] = ()  # of the prompt
+    more_block_ids: tuple[IntArray, ...] = ()
 
 
 def _no_ints() -> IntArray:
@@ -53,7 +55,8 @@ class StepRows:
     """The rows of one step, in columns.
 
     Element `i` of a column belongs to row `i`, and so does the part `[ptr[i], ptr[i + 1])` of a column that a pointer
-    column divides. First the row's block table gets its `new_blocks`. The row computes its tokens
+    column divides. First the row's block table gets its `new_blocks`, and its tables of further groups `more_blocks`,
+    which the same pointers divide. The row computes its tokens
     `[start, start + num_tokens)`. The last `num_drafts` of them are drafts: the runner accepts those that equal what it
     samples itself, up to the first that does not, and rejects the rest. A decode row has one other token.
 
@@ -80,6 +83,7 @@ class StepRows:
     save_positions: IntArray
     save_slots: IntArray
     optimistic: BoolArray  # [N]
+    more_blocks: tuple[IntArray, ...] = ()
 
     def __len__(self) -> int:
         return len(self.row)
@@ -101,6 +105,7 @@ class ReplacedPrefix:
 
     row: int
     block_ids: IntArray
+    more_block_ids: tuple[IntArray, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class EngineReplica:
         self._disk.start(plan.moves, now_s)
         if plan.waits_for_disk:
             load = replace(load, waits_s=self._disk.next_s(now_s) - now_s)
-        counters.kv_written_bytes += load.num_tokens * layout.block_bytes // BLOCK_SIZE
+        counters.kv_written_bytes += load.num_tokens * sum(group.block_bytes for group in layout.groups) // BLOCK_SIZE
         counters.state_written_bytes += load.num_saves * layout.slot_bytes
         return load
 
@@ -176,4 +176,5 @@ def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
 
 def _num_bytes(moves: Iterable[Move], layout: CacheLayout) -> int:
     """Return the bytes of the units that are copied."""
-    return sum(layout.slot_bytes if move.kind is MoveKind.SLOT else layout.block_bytes for move in moves)
+    blocks = [group.block_bytes for group in layout.groups]
+    return sum(layout.slot_bytes if move.kind is MoveKind.SLOT else blocks[move.group] for move in moves)

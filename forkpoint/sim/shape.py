@@ -55,7 +55,7 @@ class ModelShape:
     @cached_property
     def kv_token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return self.layout.block_bytes // BLOCK_SIZE
+        return sum(group.block_bytes for group in self.layout.groups) // BLOCK_SIZE
 
     @cached_property
     def flops_per_token(self) -> int:

@@ -62,7 +62,9 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         ranks.check_equal({"options": config, "operators": ops.backends}, platform.device)
     model = _load(config, ops, platform, ranks)
     traits = platform.traits(platform.device)
-    layout = CacheLayout.create(model.layer_specs, kernel_block_sizes=traits.kernel_block_sizes)
+    # Tiers store whole paths, so they need the blocks behind windows too.
+    longest = 0 if config.host_tier_bytes or config.disk_tier_bytes else model.config.max_model_len
+    layout = CacheLayout.create(model.layer_specs, traits.kernel_block_sizes, longest)
     drafts = _max_num_drafts(config, layout, ops)
     has_graphs = platform.has_graphs and not config.enforce_eager
     shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=drafts) if has_graphs else ()
@@ -227,9 +229,9 @@ def _log_model(config: EngineConfig, loaded: Loaded) -> None:
     words = [f"{len(layout.kv)} attention and {len(layout.states)} recurrent layers", model.config.dtype]
     if model.config.quantization:
         words.append(f"weights {model.config.quantization.title}")
-    if model.config.fp8_keys and layout.has_kv:
+    if model.config.fp8_keys and layout.kv:
         words.append("keys and values FP8")
-    if layout.has_states:
+    if layout.states:
         words.append(f"states {config.mamba_ssm_cache_dtype}")
     if loaded.state_write_interval > 1:
         words.append(f"written every {loaded.state_write_interval} tokens")

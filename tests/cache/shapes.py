@@ -70,7 +70,7 @@ REAL_LAYOUTS = {
     "Granite-4.0-H-Tiny": layout(36, mamba2(48, 64, 128, 1), 4, attention(4, 128)),
     "Granite-4.0-H-350M": layout(28, mamba2(48, 32, 128, 1), 4, attention(4, 64)),
     "Llama-3.1-8B": layout_of([attention(8, 128)] * 32),
-    "Ministral-8B": layout_of([replace(attention(8, 128), window=32768)] * 36),
+    "Ministral-8B": layout_of([attention(8, 128)] * 36),  # its window is as long as its context
     "Qwen3-8B": layout_of([attention(8, 128)] * 36),
     "FalconMamba-7B": layout_of([mamba1(8192)] * 64),
     "LFM2-1.2B": layout(10, state((2, 2048), None), 6, attention(8, 64)),

@@ -111,7 +111,7 @@ def test_many_at_once_are_as_many_one_by_one(name: str, num_pages: int, ops: lis
             for block in some:
                 one_by_one.give_blocks([block])
             del held[start : start + count]
-        elif at_once.num_blocks_until_slot == LAYOUTS[name].blocks_per_page and not at_once.num_free_pages:
+        elif at_once.num_blocks_until_page == LAYOUTS[name].blocks_per_page and not at_once.num_free_pages:
             at_once.reissue_blocks(some, anybody)
             for block in some:
                 one_by_one.give_blocks([block])
@@ -128,7 +128,7 @@ def test_a_slot_is_found_once_enough_blocks_are_free(name: str) -> None:
     while (owner := take(arena, False)) is not None:
         owners.append(owner)
     for owner in owners[::3]:
-        count = arena.num_blocks_until_slot
+        count = arena.num_blocks_until_page
         slot = arena.take_slot(Owner())
         assert (count <= 0) == (slot is not None)
         if slot is not None:

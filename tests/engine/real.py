@@ -84,6 +84,7 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm3",
         {**SMALL, "head_dim": 16, "layer_types": ["conv", "full_attention", "sliding_attention"]},
     ),
+    "mistral": ("mistral", {**SMALL, "head_dim": 16, "num_hidden_layers": 2, "sliding_window": 100}),
     "falcon_h1": ("falcon_h1", {**SMALL, "num_hidden_layers": 2, "head_dim": 16}),
     "zamba2": (
         "zamba2",
@@ -376,8 +377,8 @@ class RealEngine:
         if arena.moves:
             return  # their contents are still to be moved
         free = [(arena._free_pages, layout.page_bytes)]
-        for pool, stride in ((arena.blocks, layout.block_stride_bytes), (arena.slots, layout.slot_stride_bytes)):
-            free += [([u for units in pool.free_units().values() for u in units], stride)] if pool else []
+        for pool in (arena.blocks, arena.slots, *arena.windows):
+            free.append(([u for units in pool.free_units().values() for u in units], pool.stride_bytes))
         for units, stride in free:
             for runner in (self.probe.inner, *self.probe.others) if units else ():
                 data = runner.arena.data
@@ -407,7 +408,8 @@ def start(
 ) -> RealEngine:
     """A fresh engine; its whole arena holds NaN. `options` say how many drafts a drafter may give."""
     models = bank.models(options)
-    layout = CacheLayout.create(models[0].layer_specs, kernel_block_sizes=options.kernel_block_sizes)
+    longest = 0 if options.host_tokens or options.disk_tokens else MAX_MODEL_LEN
+    layout = CacheLayout.create(models[0].layer_specs, options.kernel_block_sizes, longest)
     num_pages = options.num_pages or layout.num_pages_for(4 * MAX_MODEL_LEN, 64) + 1
     ops = select_table(options.cpu_ops, options.deterministic, options.force_state_copy)
     config = SchedulerConfig(

@@ -41,11 +41,15 @@ def arena(request: pytest.FixtureRequest) -> ArenaBuffer:
     return ArenaBuffer(CacheLayout.create(list(LAYERS.values()), kernel_block_sizes=request.param), 5)
 
 
+def num_blocks(arena: ArenaBuffer) -> int:
+    return arena.num_pages * arena.layout.blocks_per_page
+
+
 def views(arena: ArenaBuffer, kind: MoveKind) -> list[torch.Tensor]:
     """Return views by block or slot. A block's kernel blocks are one dimension."""
     if kind is MoveKind.SLOT:
         return [pool for *_, pool in arena.states]
-    return [view.unflatten(0, (arena.num_blocks, arena.layout.kernel_blocks)) for view in arena.block_views]
+    return [view.unflatten(0, (num_blocks(arena), arena.layout.kernel_blocks)) for view in arena.block_views]
 
 
 def test_layers_see_what_they_declare(arena: ArenaBuffer) -> None:
@@ -57,7 +61,7 @@ def test_layers_see_what_they_declare(arena: ArenaBuffer) -> None:
             if is_of_tokens:
                 size, count = arena.layout.kernel_block_size, arena.layout.kernel_blocks
                 assert size * count == 64 and count in (1, 4)
-                assert view.shape == (arena.num_blocks * count, first, size, *rest)
+                assert view.shape == (num_blocks(arena) * count, first, size, *rest)
                 assert view.stride(0) * view.element_size() * count == arena.layout.block_stride_bytes
             else:
                 assert view.shape == (arena.num_slots, *tensor.shape)
@@ -121,10 +125,10 @@ def test_a_move_copies_one_unit_whole(arena: ArenaBuffer, kind: MoveKind) -> Non
 
 def test_layouts_of_one_kind() -> None:
     only_kv = ArenaBuffer(CacheLayout.create([(KEYS,), (), (LATENT,)]), 3)
-    assert only_kv.states == [] and only_kv.num_slots == 0 and only_kv.num_blocks == 3
+    assert only_kv.states == [] and only_kv.num_slots == 0 and num_blocks(only_kv) == 3
     assert only_kv.layers[1] == {}
     only_states = ArenaBuffer(CacheLayout.create([LAYERS["mamba-1"], (WINDOW,)]), 3)
-    assert only_states.block_views == [] and only_states.num_blocks == 0 and only_states.num_slots == 3
+    assert only_states.block_views == [] and num_blocks(only_states) == 0 and only_states.num_slots == 3
 
 
 def test_a_size_that_divides_no_block_is_refused() -> None:

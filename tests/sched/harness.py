@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -35,6 +35,11 @@ LAYOUTS = {
     "one each": layout_of([KV] + [STATE] * 3),
     "no states": layout_of([KV]),
     "no keys and values": layout_of([STATE]),
+}
+WINDOWED = {
+    "states and a window": layout_of([KV, replace(KV, window=130), STATE]),
+    "two windows": layout_of([KV, replace(KV, window=64), replace(KV, window=300)]),
+    "a window alone": layout_of([replace(KV, window=100)] * 2),
 }
 HYBRIDS = [name for name, layout in LAYOUTS.items() if layout.has_states and layout.has_kv]
 
@@ -124,10 +129,11 @@ class Harness:
     def step(self) -> bool:
         """One plan, and the result of the oldest one that may now be known. False when nothing is left."""
         filed = list(self.sched.cache.store.tree.nodes())
+        kept = [node.checkpoint for node in filed if node.checkpoint is not None]
         plan = self.sched.schedule()
         if plan is not None:
             self._note(plan)
-            self._protect(plan, filed)
+            self._protect(plan, filed, kept)
             if self.fail_next:
                 self.runner.fail_steps.add(plan.step)
                 self.fail_next = False
@@ -165,8 +171,13 @@ class Harness:
         for row, count in zip(plan.rows.row.tolist(), known.tolist(), strict=True):
             self.computed[self.rows[row]] += count
 
-    def _protect(self, plan: StepPlan, filed: list[Node]) -> None:
+    def _protect(self, plan: StepPlan, filed: list[Node], kept: list[Checkpoint]) -> None:
         """Whatever was cached before this plan must not be written by it; `filed` are the blocks."""
+        windows: list[set[int]] = [set() for _ in self.layout.windows]
+        for checkpoint in kept:
+            for window, run in enumerate(checkpoint.windows if not checkpoint.dropped else ()):
+                windows[window].update(block.block for block in run)
+        self.runner.protected_window_blocks = windows
         saved = set(plan.rows.save_slots.tolist())
         store = self.sched.cache.store
         checkpoints = [node.checkpoint for node in store.tree.nodes() if node.checkpoint is not None]

@@ -15,12 +15,13 @@ from forkpoint.errors import RequestTooLargeError
 from forkpoint.images import ImageSpan
 from forkpoint.params import FinishReason
 from tests.cache.published import Listener
-from tests.sched.harness import LAYOUTS, VOCAB, Harness, image_span, tokens
+from tests.sched.harness import LAYOUTS, VOCAB, WINDOWED, Harness, image_span, tokens
 
 LENGTHS = st.one_of(
     st.integers(1, 700),
     st.builds(lambda n, d: 64 * n + d, st.integers(1, 10), st.sampled_from([-1, 0, 1, 63])),
 )
+ALL = {**LAYOUTS, **WINDOWED}
 TRUNK = tokens(99, 2000)
 # Tokens of text before it, rows, columns, and which of few images it is.
 IMAGE = st.tuples(
@@ -32,7 +33,7 @@ class Serving(RuleBasedStateMachine):
     """Requests whose prompts branch off a common trunk or off each other's histories."""
 
     @initialize(
-        layout=st.sampled_from(sorted(LAYOUTS)),
+        layout=st.sampled_from(sorted(ALL)),
         tokens_of_room=st.integers(300, 6000),
         spare_slots=st.integers(1, 12),
         budget=st.sampled_from([128, 192, 500, 2048]),
@@ -78,7 +79,9 @@ class Serving(RuleBasedStateMachine):
         disk_delay,
         disk_fail_chance,
     ) -> None:
-        chosen = LAYOUTS[layout]
+        chosen = ALL[layout]
+        if chosen.windows:  # which tiers cannot hold
+            host_tokens = disk_tokens = None
         self.harness = Harness(
             layout=chosen,
             num_pages=chosen.num_pages_for(tokens_of_room, spare_slots) + 2,

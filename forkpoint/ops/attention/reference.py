@@ -115,6 +115,9 @@ def paged_attention(
             if fixed:
                 padded = -(-kv_len // FIXED_TILE) * FIXED_TILE
             k, v = (_gather(*cache, blocks, kv_len, padded) for cache in caches)
+            if window is not None:  # blocks behind it were given back and may hold anything, NaN included
+                behind = max(0, kv_len - num_queries + 1 - window)
+                k[:, :, :behind], v[:, :, :behind] = 0, 0
             out[first:last] = _segment(q[first:last], kv_len - num_queries, k, v, scale, window, fixed)
         first = last
     if gate is None:
