@@ -30,11 +30,11 @@ def weights_digest(folder: Path) -> str | None:
 
     Every byte is read, through the system's page cache, which has them from loading the model: about 5 GB a second.
     """
-    paths = sorted(folder.glob(WEIGHT_FILES))
+    paths = sorted(folder.rglob(WEIGHT_FILES))
     found = xxhash.xxh3_128()
     for path in paths:
         size = path.stat().st_size
-        found.update(f"{path.name}:{size}:".encode())
+        found.update(f"{path.relative_to(folder)}:{size}:".encode())
         if size:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
                 found.update(data)

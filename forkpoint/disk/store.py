@@ -220,19 +220,29 @@ class DiskStore:
                 self._changed.notify_all()
 
     def _remove(self, name: EntryName | None) -> None:
-        """Remove entries whose contents are wrong. If the journal cannot say so, it is emptied."""
-        for kind, table in self._records.items():
+        """Remove entries whose contents are wrong. The journal is rewritten without them, or else emptied.
+
+        A record that says so would not do: if it were damaged, the entries would be back.
+        """
+        num_gone = 0
+        for table in self._records.values():
             is_named = table["live"] == 1
             if name is not None:
                 is_named &= table["hash"] == np.void(name.hash)
-            units = np.flatnonzero(is_named)
-            if not len(units):
-                continue
-            try:
-                self._forget(units, kind)
-            except OSError as error:
-                self._stop_writing(error)
-                self._journal.empty()
+            table["live"][is_named] = 0
+            num_gone += int(is_named.sum())
+        self._num_live -= num_gone
+        if not num_gone:
+            return
+        try:
+            self._rewrite()
+        except OSError as error:
+            self._stop_writing(error)
+            self._journal.empty()
+
+    def _rewrite(self) -> None:
+        tables = [self._records[kind] for kind in (BLOCK, SLOT)]
+        self._journal.rewrite(np.concatenate([table[table["live"] == 1] for table in tables]))
 
     def _write(self, job: Job) -> None:
         """Run a write or a copy. The journal learns first what is overwritten, then what was written."""
@@ -284,8 +294,7 @@ class DiskStore:
         self._records[kind][record["unit"]] = record
         self._num_live += 1
         if self._journal.is_long(self._num_live):
-            tables = [self._records[each] for each in (BLOCK, SLOT)]
-            self._journal.rewrite(np.concatenate([table[table["live"] == 1] for table in tables]))
+            self._rewrite()
 
     def _record(self, name: EntryName, data: mmap.mmap) -> Records:
         record = np.zeros(1, RECORD)

@@ -105,6 +105,8 @@ def test_removed_entries_do_not_come_back(tmp_path: Path) -> None:
     store.submit_removal(name_of(2))
     assert read(store, name_of(2), 3) is None
     store.close()
+    journal = tmp_path / "journal.0"
+    journal.write_bytes(journal.read_bytes() + b"damage")  # what comes after the removal does not undo it
     store = open_now(tmp_path)
     assert set(found(store).values()) == {name_of(number) for number in (1, 3, 4)}
     store.submit_removal(None)
@@ -183,6 +185,7 @@ def test_a_full_disk_ends_writing_and_nothing_else(
             monkeypatch.setattr(Slab, "write", no_room)
         else:
             monkeypatch.setattr(Journal, "append", no_room)
+        monkeypatch.setattr(Journal, "rewrite", no_room)
         for ticket in (2, 3):
             write(store, name_of(ticket), ticket + 1, ticket)
         news = settled(store, {2, 3})
@@ -317,6 +320,7 @@ rng, first = np.random.default_rng(), int.from_bytes(np.random.default_rng().byt
 while True:
     random_writes(store, rng, 64, first)
     settled(store, set(range(1, 65)))
+    print("written", flush=True)
     first += 64
 """
 
@@ -329,6 +333,7 @@ def test_a_killed_writer_leaves_whole_entries(tmp_path: Path) -> None:
         assert process.stdout is not None
         seen, right = map(int, process.stdout.readline().split())
         num_found, num_bad = num_found + seen, num_bad + seen - right
+        assert process.stdout.readline() == "written\n"
         time.sleep(float(rng.uniform(0, 0.05)))
         process.send_signal(signal.SIGKILL)
         process.wait()

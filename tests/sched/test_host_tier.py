@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from forkpoint.cache.arena import Move, MoveKind, MoveRoute
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.tree import Node
 from forkpoint.sched.request import Request
@@ -257,3 +260,31 @@ def test_a_prefix_that_the_tier_cannot_hold_is_not_stored() -> None:
     flood(harness, prompt)
     stats = harness.sched.stats().cache
     assert stats.host_skipped > 0 and in_tier(harness, prompt) is None
+
+
+def test_blocks_are_loaded_from_where_the_tier_moved_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking blocks of the arena may evict entries to the tier, which compacts it."""
+    harness = tight()
+    prompt = evicted(harness)
+    cache = harness.sched.cache
+    assert cache.tier is not None
+    source, store, pool, moves = in_tier(harness, prompt), cache.store, cache.tier.arena.blocks, cache.arena.moves
+    take_blocks, num_moved = store.take_blocks, 0
+
+    def take_and_move(*given: Any) -> list[int]:
+        nonlocal num_moved
+        taken, node = take_blocks(*given), source
+        while cache.restoring is not None and cache.restoring.current is not None and node is not None and node.depth:
+            (block,) = pool.take(node, 1) or [0]
+            if not block:
+                break
+            moves.append(Move(MoveKind.BLOCK, node.block, block, MoveRoute.HOST))
+            assert not pool.give([node.block])
+            node.rebind(moves[-1])
+            num_moved += 1
+            node = node.parent
+        return taken
+
+    monkeypatch.setattr(store, "take_blocks", take_and_move)
+    assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens >= 576
+    assert num_moved

@@ -1,0 +1,34 @@
+"""The disks of several ranks as one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from forkpoint.cache.disk_entries import RECORD, DiskFacts, Records
+from forkpoint.sched.plan import DiskNews
+from forkpoint.worker.disk_ranks import DiskTickets, common_disk
+
+
+def test_a_ticket_counts_once_all_ranks_have_reported_it() -> None:
+    tickets = DiskTickets(2)
+    assert tickets.merge([DiskNews((1, 2, 3))]) is None
+    assert tickets.merge([DiskNews((2,), (1,))]) == DiskNews((2,), (1,)), "one rank has not read it"
+    assert tickets.merge([]) is None
+    assert tickets.merge([DiskNews((3,), writes=False)]) == DiskNews((3,), (), writes=False)
+
+
+def records(*named: tuple[int, bytes, bytes]) -> Records:
+    made = np.zeros(len(named), RECORD)
+    for record, (unit, name, found) in zip(made, named, strict=True):
+        record["unit"], record["kind"], record["live"] = unit, 1, 1
+        record["hash"], record["sum"] = np.void(name.ljust(16)), np.void(found.ljust(16))
+    return made
+
+
+def test_only_what_all_ranks_have_in_one_unit_is_found() -> None:
+    first = DiskFacts(9, records((1, b"a", b"x"), (2, b"b", b"x"), (3, b"c", b"x"), (4, b"d", b"x")), 5.0, 100)
+    second = DiskFacts(9, records((1, b"a", b"y"), (5, b"b", b"y"), (3, b"other", b"y"), (4, b"d", b"y")), 6.0, 50)
+    common = common_disk([first, second])
+    assert common is not None and common.entries["unit"].tolist() == [1, 4]
+    assert (common.window_start_s, common.window_bytes) == (6.0, 100)
+    assert common_disk([first, None]) is None
