@@ -40,7 +40,7 @@ class MoveRoute(enum.Enum):
     READ = "read"  # from the disk tier to the buffer of the move's ticket
     LAND = "land"  # from that buffer to the arena
     DISCARD = "discard"  # no copy: nobody wants the buffer
-    REMOVE = "remove"  # no copy: the disk tier's entry `src` must not be found again; 0: all of that kind
+    REMOVE = "remove"  # no copy: the disk's entries of the name's hash, or all without a name, must not be found again
 
 
 @dataclass(frozen=True, slots=True)
