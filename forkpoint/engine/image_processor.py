@@ -62,7 +62,7 @@ class ImageProcessor:
             )
 
     def with_kwargs(self, given: Mapping[str, Any] | None) -> ImageProcessor:
-        """Return a processor with a request's own `min_pixels` and `max_pixels`.
+        """Return a processor with a request's own image settings.
 
         Raises InvalidPromptError for wrong ones, and for images larger than those that the engine has room for.
         """
@@ -74,7 +74,7 @@ class ImageProcessor:
             raise InvalidPromptError(str(error)) from None
         if settings.max_pixels > self.settings.max_pixels:
             raise InvalidPromptError(
-                f"mm_processor_kwargs allows images of {settings.max_pixels} pixels; at most "
+                f"mm_processor_kwargs={shown(dict(given))} allows images of {settings.max_pixels} pixels; at most "
                 f"{self.settings.max_pixels} are allowed, as the engine was started with --mm-processor-kwargs"
             )
         return replace(self, settings=settings)

@@ -260,7 +260,8 @@ def processor_kwargs(given: object) -> Mapping[str, Any] | None:
     """Return the image settings of a request. Raises InvalidPromptError if they are not a mapping."""
     if given is not None and not isinstance(given, Mapping):
         raise InvalidPromptError(
-            f"mm_processor_kwargs={shown(given)} is not allowed; give min_pixels and max_pixels in a dict"
+            f"mm_processor_kwargs={shown(given)} is not allowed; give the settings of the model's images, such as "
+            "max_pixels for Qwen3.5 and max_image_tokens for LFM2-VL, in a dict"
         )
     return given
 

@@ -19,6 +19,7 @@ _CHECK = Checker(ConfigError)
 NOT_NEGATIVE = ("max_stored_responses", "max_stored_responses_bytes", "shutdown_timeout_s", "sse_keep_alive_interval")
 FOR_ORIGINS, CORS = ("allowed_methods", "allowed_headers", "allow_credentials"), "allowed_origins too"
 HTTPS, ORIGINS = "HTTPS options", "options for pages of other origins (CORS)"
+MEDIA_DOMAINS = "HOST, HOST:PORT or HOST:* for any port, without scheme and path"
 LISTS = ("allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers", "allowed_media_domains")
 REPORTS = "log and metrics options"
 PREFIX = "letters, digits, '_' and ':', not starting with a digit"
@@ -169,7 +170,8 @@ def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
     texts: list[str] = []
     for text in given:
         _CHECK.require(is_text(text), name, text, "texts, or one JSON list of texts")
-        if not text.startswith("["):
+        is_address = re.match(r"\[[\da-f.]*:[\da-f:.]+\]", text.lower())  # IPv6, with or without a port
+        if not text.startswith("[") or is_address:
             texts.append(text)
             continue
         try:
@@ -182,8 +184,12 @@ def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _media_domain(given: str) -> str:
-    """Return a host's name or address in lower case. Raises ConfigError for anything else."""
-    host = given.lower()
-    ok = re.fullmatch(r"[\w.-]+", host) is not None or is_ipv6(host)
-    _CHECK.require(ok, "allowed_media_domains", given, "names or addresses of hosts, without scheme, port and path")
-    return host
+    """Return a host's name or address in lower case, with its port if there is one. Raises ConfigError for anything
+    else."""
+    domain = given.lower()
+    if not is_ipv6(domain):
+        found = re.fullmatch(r"([\w.-]+|\[[^]]+\])(?::(\*|\d{1,5}))?", domain)
+        ok = found is not None and (found[1][0] != "[" or is_ipv6(found[1][1:-1]))
+        ok = ok and found is not None and (found[2] in (None, "*") or 0 < int(found[2]) < 1 << 16)
+        _CHECK.require(ok, "allowed_media_domains", given, MEDIA_DOMAINS)
+    return domain

@@ -30,19 +30,31 @@ MAX_AT_ONCE: Final = 8  # images of one request that are fetched at the same tim
 MAX_PER_HOST: Final = 16  # connections to one host, for all requests together
 MAX_HELD_BYTES: Final = 512 << 20  # images of all requests that are fetched or wait for a reader
 MAX_URL_CHARS: Final = 8192
+ANY_PORT, DEFAULT_PORT = "*", ""  # ports of allowed hosts; the second is that of the URL's scheme
 KEPT_NAMES_S: Final = 10  # seconds for which the checked addresses of a name are used again
 GLOBAL_UNICAST: Final = IPv6Network("2000::/3")
 NAT64: Final = IPv6Network("64:ff9b::/96")  # addresses that a gateway translates to the IPv4 address in their end
 
 
-class Fetcher:
-    """Fetches images over HTTP from `allowed_domains` alone: names of hosts or addresses, without a port.
+def _host_and_port(domain: str) -> tuple[str, str]:
+    """Split HOST, HOST:PORT or HOST:* with the host as URLs have it."""
+    host, _, port = domain.rpartition(":")
+    is_address = domain.count(":") > 1 and not host.startswith("[")  # an IPv6 address without a port
+    if not host or is_address or domain.endswith("]"):
+        host, port = domain, DEFAULT_PORT
+    host = host.removeprefix("[").removesuffix("]")
+    return str(URL.build(scheme="http", host=host).raw_host), port
 
-    All methods belong to one event loop.
+
+class Fetcher:
+    """Fetches images over HTTP from `allowed_domains` alone: names of hosts or addresses.
+
+    Without a port the default ports of http and https are allowed, and with `:*` any port. All methods belong to one
+    event loop.
     """
 
     def __init__(self, allowed_domains: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
-        self._allowed = frozenset(str(URL.build(scheme="http", host=name).raw_host) for name in allowed_domains)
+        self._allowed = frozenset(map(_host_and_port, allowed_domains))
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._num_held_bytes = 0
@@ -89,10 +101,14 @@ class Fetcher:
                 f"the image URL {shown(url)} is not understood; give http(s)://HOST/PATH without a user name, at most "
                 f"{MAX_URL_CHARS} characters"
             )
-        if host not in self._allowed:
+        ports = [str(found.port), ANY_PORT]
+        if found.is_default_port():
+            ports.append(DEFAULT_PORT)
+        if not any((host, port) in self._allowed for port in ports):
+            allowed = ", ".join(sorted(f"{name}:{port}".removesuffix(":") for name, port in self._allowed))
             raise InvalidPromptError(
-                f"images are not fetched from {shown(host)}; this server fetches them from "
-                f"{', '.join(sorted(self._allowed))} (--allowed-media-domains), or send a data URL"
+                f"images are not fetched from {shown(f'{host}:{found.port}')}; this server fetches them from {allowed} "
+                "(--allowed-media-domains), or send a data URL"
             )
         return found
 

@@ -37,7 +37,7 @@ async def site(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -
 def run(
     answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
     *paths: str,
-    allowed: tuple[str, ...] = (HOST,),
+    allowed: tuple[str, ...] = (f"{HOST}:*",),
     timeout_s: float = 10.0,
 ) -> dict[str, bytes]:
     """Fetch `paths` of a site, or whole URLs."""
@@ -85,7 +85,7 @@ def test_images_are_fetched_together_and_boundedly(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("http://other.example/a", "not fetched from 'other.example'.*--allowed-media-domains"),
+        ("http://other.example/a", "not fetched from 'other.example:80'.*--allowed-media-domains"),
         (f"http://user@{HOST}/a", "not understood"),
         (f"http://x\\@{HOST}/a", "not understood"),
         ("http:///a", "not understood"),
@@ -101,6 +101,30 @@ def test_only_named_hosts_are_asked(url: str, says: str) -> None:
         run(ok, url)
 
 
+@pytest.mark.parametrize(
+    ("allowed", "url", "is_allowed"),
+    [
+        ("a.example", "http://a.example/x", True),
+        ("a.example", "https://a.example:443/x", True),
+        ("a.example", "http://a.example:443/x", False),
+        ("a.example", "http://a.example:8080/x", False),
+        ("a.example:8080", "http://a.example:8080/x", True),
+        ("a.example:8080", "http://a.example/x", False),
+        ("a.example:*", "http://a.example:9/x", True),
+        ("::1", "http://[::1]/x", True),
+        ("::1", "http://[::1]:1/x", False),
+        ("[::1]:1", "http://[::1]:1/x", True),
+    ],
+)
+def test_ports(allowed: str, url: str, is_allowed: bool) -> None:
+    own = Fetcher([allowed])
+    if is_allowed:
+        assert own._checked(url)
+    else:
+        with pytest.raises(InvalidPromptError, match=r"images are not fetched from .*; this server"):
+            own._checked(url)
+
+
 def test_names_that_lead_inside_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if only one of the addresses of a name is private. A public one is connected to without a second lookup."""
     looked_up = []
@@ -111,8 +135,9 @@ def test_names_that_lead_inside_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
-    both = ("inside.example", "outside.example")
-    for host in both:
+    hosts = ("inside.example", "outside.example")
+    both = tuple(f"{host}:*" for host in hosts)
+    for host in hosts:
         with pytest.raises(InvalidPromptError, match=f"not fetched from {host}: its name leads to an address"):
             run(ok, f"http://{host}:1/a", allowed=both)
 
@@ -208,8 +233,9 @@ def test_held_bytes_are_bounded_for_all_requests(monkeypatch: pytest.MonkeyPatch
 
 
 def test_domains_are_hosts() -> None:
-    found = ServerConfig(allowed_media_domains=('["a.example"]', "B.example", "::1")).allowed_media_domains
-    assert found == ("a.example", "b.example", "::1")
-    for wrong in ("https://a.example", "a.example:80", "*.example", "a/b", ""):
+    given = ('["a.example"]', "B.example:8443", "::1", "[::1]:80", "c:*")
+    found = ServerConfig(allowed_media_domains=given).allowed_media_domains
+    assert found == ("a.example", "b.example:8443", "::1", "[::1]:80", "c:*")
+    for wrong in ("https://a.example", "a.example:0", "a.example:x", "a:99999", "*.example", "a/b", "[x]:1", ""):
         with pytest.raises(ConfigError, match="allowed_media_domains"):
             ServerConfig(allowed_media_domains=(wrong,))

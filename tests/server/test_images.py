@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         "--served-model-name",
         "m",
         "--allowed-media-domains",
-        "127.0.0.1",
+        "127.0.0.1:*",
         "--device",
         "cpu",
         "--max-stored-responses-bytes",

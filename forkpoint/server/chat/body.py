@@ -121,7 +121,7 @@ class ChatBody(SamplingBody, ThinkingFields, apis=("completions", "chat")):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = Field(
-        None, description="min_pixels and max_pixels of the request's images after they are resized"
+        None, description="sizes of the request's images, such as min_pixels and max_pixels of Qwen3.5"
     )
     documents: Many[dict[str, Any]] | None = Field(None, description="passed to the chat template, which may show them")
     thinking: ThinkingOptions | None = None
