@@ -35,6 +35,7 @@ MODELOPT_FP8: Final[Mapping[str, Scales]] = {
     "FP8_PER_CHANNEL_PER_TOKEN": "row",
     "FP8_PB_WO": "block",
 }
+UNQUANTIZED: Final = "UNQUANTIZED"  # modelopt's name for a layer that is left out
 MODELOPT_FP4: Final = ("NVFP4", "W4A16_NVFP4")
 # auto-round's packing_format -> the packing
 AUTO_ROUND: Final[Mapping[str, Packing]] = {
@@ -196,7 +197,8 @@ def _read_modelopt(found: Mapping[str, Any], where: str) -> WeightFormat:
     if algorithm == "MIXED_PRECISION":
         layers = given.get("quantized_layers")
         said = layers.values() if isinstance(layers, dict) else ()
-        named = {str(member(layer, "quant_algo")).upper() for layer in said} or {"FP8", "NVFP4"}
+        named = {str(member(layer, "quant_algo") or UNQUANTIZED).upper() for layer in said} - {UNQUANTIZED}
+        named = named or {"FP8", "NVFP4"}
         own = "modelopt_mixed"
     scales = {MODELOPT_FP8[each] for each in named if each in MODELOPT_FP8}
     other = sorted(named - MODELOPT_FP8.keys() - set(MODELOPT_FP4))

@@ -22,7 +22,7 @@ from forkpoint.models.packings import PackedTensors
 from forkpoint.models.quantization import FP8, Form, Kind, WeightFormat
 from forkpoint.models.shards import Shards, some
 from forkpoint.ops.linear.packed import PER_WORD, PackedMatrix, quantise_packed
-from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, quantise
+from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, ScaledMatrix, quantise
 from forkpoint.ops.ranks import ALONE, Ranks
 
 SCALE_SUFFIXES = ("_scale_inv", "_scale")  # of the name of a matrix in FP8
@@ -112,8 +112,12 @@ class WeightSource(ABC):
             return part.of_packed(self._packed(name, part.whole))
         part = cut.part(shape, self.ranks)
         codes, scales = self._scaled(name, part)
-        rows, columns = (BLOCK, BLOCK) if self.format.by_block else (1, part.whole[-1])
+        rows, columns = self._block(part.whole[-1])
         return part.of_scaled(codes, scales, rows, columns, self.dtype)
+
+    def _block(self, width: int) -> tuple[int, int]:
+        """Return the rows and columns of a matrix in FP8 that share a scale, for matrices of `width` columns."""
+        return (BLOCK, BLOCK) if self.format is not None and self.format.by_block else (1, width)
 
     def _packed(self, name: str, shape: Sequence[int]) -> PackedMatrix:
         """Quantise a whole matrix to 4 bits."""
@@ -248,10 +252,14 @@ class FileWeights(WeightSource):
         tensors = self._tensors(name)
         if tensors is not None:  # such as an output head, which runs widened
             return part.of(self._packed(name, part.whole).dense()).to(dtype)
+        if len(part.whole) > 1 and self.form(name) == FP8 and self.format is not None and not self.format.on_load:
+            rows, columns = self._block(part.whole[-1])
+            codes, scales = self._scaled(name, Part(part.whole))
+            return part.of(ScaledMatrix(codes, scales, rows, columns, dtype).dense())
         if self.stored_type(name) in FP8_TYPES:
             raise ModelFolderError(
                 f"tensor {self.where(name)} is stored in FP8, where forkpoint reads bfloat16 or float32; without "
-                "quantization_config in config.json, and for embeddings, norms and the output head, FP8 is not read"
+                "quantization_config in config.json, and for norms, FP8 is not read"
             )
         return self._finite(name, part).to(dtype)
 

@@ -19,7 +19,7 @@ from forkpoint.ops.select import select_table
 from tests.checkpoints import add_mtp, write_checkpoint
 from tests.driver import Driver
 from tests.four_bit_checkpoints import FORMATS, GPTQ, integers, put_in_four_bits
-from tests.fp8_checkpoints import SINGLE
+from tests.fp8_checkpoints import SINGLE, matrix_scaled
 from tests.models.test_parity import TOLERANCE, error
 from tests.thread_ranks import on_each
 
@@ -126,13 +126,19 @@ def test_ranks(layout: str, tmp_path: Path) -> None:
         assert torch.equal(found, alone)
 
 
-def test_heads(tmp_path: Path) -> None:
-    """An MTP head stays plain, and an output head in 4 bits is widened."""
+@pytest.mark.parametrize("form", ["gptq", "fp8"])
+def test_heads(form: str, tmp_path: Path) -> None:
+    """An MTP head stays plain, and a quantised output head is widened."""
     write_checkpoint(tmp_path / "widened", "qwen3_5", tie_word_embeddings=False)
     add_mtp(tmp_path / "widened", "mtp_num_hidden_layers")
-    put_in_four_bits(tmp_path / "widened", tmp_path / "packed", "gptq", ("mtp",))
+    put_in_four_bits(tmp_path / "widened", tmp_path / "packed", "gptq" if form == "gptq" else "mixed", ("mtp",))
     stored, widened = load_file(tmp_path / "packed" / SINGLE), load_file(tmp_path / "widened" / SINGLE)
-    made, widened["lm_head.weight"] = integers(stored.pop("lm_head.weight").float(), 32, "gptq")
+    head = stored.pop("lm_head.weight").float()
+    if form == "gptq":
+        made, widened["lm_head.weight"] = integers(head, 32, "gptq")
+    else:
+        codes, scale, widened["lm_head.weight"] = matrix_scaled(head)
+        made = {"weight": codes, "weight_scale": scale}
     stored |= {f"lm_head.{end}": tensor.contiguous() for end, tensor in made.items()}
     save_file(stored, tmp_path / "packed" / SINGLE, {"format": "pt"})
     save_file(widened, tmp_path / "widened" / SINGLE, {"format": "pt"})
@@ -174,3 +180,64 @@ def test_the_option_names_the_format_of_the_folder(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"quantization='awq' is not the format of .* give 'gptq' or"):
         load_config(tmp_path, quantization="awq")
     assert logits(tmp_path, load_format="dummy").isfinite().all()
+
+
+IN_NVFP4 = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+# The shapes of published configs: of nvidia/Qwen3.6-35B-A3B-NVFP4, Qwen/Qwen3.5-35B-A3B-GPTQ-Int4 and
+# nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4.
+PUBLISHED: dict[str, tuple[str, dict[str, Any], tuple[str | None, str | None]]] = {
+    "mixed": (
+        "qwen3.5-35b-a3b",
+        {
+            "quant_algo": "MIXED_PRECISION",
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["mtp*", "mtp.layers.0*"],
+            "quantized_layers": {
+                "model.language_model.layers.0.mlp.experts": IN_NVFP4,
+                "model.language_model.layers.3.self_attn.q_proj": {"quant_algo": "FP8"},
+                "model.language_model.layers.3.self_attn.k_proj": {"quant_algo": "UNQUANTIZED"},
+                "lm_head": IN_NVFP4,
+            },
+        },
+        ("tensor", "modelopt"),
+    ),
+    "gptq": (
+        "qwen3.5-35b-a3b",
+        {
+            "bits": 4,
+            "group_size": 128,
+            "desc_act": False,
+            "sym": True,
+            "lm_head": False,
+            "pack_dtype": "int32",
+            "quant_method": "gptq",
+            "checkpoint_format": "gptq",
+            "true_sequential": True,
+            "meta": {"quantizer": []},
+            "dynamic": {"-:.*attn.*": {}, "-:.*shared_expert.*": {}, "-:.*mtp.*": {}, "-:.*visual.*": {}},
+        },
+        (None, "gptq"),
+    ),
+    "nvfp4": (
+        "nemotron-3-nano-30b-a3b",
+        {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]},
+        (None, "modelopt"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name: str, tmp_path: Path) -> None:
+    hub, quantization, expected = PUBLISHED[name]
+    config = json.loads((Path(__file__).parent / "hub_configs" / f"{hub}.json").read_text())
+    if name == "gptq":
+        config["quantization_config"] = quantization
+    else:
+        own = {"producer": {"name": "modelopt", "version": "0.44.0"}, "quantization": quantization}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = load_config(tmp_path).quantization
+    assert found is not None and (found.scales, found.packing) == expected
+    if name == "gptq":
+        assert found.covers("model.layers.3.mlp.experts.7.up_proj.weight")
+        assert not found.covers("model.layers.3.mlp.shared_expert.up_proj.weight")
