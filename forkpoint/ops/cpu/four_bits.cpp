@@ -12,6 +12,7 @@ namespace forkpoint {
 namespace {
 
 constexpr int HALVES = 2;  // of a panel
+constexpr int64_t AHEAD = 2048;  // words; the fastest distance of prefetches
 
 #ifdef __AVX2__
 inline vf join(__m256 left, __m256 right) {
@@ -101,8 +102,8 @@ void tile(const float* __restrict a, const FourBitPanels& w, int64_t panel, floa
     const Group left = load_group<FLOATS>(w, at), right = load_group<FLOATS>(w, at + w.groups() * LANES);
     const int64_t end = std::min(w.k, (g + 1) * w.group);
     for (int64_t k = g * w.group; k < end; k += CODES, words += LANES) {
-      __builtin_prefetch(words + 512);
-      __builtin_prefetch(words + length + 512);
+      __builtin_prefetch(words + AHEAD);
+      __builtin_prefetch(words + length + AHEAD);
       const vu own[HALVES] = {load_words(words), load_words(words + length)};
       const float* x = a + k / K_BLOCK * R * ROW_STRIDE + k % K_BLOCK;
 #pragma GCC unroll 8
