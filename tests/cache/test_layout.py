@@ -47,7 +47,7 @@ def test_bytes_of_published_shapes() -> None:
 DOCUMENTED = {
     "Qwen3-Next": "Qwen3-Next-80B-A3B",
     "Qwen3.5, dense": "Qwen3.5-9B",
-    "Qwen3.5, 3.6, dense": "Qwen3.5-27B",
+    "Qwen3.5, 3.6, 3.8, dense": "Qwen3.5-27B",
     "Qwen3.5, 3.6, experts": "Qwen3.5-35B-A3B",
     "OLMo Hybrid": "OLMo-Hybrid-7B",
     "LFM2, LFM2.5": "LFM2-1.2B",

@@ -67,10 +67,12 @@ def test_the_cache_plan_says_when_nothing_can_hit() -> None:
     assert "slot" not in plan(ATTENTION)
 
 
-def test_the_cache_plan_says_what_sliding_windows_waste() -> None:
-    text = plan(layout_of([KV, replace(KV, window=1024), STATE]))
-    assert "blocks behind them are kept; at 4096 tokens 38% of the keys and values" in text
-    assert "sliding" not in plan(HYBRID) + plan(layout_of([replace(KV, window=4096)]))
+def test_the_cache_plan_says_what_windows_keep() -> None:
+    layout = layout_of([KV, replace(KV, window=1024), STATE])
+    (group,) = layout.windows
+    most = 99 * group.blocks_per_page
+    assert f"block of a window of 1024 tokens: {group.block_bytes:,} bytes; {most:,} at most" in plan(layout)
+    assert "window" not in plan(HYBRID)
 
 
 def test_operators_are_grouped_by_backend() -> None:
