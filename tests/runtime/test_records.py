@@ -12,7 +12,7 @@ import pytest
 from forkpoint.models.decoder import Model
 from forkpoint.ops.select import torch_table
 from forkpoint.runtime.step_inputs import StepShape
-from forkpoint.sched.plan import Move, MoveKind
+from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 from tests.runtime.driver import Driver, tiny_hybrid, tokens
 from tests.runtime.test_graphs import RecordingPlatform
 
@@ -42,8 +42,11 @@ def test_a_row_that_begins_reads_a_whole_state(tmp_path: Path) -> None:
     assert play(model, 8) == play(model, 1)
 
 
-def play_moved(model: Model, interval: int, moved: bool) -> list[int]:
-    """A row stops at 64 tokens. Its slot may move before the row leaves; then another row resumes from the state."""
+def play_moved(model: Model, interval: int, moved: bool, route: MoveRoute = MoveRoute.ARENA) -> list[int]:
+    """A row stops at 64 tokens. Its slot may move before the row leaves; then another row resumes from the state.
+
+    On another `route` it is a slot of a tier that moves, and has the same number.
+    """
     driver = Driver.create(model, state_write_interval=interval)
     prompt, other = tokens(64, 1), tokens(9, 2)
     first, second, target = (driver.slot() for _ in range(3))
@@ -55,8 +58,8 @@ def play_moved(model: Model, interval: int, moved: bool) -> list[int]:
         driver.run(
             [driver.decode(0, start, first, first, int(prompt[start])), driver.decode(1, start - 52, second, second)]
         )
-    kept = target if moved else first
-    moves = (Move(MoveKind.SLOT, first, kept),) if moved else ()
+    kept = target if moved and route is MoveRoute.ARENA else first
+    moves = (Move(MoveKind.SLOT, first, target, route),) if moved else ()
     driver.run([driver.decode(1, 12, second, second)], moves=moves)
     added = driver.added(2, tokens(70, 1), block_ids=chunk.new_blocks[:1])
     resumed = driver.chunk(2, 64, 70, kept, driver.slot(), samples=True)
@@ -68,6 +71,7 @@ def test_the_state_of_a_row_that_leaves_is_written_where_its_slot_has_moved(tmp_
     """The first 61 tokens are prefilled, and the records of the other three are folded when the row leaves."""
     model = tiny_hybrid(tmp_path)
     assert play_moved(model, 8, True) == play_moved(model, 8, False) == play_moved(model, 1, False)
+    assert play_moved(model, 8, True, MoveRoute.HOST) == play_moved(model, 8, False)
 
 
 @pytest.mark.parametrize(("drafts", "interval"), [(2, 1), (2, 8), (0, 8)])
