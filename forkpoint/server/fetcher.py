@@ -62,8 +62,8 @@ class Fetcher:
         self._seconds = 0.0
 
     @asynccontextmanager
-    async def fetched(self, urls: Sequence[str]) -> AsyncIterator[Mapping[str, bytes]]:
-        """Fetch the images at `urls` and hold them until the context is left.
+    async def fetched(self, urls: Sequence[str]) -> AsyncIterator[Mapping[str, Sequence[bytes]]]:
+        """Fetch the images at `urls` and hold their parts, as they came, until the context is left.
 
         Raises InvalidPromptError for a URL that is not allowed and for an image that does not come, and QueueFullError
         if too many bytes are held.
@@ -72,7 +72,7 @@ class Fetcher:
         parts: dict[str, list[bytes]] = {url: [] for url in urls}
         try:
             await self._fetch_all(targets, parts)
-            yield {url: b"".join(found) for url, found in parts.items()}
+            yield parts
         finally:
             self._num_held_bytes -= sum(len(part) for found in parts.values() for part in found)
 

@@ -32,6 +32,7 @@ SMALL_BYTES: Final = 64 * 2**10  # requests of at most this size use the lane wi
 RETIRE_BYTES: Final = 2**20  # a reader is not used again after a request this large, which may leave it much memory
 NICENESS: Final = 10  # readers of medium and large requests must not slow the engine's steps
 SMALL_NICENESS: Final = 5  # small requests take little time, so they may go before the others
+PIECE_BYTES: Final = 2**20  # written at a time, so that the event loop does other things while a reader catches up
 BUFFER_BYTES: Final = 2**20  # asyncio's read buffer; the default of 64 KiB would slow large answers
 
 T = TypeVar("T")
@@ -48,7 +49,9 @@ class _Reader:
     async def ask(self, function: bytes, parts: Sequence[bytes]) -> Any:
         self.outbox.write(HEAD.pack(len(function), sum(map(len, parts))) + function)
         for part in parts:
-            self.outbox.write(part)
+            for start in range(0, len(part), PIECE_BYTES):
+                self.outbox.write(memoryview(part)[start : start + PIECE_BYTES])
+                await self.outbox.drain()
         await self.outbox.drain()
         return await receive_answer(self.inbox)
 

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
@@ -112,8 +113,9 @@ class Service:
             return answer
         assert self.fetcher is not None, "readers ask for images only if hosts are allowed"
         async with self.fetcher.fetched(answer.urls) as fetched:
-            sizes = tuple((url, len(file)) for url, file in fetched.items())
-            answer = await self.readers.run(replace(reading, fetched=sizes), data, *fetched.values())
+            sizes = tuple((url, sum(map(len, parts))) for url, parts in fetched.items())
+            # not joined here, because that would hold a large image twice and the event loop up
+            answer = await self.readers.run(replace(reading, fetched=sizes), data, *chain(*fetched.values()))
         assert not isinstance(answer, MissingImages)
         return answer
 
