@@ -15,9 +15,8 @@ class CacheCounters:
 
     query_tokens: int = 0  # tokens of all prompts that were looked up
     hit_tokens: int = 0  # those of them that were reused
-    lost_tokens: dict[str, int] = field(
-        default_factory=Counter
-    )  # tokens that were cached once and not reused, by reason
+    # tokens that were cached once and not reused, by reason
+    lost_tokens: dict[str, int] = field(default_factory=Counter)
     checkpoints_saved: dict[str, int] = field(default_factory=Counter)
     checkpoints_evicted: dict[str, int] = field(default_factory=Counter)
     checkpoint_hits: dict[str, int] = field(default_factory=Counter)
@@ -34,6 +33,15 @@ class CacheCounters:
     disk_skipped: int = 0  # evicted entries that the disk tier did not store
     disk_failed_reads: int = 0  # damaged entries among them
     disk_failed_writes: int = 0
+
+    def count_query(self, num_tokens: int, num_cached: int, num_restored: int, from_disk: bool) -> None:
+        """Count a prompt, its reused tokens, and those of them that a tier had."""
+        self.query_tokens += num_tokens
+        self.hit_tokens += num_cached
+        if from_disk:
+            self.disk_hit_tokens += num_restored
+        else:
+            self.host_hit_tokens += num_restored
 
 
 @dataclass(slots=True, kw_only=True)

@@ -70,7 +70,7 @@ class Filing:
         """Return a slot for `owner` if the state to be saved is worth more than what eviction would take for it."""
         earlier = (other for other in lease.saves if other.num_tokens < save.num_tokens)
         above = max(earlier, key=_num_tokens, default=None) or nearest_checkpoint(lease.node)
-        key = self._store.candidate_key(block_hash, save.num_tokens, save.origin, lease.note, above)
+        key = self._store.keys.of_candidate(block_hash, save.num_tokens, save.origin, lease.note, above)
         return self._store.take_slot(owner, below=key)
 
     def longest_reusable_next(self, lease: Lease, limit: int) -> int:

@@ -39,7 +39,7 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
     own: list[Owned] = [(block, lease) for lease in leases for block in lease.own_blocks.values()]
     if layout.has_kv:
         _check_owners(arena.blocks, [*own, *((node.block, node) for node in nodes)])
-        assert manager.num_blocks_held == len(own) + tree.num_pinned
+        assert manager.room.num_blocks_held == len(own) + tree.num_pinned
     else:
         assert not own and all(node.block == NO_BLOCK for node in nodes)
     _check_windows(manager, leases, checkpoints)
@@ -48,7 +48,7 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
     saving: list[Owned] = [(save.slot, save) for lease in leases for save in lease.saves]
     _check_owners(arena.slots, [*running, *saving, *((each.slot, each) for each in checkpoints)])
     num_read = sum(each.num_readers > 0 for each in checkpoints)
-    assert manager.num_slots_held == len(running) + num_read, "a running slot or a reader was not counted"
+    assert manager.room.num_slots_held == len(running) + num_read, "a running slot or a reader was not counted"
     assert manager.store.num_checkpoints == len(checkpoints)
     assert all(each.num_tokens == each.node.depth * BLOCK_SIZE for each in checkpoints)
     pins = sum(node.pins for node in nodes) - sum(node.pins > 0 for node in nodes if node.depth > 1)

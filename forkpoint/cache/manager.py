@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 from forkpoint.cache.arena import Arena, Move, MoveRoute
@@ -18,20 +17,20 @@ from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
 from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.restoring import Restoring
+from forkpoint.cache.room import ArenaRoom
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import HostTier, Tier
 from forkpoint.cache.tiers import NO_TIERS, TierSizes, build_tiers
 from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin
 from forkpoint.cache.windows import WindowRow
 from forkpoint.config import BLOCK_SIZE, CacheConfig
-from forkpoint.errors import ConfigError
 from forkpoint.images import ImageSpan
 
 
 class CacheManager:
     """Keeps the tree, the arena's accounting and the leases consistent: they are after every method.
 
-    The scheduler calls this class and the methods of Lease, nothing behind them.
+    The scheduler calls this class, its `room` and the methods of Lease, nothing behind them.
     """
 
     def __init__(
@@ -54,12 +53,10 @@ class CacheManager:
         cost = cost or RecomputeCost()
         self.store = PrefixStore(layout, self.arena, policy, cost, config.num_ghosts)
         self.filing = Filing(self.store)
-        self._num_running_slots = 0
+        self.room = ArenaRoom(self.store)
         self.tier: HostTier | None = None
         self.disk: DiskTier | None = None
         self.restoring: Restoring | None = None
-        if layout.windows and (tiers.num_host_pages or tiers.disk is not None):
-            raise ConfigError("tiers cannot hold blocks of windows; create the layout with longest=0")
         if self.enabled:
             new_policy = EVICTION.find(config.eviction_policy)
             self.tier, self.disk = build_tiers(tiers, self.store, new_policy, cost, has_private=deterministic)
@@ -132,10 +129,6 @@ class CacheManager:
             tier.fill(stats)
         return stats
 
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """Return whether an otherwise empty arena holds a request of that final length."""
-        return self.layout.num_pages_for(num_tokens, 1) <= self.arena.num_pages - 1
-
     def may_hit(self, lease: Lease, num_tokens: int) -> bool:
         """Return whether a lookup could find the first `num_tokens` tokens, a multiple of 64, reusable."""
         index, hashes = num_tokens // BLOCK_SIZE - 1, lease.chain.hashes
@@ -147,46 +140,6 @@ class CacheManager:
         if checkpoint is not None and not checkpoint.dropped:
             checkpoint.num_expected += change
             self.store.refile(checkpoint)
-
-    # --- what requests hold; cached entries that eviction can take do not count
-
-    @property
-    def num_blocks_held(self) -> int:
-        """Blocks of leases, and pinned blocks of the tree, windows apart. Meaningless in a layout without blocks."""
-        return self.arena.blocks.num_used - self.store.tree.num_nodes + self.store.tree.num_pinned
-
-    @property
-    def num_slots_held(self) -> int:
-        """Running slots, and slots of checkpoints with readers."""
-        return self._num_running_slots + self.store.num_read
-
-    @property
-    def num_pages_held(self) -> int:
-        """Pages that the held blocks and slots take, densely packed."""
-        return self.layout.num_pages_of(self.num_blocks_held, self.num_slots_held, self.store.windows.num_busy)
-
-    def has_room(self, hit: PrefixHit, num_tokens: int, spare_blocks: int, spare_slots: int = 0) -> bool:
-        """Return whether a request that starts from `hit` could grow to `num_tokens` without preempting another."""
-        num_shared = sum(node.pins > 0 for node in hit.path)
-        slots = 1 + spare_slots + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
-        return self._fits(num_tokens, spare_blocks - num_shared, slots)
-
-    def may_have_room(self, lease: Lease, num_tokens: int, spare_blocks: int) -> bool:
-        """Return False only if `has_room` would be False whatever a lookup finds. Cheaper than the lookup.
-
-        A hit saves room only by blocks that other requests hold, and those can be counted by hash.
-        """
-        nodes = (self.store.tree.find(block_hash) for block_hash in lease.chain.hashes)
-        shared = itertools.takewhile(lambda node: node is not None and node.pins > 0, nodes)
-        return self._fits(num_tokens, spare_blocks - sum(1 for _ in shared), 1)
-
-    def _fits(self, num_tokens: int, more_blocks: int, more_slots: int) -> bool:
-        layout, slots = self.layout, self.num_slots_held + more_slots
-        blocks = self.num_blocks_held + layout.num_blocks_for(num_tokens) + more_blocks
-        windows = [
-            a + b for a, b in zip(self.store.windows.num_busy, layout.num_window_blocks_for(num_tokens), strict=True)
-        ]
-        return layout.num_pages_of(blocks, slots, windows) < self.arena.num_pages
 
     # --- while it runs
 
@@ -308,7 +261,7 @@ class CacheManager:
         if slot is None:
             return False
         lease.slot = slot
-        self._num_running_slots += 1
+        self.room.took_slot()
         return True
 
     def extend(self, lease: Lease, token_ids: TokenIds) -> None:
@@ -423,7 +376,7 @@ class CacheManager:
         if lease.read_from is not None:
             self.done_reading(lease.read_from)
         if lease.slot != NO_SLOT:
-            self._num_running_slots -= 1
+            self.room.gave_slot()
             if not (donate and self._donate_state(lease)):
                 self.arena.give_slot(lease.slot)
         self._free_own_blocks(lease)
@@ -453,7 +406,8 @@ class CacheManager:
         """Condemn what only the owner of this released lease can find: blocks that decode kernels computed."""
         if not self.deterministic:
             return
-        self._condemn_here(i for i in lease.filed if isinstance(i, Node) and i.depth * BLOCK_SIZE > num_public_tokens)
+        private = (i for i in lease.filed if isinstance(i, Node) and i.depth * BLOCK_SIZE > num_public_tokens)
+        self.store.condemn_all(private)
 
     def condemn(self, items: Iterable[Node | Checkpoint]) -> None:
         """Remove checkpoints, and nodes with all below them, that were never computed or hold garbage.
@@ -468,18 +422,7 @@ class CacheManager:
                 tier.condemn(hashes)
             copies = [self.store.tree.find(each) for each, item in zip(hashes, items, strict=True) if item.dropped]
             items += [node for node in copies if node is not None]
-        self._condemn_here(items)
-
-    def _condemn_here(self, items: Iterable[Node | Checkpoint]) -> None:
-        for item in items:
-            if item.dropped:
-                continue
-            if isinstance(item, Node):
-                self.store.condemn(item)
-            elif item.num_readers:
-                self.store.condemn(item.node)  # a step in flight reads it, so it goes later, with its node
-            else:
-                self.store.drop_checkpoint(item)
+        self.store.condemn_all(items)
 
     def _free_own_blocks(self, lease: Lease) -> None:
         if lease.own_blocks:
@@ -492,15 +435,9 @@ class CacheManager:
 
         Returns the junctions that the lookup saw. A conversation that goes on after it lost its end shows none there.
         """
-        counters = self.store.counters
-        counters.query_tokens += num_tokens
-        counters.hit_tokens += hit.num_tokens
-        if from_disk:
-            counters.disk_hit_tokens += min(num_restored, hit.num_tokens)
-        else:
-            counters.host_hit_tokens += min(num_restored, hit.num_tokens)
+        self.store.counters.count_query(num_tokens, hit.num_tokens, min(num_restored, hit.num_tokens), from_disk)
         if hit.miss is not None:
-            counters.lost_tokens[hit.miss] += hit.once_num_tokens - hit.num_tokens
+            self.store.counters.lost_tokens[hit.miss] += hit.once_num_tokens - hit.num_tokens
         gone = lease.chain.hashes[hit.num_tokens // BLOCK_SIZE : self.layout.usable_prefix(num_tokens) // BLOCK_SIZE]
         lease.note, ended = self.store.policy.missed(gone, lease.note, self.arena.turnover)
         if ended is None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Final, TypeAlias
+from typing import Final
 
 from forkpoint.cache.arena import Arena, UnitOwner
 from forkpoint.cache.counters import CacheCounters, CacheStats
-from forkpoint.cache.eviction import EntryFacts, EvictionPolicy, RecomputeCost
+from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
+from forkpoint.cache.eviction_keys import EvictionKeys
 from forkpoint.cache.eviction_queue import EvictionQueue
 from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.cache.lease import StateSave
 from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.tree import (
-    INSIDE_PROMPTS,
     Checkpoint,
     Node,
     Origin,
@@ -27,10 +26,8 @@ from forkpoint.cache.tree import (
 from forkpoint.cache.windows import WindowBlocks, WindowRuns
 from forkpoint.config import BLOCK_SIZE
 
-_INSIDE = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt continues below such a state
 # Entries refiled for each unit that is taken. An entry falls due about five times per arena of new data.
 FILED_AT_ONCE: Final = 8
-Above: TypeAlias = Checkpoint | StateSave  # the nearest earlier state of the same history
 
 
 class PrefixStore:
@@ -55,9 +52,9 @@ class PrefixStore:
         self.restorable: Restorable | None = None  # set if somebody listens
         self.keep: Callable[[Node, Checkpoint | None], None] | None = None  # a lower tier's, called before evictions
         self.policy = policy
-        self._cost = cost
+        self.keys = EvictionKeys(layout, arena, policy, cost)
         self._dead: OrderedDict[Node, None] = OrderedDict()  # leaves that may be dead, in the order of eviction
-        self._queue = EvictionQueue[Checkpoint | Node](self.key_of, self._due)
+        self._queue = EvictionQueue[Checkpoint | Node](self.keys.of, self.keys.due)
 
     # --- room
 
@@ -172,8 +169,6 @@ class PrefixStore:
         else:
             self._queue.push(node)
 
-    # --- keys of entries
-
     def by_worth(self) -> list[Checkpoint | Node]:
         """Return the checkpoints (without states: the leaves) that nobody uses now, by falling key."""
         entries: list[Checkpoint | Node] = []
@@ -181,74 +176,7 @@ class PrefixStore:
             entry = node.checkpoint if self.layout.has_states else node
             if entry is not None and entry.is_evictable and not node.condemned:
                 entries.append(entry)
-        return sorted(entries, key=self.key_of, reverse=True)
-
-    def key_of(self, entry: Checkpoint | Node) -> float:
-        """Return the key of an entry as it is now."""
-        age = self.arena.turnover - entry.last_used
-        if isinstance(entry, Node):
-            num_bytes = self.layout.block_bytes
-            saved = self._cost((entry.depth - 1) * BLOCK_SIZE, entry.depth * BLOCK_SIZE)
-            return self.policy.key(
-                EntryFacts(
-                    Origin.BLOCK, saved, num_bytes, num_bytes, entry.last_used, age, entry.num_hits, 0, False, False,
-                    None, entry.hash,
-                )
-            )  # fmt: skip
-        node, inside = entry.node, bool(entry.node.children)
-        saved, kv_bytes, above = self._worth(nearest_checkpoint(node.parent), entry.num_tokens)
-        num_bytes = self.layout.checkpoint_bytes
-        if not inside:
-            num_bytes += kv_bytes
-        return self.policy.key(
-            EntryFacts(
-                entry.origin, saved, num_bytes, kv_bytes, entry.last_used, age, entry.num_hits, entry.num_expected,
-                inside, entry.superseded, above, node.hash, entry.note,
-            )
-        )  # fmt: skip
-
-    def candidate_key(
-        self, block_hash: BlockHash, num_tokens: int, origin: Origin, note: object, above: Above | None
-    ) -> float:
-        """Return the key that a checkpoint after `num_tokens` tokens would get.
-
-        `block_hash` is the hash of its block, `above` the nearest state before it.
-        """
-        inside, now = origin in _INSIDE, self.arena.turnover
-        saved, kv_bytes, kind = self._worth(above, num_tokens)
-        num_bytes = self.layout.checkpoint_bytes
-        if not inside:
-            num_bytes += kv_bytes
-        return self.policy.key(
-            EntryFacts(origin, saved, num_bytes, kv_bytes, now, 0.0, 0, 0, inside, False, kind, block_hash, note)
-        )
-
-    def key_of_copy(self, source: Checkpoint, above: Checkpoint | None, inside: bool) -> float:
-        """Return the key that a copy of another store's checkpoint would get, below this store's `above`."""
-        saved, kv_bytes, kind = self._worth(above, source.num_tokens)
-        num_bytes = self.layout.checkpoint_bytes
-        if not inside:
-            num_bytes += kv_bytes
-        return self.policy.key(
-            EntryFacts(
-                source.origin, saved, num_bytes, kv_bytes, self.arena.turnover, 0.0, source.num_hits, 0,
-                inside, source.superseded, kind, source.node.hash, source.note,
-            )
-        )  # fmt: skip
-
-    def _worth(self, above: Above | None, end: int) -> tuple[float, int, Origin | None]:
-        """Return the cost that a checkpoint at `end` saves, the bytes of its own keys and values, and the kind of
-        `above`, the nearest state before it."""
-        start = 0
-        kind: Origin | None = None
-        if above is not None:
-            start, kind = above.num_tokens, above.origin
-        kv_bytes = (end - start) // BLOCK_SIZE * self.layout.block_bytes
-        return self._cost(start, end), kv_bytes, kind
-
-    def _due(self, entry: Checkpoint | Node) -> float:
-        """Return when the entry's key may fall by itself, by the cache's clock."""
-        return entry.last_used + self.policy.next_change(self.arena.turnover - entry.last_used)
+        return sorted(entries, key=self.keys.of, reverse=True)
 
     # --- entries
 
@@ -422,6 +350,18 @@ class PrefixStore:
             if self.restorable is not None:
                 self.restorable.lost(item)
             self._sweep(item)
+
+    def condemn_all(self, items: Iterable[Node | Checkpoint]) -> None:
+        """Condemn those of the nodes and checkpoints that are still in the tree."""
+        for item in items:
+            if item.dropped:
+                continue
+            if isinstance(item, Node):
+                self.condemn(item)
+            elif item.num_readers:
+                self.condemn(item.node)  # a step in flight reads it, so it goes later, with its node
+            else:
+                self.drop_checkpoint(item)
 
     def _sweep(self, node: Node) -> None:
         """Remove a condemned node that nothing holds, and the condemned ancestors that become leaves."""

@@ -120,7 +120,7 @@ class Tier(ABC):
             return False
         if checkpoint is not None:
             inside = not missing and bool(top.children)
-            below = self.store.key_of_copy(checkpoint, nearest_checkpoint(top), inside)
+            below = self.store.keys.of_copy(checkpoint, nearest_checkpoint(top), inside)
             owner = StateSave(checkpoint.num_tokens, checkpoint.origin)
             slot = self.store.take_slot(owner, below)
             if slot is None:

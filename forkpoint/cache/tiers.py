@@ -14,6 +14,7 @@ from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import HostTier
+from forkpoint.errors import ConfigError
 
 NO_LIMIT: Final = 1 << 62
 
@@ -45,8 +46,13 @@ def build_tiers(
     *,
     has_private: bool,
 ) -> tuple[HostTier | None, DiskTier | None]:
-    """Build the tiers below `store`, the arena's. What leaves a room falls into the next one that exists."""
+    """Build the tiers below `store`, the arena's. What leaves a room falls into the next one that exists.
+
+    Raises ConfigError for tiers below an arena whose layout has windows.
+    """
     layout, moves, counters = store.layout, store.arena.moves, store.counters
+    if layout.windows and (sizes.num_host_pages or sizes.disk is not None):
+        raise ConfigError("tiers cannot hold blocks of windows; create the layout with longest=0")
     host: HostTier | None = None
     if sizes.num_host_pages:
         host = HostTier(layout, sizes.num_host_pages, moves, new_policy(), cost, counters, has_private=has_private)

@@ -62,7 +62,7 @@ class Admission:
                     return
                 if not self._may_fit(builder, scheduled):
                     return
-            hit = self._lookup(scheduled)
+            hit = self.lookup(scheduled)
             if self._cache.restoring is not None and only is None:
                 found = self._restored(scheduled, hit)
                 if found is None:
@@ -77,9 +77,22 @@ class Admission:
             if not self._admit(builder, scheduled, hit):
                 return
 
-    def _lookup(self, scheduled: ScheduledRequest) -> PrefixHit:
+    def lookup(self, scheduled: ScheduledRequest) -> PrefixHit:
+        """Return the longest prefix that the arena has of a request that waits. Changes nothing."""
         request = scheduled.request
         return self._cache.lookup(scheduled.lease, request.num_tokens, not request.wants_prompt_logprobs)
+
+    def try_jump(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
+        """Continue a prefill from a longer prefix if another request has cached more of its prompt meanwhile."""
+        lease, request = scheduled.lease, scheduled.request
+        if lease.detached or request.wants_prompt_logprobs or not self._cache.continues(lease):
+            return
+        hit = self._cache.lookup(lease, scheduled.prefill_end)
+        start = lease.num_planned
+        if hit.num_tokens > start:
+            self._cache.jump(lease, hit)
+            builder.replace_prefix(scheduled)
+            scheduled.record_hit(hit, gained=hit.num_tokens - start)
 
     def _restored(self, scheduled: ScheduledRequest, hit: PrefixHit) -> PrefixHit | None:
         """Return the request's hit, which is `hit` unless a tier has a longer prefix.
@@ -97,16 +110,16 @@ class Admission:
                 return hit
             if restoring.current is not None and not self._drop_later_restore(scheduled):
                 return None
-            if not self._cache.has_room(hit, request.num_tokens + 1, self._running.num_requests, spare_slots=1):
+            if not self._cache.room.fits(hit, request.num_tokens + 1, self._running.num_requests, spare_slots=1):
                 return hit
             restoring.begin(lease, scheduled.order, *found, hit)
         restore = restoring.current
         if restoring.advance():
-            return self._lookup(scheduled)
+            return self.lookup(scheduled)
         if restoring.is_for(lease):
             return None
         assert restore is not None
-        hit, scheduled.restores = self._lookup(scheduled), restore.source.condemned
+        hit, scheduled.restores = self.lookup(scheduled), restore.source.condemned
         return self._restored(scheduled, hit)  # the tier may have a shorter prefix that is sound
 
     def _drop_later_restore(self, scheduled: ScheduledRequest) -> bool:
@@ -129,17 +142,17 @@ class Admission:
         """Return False, without a lookup, if the request has to wait for others to leave whatever a lookup finds."""
         if builder.budget < BLOCK_SIZE or not self._others_hold_pages(scheduled):
             return True
-        return self._cache.may_have_room(scheduled.lease, scheduled.request.num_tokens + 1, self._running.num_requests)
+        return self._cache.room.may_fit(scheduled.lease, scheduled.request.num_tokens + 1, self._running.num_requests)
 
     def _admit(self, builder: PlanBuilder, scheduled: ScheduledRequest, hit: PrefixHit) -> bool:
         """Start a request from `hit`; if that does not fit, from nothing. False: it has to wait for memory."""
         request, lease = scheduled.request, scheduled.lease
-        if not self._cache.has_room(hit, request.num_tokens + 1, self._running.num_requests):
+        if not self._cache.room.fits(hit, request.num_tokens + 1, self._running.num_requests):
             if self._drop_later_restore(scheduled):
                 return self._admit(builder, scheduled, hit)
             if self._others_hold_pages(scheduled):
                 return False
-            if not self._cache.has_room(hit, request.num_tokens, 0):
+            if not self._cache.room.fits(hit, request.num_tokens, 0):
                 hit = NOTHING
         restoring = self._cache.restoring
         if restoring is not None and restoring.current is not None and restoring.is_for(lease):

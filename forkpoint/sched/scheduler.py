@@ -11,7 +11,6 @@ from forkpoint.cache.capture import CapturePolicy
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.integrity import check_integrity
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.policies import CAPTURE
 from forkpoint.cache.tiers import NO_TIERS, TierSizes
@@ -60,13 +59,7 @@ class Scheduler:
         self.layout = layout
         self.config = scheduler
         self.cache = CacheManager(
-            layout,
-            num_pages,
-            cache,
-            deterministic=deterministic,
-            cost=cost,
-            policy=policy,
-            tiers=tiers,
+            layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy, tiers=tiers
         )
         self._waiting = WaitingQueue()
         self._issued: deque[IssuedStep] = deque()
@@ -108,13 +101,9 @@ class Scheduler:
     def _wait(self, scheduled: ScheduledRequest) -> None:
         """Queue a request. If others come before it, protect the checkpoint that it would resume from until then."""
         if self._running.requests or self._waiting.requests:
-            scheduled.expected = self._lookup(scheduled).checkpoint
+            scheduled.expected = self._admission.lookup(scheduled).checkpoint
             self.cache.expect(scheduled.expected, 1)
         self._waiting.add(scheduled)
-
-    def _lookup(self, scheduled: ScheduledRequest) -> PrefixHit:
-        request = scheduled.request
-        return self.cache.lookup(scheduled.lease, request.num_tokens, not request.wants_prompt_logprobs)
 
     def check(self, request: Request) -> None:
         """Raise RequestTooLargeError if even an otherwise empty arena cannot hold the request with all its outputs."""
@@ -143,8 +132,8 @@ class Scheduler:
             num_waiting=len(self._waiting.requests),
             num_preemptions=self._num_preemptions,
             num_steps=self._num_steps,
-            num_pages_held=self.cache.num_pages_held,
-            num_slots_held=self.cache.num_slots_held,
+            num_pages_held=self.cache.room.num_pages_held,
+            num_slots_held=self.cache.room.num_slots_held,
             blocks_per_page=self.layout.blocks_per_page,
             slots_per_page=self.layout.slots_per_page,
             cache=self.cache.stats(),
@@ -290,7 +279,7 @@ class Scheduler:
 
     def _plan_prefill(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
         self._drop_duplicates(builder, scheduled)
-        self._try_jump(builder, scheduled)
+        self._admission.try_jump(builder, scheduled)
         start = scheduled.lease.num_planned
         end = self._chunks.end(scheduled.request, start, scheduled.prefill_end, builder.budget)
         if end <= start:
@@ -301,18 +290,6 @@ class Scheduler:
                 break
         if start < end:
             self._chunks.add(builder, scheduled, start, end)
-
-    def _try_jump(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
-        """Continue from a longer prefix if another request has cached more of this prompt meanwhile."""
-        lease, request = scheduled.lease, scheduled.request
-        if lease.detached or request.wants_prompt_logprobs or not self.cache.continues(lease):
-            return
-        hit = self.cache.lookup(lease, scheduled.prefill_end)
-        start = lease.num_planned
-        if hit.num_tokens > start:
-            self.cache.jump(lease, hit)
-            builder.replace_prefix(scheduled)
-            scheduled.record_hit(hit, gained=hit.num_tokens - start)
 
     def _make_room(self, scheduled: ScheduledRequest, builder: PlanBuilder, may_preempt_itself: bool) -> bool:
         """Stop the restore, or else preempt the last request not planned yet. False: `scheduled` has to wait."""

@@ -20,7 +20,7 @@ def check_size(request: Request, cache: CacheManager) -> None:
     """Raise RequestTooLargeError if even an otherwise empty arena cannot hold the request with all its outputs."""
     num_outputs = longest_answer(request, cache)
     total = request.num_prompt_tokens + num_outputs
-    if not cache.can_ever_fit(total):
+    if not cache.room.ever_fits(total):
         need = cache.layout.num_pages_for(total, 1) * cache.layout.page_bytes
         have = (cache.num_pages - 1) * cache.layout.page_bytes
         raise RequestTooLargeError(

@@ -20,6 +20,7 @@ ROOT = Path(forkpoint.__file__).parent
 MASKS = "its loads would lose their masks"
 NEVER_LAUNCHED = {  # by what their names begin with
     "ops.linear.fp8_kernel._narrow_kernel": "activations are not rounded to FP8, which it does not multiply",
+    "ops.linear.packed_kernel.": "weights in 4 bits are widened there while they load",
     "ops.moe.kept_kernel._kept_kernel": "multiplies FP8 by FP8",
     "ops.moe.kernel._pair_out_kernel": MASKS,
     "ops.moe.order_kernel._few_kernel": MASKS,

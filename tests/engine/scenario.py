@@ -320,7 +320,7 @@ class Example:
         try:
             name = run.add(prompt, params, arrival.priority)
         except RequestTooLargeError:
-            assert not run.sched.cache.can_ever_fit(total)
+            assert not run.sched.cache.room.ever_fits(total)
             self.tally.note(refused=1)
             return
         if not run.probe.failing and self._faults.random() < FAILING:

@@ -36,7 +36,7 @@ def test_a_state_near_the_end_is_worth_a_share_of_its_conversation(name: str) ->
         store = harness.sched.cache.store
         near_end = near_end_of(harness.checkpoints(prompt))
         assert near_end.note == ConversationTurn(0, awaits_tool=opening is not None)
-        worth[opening] = store.key_of(near_end)
+        worth[opening] = store.keys.of(near_end)
     assert worth[5] > 2 * worth[None] > 0
 
 

@@ -72,11 +72,11 @@ def test_what_is_left_stands_in_for_the_end(name: str) -> None:
     while not end.dropped:
         assert store.evict_least()
     assert not near_end.dropped and near_end.note == ConversationTurn(stands_in_for=class_of(end))
-    worth = store.key_of(near_end)
+    worth = store.keys.of(near_end)
     turn_2 = np.concatenate([prompt, np.asarray(harness.output("turn 1"), np.int32), tokens(2, 300)])
     assert harness.ask("turn 2", turn_2).cache.num_cached_tokens == 2880
     assert near_end.note == ConversationTurn(), "the conversation went on"
-    assert store.key_of(near_end) < worth / 2
+    assert store.keys.of(near_end) < worth / 2
     assert harness.checkpoints(turn_2)[(len(turn_2) - 1) // 64 * 64].note == ConversationTurn(1)
 
 

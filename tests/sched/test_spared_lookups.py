@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forkpoint.cache.manager import CacheManager
+from forkpoint.cache.room import ArenaRoom
 from forkpoint.config import SchedulerConfig
 from forkpoint.routing.router import Router
 from forkpoint.sim.cost import H200, CostModel
@@ -42,7 +43,7 @@ def test_requests_run_as_if_each_had_been_looked_up(workload: str, monkeypatch: 
 
     monkeypatch.setattr(CacheManager, "lookup", counted)
     quick, num_quick = run()
-    monkeypatch.setattr(CacheManager, "may_have_room", lambda *_: True)
+    monkeypatch.setattr(ArenaRoom, "may_fit", lambda *_: True)
     monkeypatch.setattr(CacheManager, "may_hit", lambda *_: True)
     slow, num_slow = run()
     assert quick == slow

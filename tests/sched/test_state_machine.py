@@ -117,7 +117,7 @@ class Serving(RuleBasedStateMachine):
         try:
             self.harness.add(name, prompt.astype(np.int32), outputs, **options)
         except RequestTooLargeError:
-            assert not self.harness.sched.cache.can_ever_fit(len(prompt) + outputs)
+            assert not self.harness.sched.cache.room.ever_fits(len(prompt) + outputs)
 
     @rule(
         shared=st.integers(0, 900),

@@ -1,0 +1,90 @@
+"""Keys of entries: gathers the facts of an entry and asks the eviction policy."""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+from forkpoint.cache.arena import Arena
+from forkpoint.cache.eviction import EntryFacts, EvictionPolicy, RecomputeCost
+from forkpoint.cache.hashing import BlockHash
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.lease import StateSave
+from forkpoint.cache.tree import INSIDE_PROMPTS, Checkpoint, Node, Origin, nearest_checkpoint
+from forkpoint.config import BLOCK_SIZE
+
+INSIDE: Final = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt continues below such a state
+Above: TypeAlias = Checkpoint | StateSave  # the nearest earlier state of the same history
+
+
+class EvictionKeys:
+    """Returns the keys of entries of one room, in the room's own scale of time. Changes nothing."""
+
+    def __init__(self, layout: CacheLayout, arena: Arena, policy: EvictionPolicy, cost: RecomputeCost) -> None:
+        self._layout, self._arena, self._policy, self._cost = layout, arena, policy, cost
+
+    def of(self, entry: Checkpoint | Node) -> float:
+        """Return the key of an entry as it is now."""
+        age = self._arena.turnover - entry.last_used
+        if isinstance(entry, Node):
+            num_bytes = self._layout.block_bytes
+            saved = self._cost((entry.depth - 1) * BLOCK_SIZE, entry.depth * BLOCK_SIZE)
+            return self._policy.key(
+                EntryFacts(
+                    Origin.BLOCK, saved, num_bytes, num_bytes, entry.last_used, age, entry.num_hits, 0, False, False,
+                    None, entry.hash,
+                )
+            )  # fmt: skip
+        node, inside = entry.node, bool(entry.node.children)
+        saved, kv_bytes, above = self._worth(nearest_checkpoint(node.parent), entry.num_tokens)
+        num_bytes = self._layout.checkpoint_bytes
+        if not inside:
+            num_bytes += kv_bytes
+        return self._policy.key(
+            EntryFacts(
+                entry.origin, saved, num_bytes, kv_bytes, entry.last_used, age, entry.num_hits, entry.num_expected,
+                inside, entry.superseded, above, node.hash, entry.note,
+            )
+        )  # fmt: skip
+
+    def of_candidate(
+        self, block_hash: BlockHash, num_tokens: int, origin: Origin, note: object, above: Above | None
+    ) -> float:
+        """Return the key that a checkpoint after `num_tokens` tokens would get.
+
+        `block_hash` is the hash of its block, `above` the nearest state before it.
+        """
+        inside, now = origin in INSIDE, self._arena.turnover
+        saved, kv_bytes, kind = self._worth(above, num_tokens)
+        num_bytes = self._layout.checkpoint_bytes
+        if not inside:
+            num_bytes += kv_bytes
+        return self._policy.key(
+            EntryFacts(origin, saved, num_bytes, kv_bytes, now, 0.0, 0, 0, inside, False, kind, block_hash, note)
+        )
+
+    def of_copy(self, source: Checkpoint, above: Checkpoint | None, inside: bool) -> float:
+        """Return the key that a copy of another room's checkpoint would get below `above`."""
+        saved, kv_bytes, kind = self._worth(above, source.num_tokens)
+        num_bytes = self._layout.checkpoint_bytes
+        if not inside:
+            num_bytes += kv_bytes
+        return self._policy.key(
+            EntryFacts(
+                source.origin, saved, num_bytes, kv_bytes, self._arena.turnover, 0.0, source.num_hits, 0,
+                inside, source.superseded, kind, source.node.hash, source.note,
+            )
+        )  # fmt: skip
+
+    def _worth(self, above: Above | None, end: int) -> tuple[float, int, Origin | None]:
+        """Return the cost that a checkpoint at `end` saves, the bytes of its own keys and values, and the kind of
+        `above`, the nearest state before it."""
+        start = 0
+        kind: Origin | None = None
+        if above is not None:
+            start, kind = above.num_tokens, above.origin
+        kv_bytes = (end - start) // BLOCK_SIZE * self._layout.block_bytes
+        return self._cost(start, end), kv_bytes, kind
+
+    def due(self, entry: Checkpoint | Node) -> float:
+        """Return when the entry's key may fall by itself, by the cache's clock."""
+        return entry.last_used + self._policy.next_change(self._arena.turnover - entry.last_used)

@@ -1,0 +1,69 @@
+"""Room in the arena: what requests hold of it, and what fits beside that."""
+
+from __future__ import annotations
+
+import itertools
+
+from forkpoint.cache.lease import Lease
+from forkpoint.cache.lookup import PrefixHit
+from forkpoint.cache.store import PrefixStore
+
+
+class ArenaRoom:
+    """Counts what requests hold. Cached entries that eviction can take do not count.
+
+    The owner of the leases calls `took_slot` and `gave_slot` for every running slot.
+    """
+
+    def __init__(self, store: PrefixStore) -> None:
+        self._store = store
+        self._layout, self._arena = store.layout, store.arena
+        self._num_running_slots = 0
+
+    def took_slot(self) -> None:
+        self._num_running_slots += 1
+
+    def gave_slot(self) -> None:
+        self._num_running_slots -= 1
+
+    @property
+    def num_blocks_held(self) -> int:
+        """Blocks of leases, and pinned blocks of the tree, windows apart. Meaningless in a layout without blocks."""
+        tree = self._store.tree
+        return self._arena.blocks.num_used - tree.num_nodes + tree.num_pinned
+
+    @property
+    def num_slots_held(self) -> int:
+        """Running slots, and slots of checkpoints with readers."""
+        return self._num_running_slots + self._store.num_read
+
+    @property
+    def num_pages_held(self) -> int:
+        """Pages that the held blocks and slots take, densely packed."""
+        return self._layout.num_pages_of(self.num_blocks_held, self.num_slots_held, self._store.windows.num_busy)
+
+    def ever_fits(self, num_tokens: int) -> bool:
+        """Return whether an otherwise empty arena holds a request of that final length."""
+        return self._layout.num_pages_for(num_tokens, 1) <= self._arena.num_pages - 1
+
+    def fits(self, hit: PrefixHit, num_tokens: int, spare_blocks: int, spare_slots: int = 0) -> bool:
+        """Return whether a request that starts from `hit` could grow to `num_tokens` without preempting another."""
+        num_shared = sum(node.pins > 0 for node in hit.path)
+        slots = 1 + spare_slots + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
+        return self._fits(num_tokens, spare_blocks - num_shared, slots)
+
+    def may_fit(self, lease: Lease, num_tokens: int, spare_blocks: int) -> bool:
+        """Return False only if `fits` would be False whatever a lookup finds. Cheaper than the lookup.
+
+        A hit saves room only by blocks that other requests hold, and those can be counted by hash.
+        """
+        nodes = (self._store.tree.find(block_hash) for block_hash in lease.chain.hashes)
+        shared = itertools.takewhile(lambda node: node is not None and node.pins > 0, nodes)
+        return self._fits(num_tokens, spare_blocks - sum(1 for _ in shared), 1)
+
+    def _fits(self, num_tokens: int, more_blocks: int, more_slots: int) -> bool:
+        layout, slots = self._layout, self.num_slots_held + more_slots
+        blocks = self.num_blocks_held + layout.num_blocks_for(num_tokens) + more_blocks
+        busy, wanted = self._store.windows.num_busy, layout.num_window_blocks_for(num_tokens)
+        windows = [held + more for held, more in zip(busy, wanted, strict=True)]
+        return layout.num_pages_of(blocks, slots, windows) < self._arena.num_pages
