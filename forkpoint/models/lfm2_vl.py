@@ -15,7 +15,7 @@ from forkpoint.models.config import ModelConfig
 from forkpoint.models.field_rules import unknown_fields
 from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.lfm2 import Lfm2, Lfm2Moe
-from forkpoint.models.vision import WITHOUT_TOWER, Operator, TowerReader, VisionConfig, VisionTower, attend
+from forkpoint.models.vision import WITHOUT_TOWER, Operator, TowerLayer, TowerReader, VisionConfig, VisionTower
 from forkpoint.models.weights import WeightSource
 
 PREFIXES: Final = ("model.vision_tower.vision_model.", "model.vision_tower.", "vision_tower.vision_model.")
@@ -117,25 +117,17 @@ class SparseText(Lfm2Moe):
     unneeded_fields: ClassVar = (*Lfm2Moe.unneeded_fields, *UNNEEDED)
 
 
-class _Layer:
-    """Attention over all patches of an image, both ways, then an MLP."""
-
-    def __init__(self, reader: TowerReader, name: str, config: Lfm2VisionConfig) -> None:
-        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.eps
-        self._num_heads = config.num_heads
-        self._before_attention = reader.layer_norm(f"{name}.layer_norm1", hidden, eps)
-        self._before_mlp = reader.layer_norm(f"{name}.layer_norm2", hidden, eps)
-        self._qkv = [reader.linear(f"{name}.self_attn.{part}_proj", hidden, hidden) for part in "qkv"]
-        self._out = reader.linear(f"{name}.self_attn.o_proj", hidden, hidden)  # stored as out_proj
-        self._up = reader.linear(f"{name}.mlp.fc1", inner, hidden)
-        self._down = reader.linear(f"{name}.mlp.fc2", hidden, inner)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x[patches, hidden]` -> `[patches, hidden]`."""
-        normed = self._before_attention(x)
-        q, k, v = (project(normed).view(len(x), self._num_heads, -1).transpose(0, 1) for project in self._qkv)
-        x = x + self._out(attend(q, k, v))
-        return x + self._down(F.gelu(self._up(self._before_mlp(x)), approximate="tanh"))
+def _layer(reader: TowerReader, name: str, config: Lfm2VisionConfig) -> TowerLayer:
+    hidden, inner, eps = config.hidden_size, config.intermediate_size, config.eps
+    return TowerLayer(
+        num_heads=config.num_heads,
+        before_attention=reader.layer_norm(f"{name}.layer_norm1", hidden, eps),
+        qkv=[reader.linear(f"{name}.self_attn.{part}_proj", hidden, hidden) for part in "qkv"],
+        out=reader.linear(f"{name}.self_attn.o_proj", hidden, hidden),  # stored as out_proj
+        before_mlp=reader.layer_norm(f"{name}.layer_norm2", hidden, eps),
+        up=reader.linear(f"{name}.mlp.fc1", inner, hidden),
+        down=reader.linear(f"{name}.mlp.fc2", hidden, inner),
+    )
 
 
 class Lfm2Tower(VisionTower):
@@ -150,7 +142,7 @@ class Lfm2Tower(VisionTower):
         reader = TowerReader.find(weights, PREFIXES, f"{PATCHES}.weight")
         self._patches = reader.linear(PATCHES, hidden, 3 * settings.patch_size**2)
         self._positions = reader.get("embeddings.position_embedding.weight", config.grid_side**2, hidden)
-        self._layers = [_Layer(reader, f"encoder.layers.{layer}", config) for layer in range(config.num_layers)]
+        self._layers = [_layer(reader, f"encoder.layers.{layer}", config) for layer in range(config.num_layers)]
         self._norm = reader.layer_norm("post_layernorm", hidden, config.eps)
         projector = TowerReader.find(weights, PROJECTORS, "linear_1.weight")
         merged = hidden * settings.merge_size**2

@@ -14,7 +14,7 @@ from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.field_rules import ROTARY, unknown_fields
 from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.rotary import Rotary, frequencies, interleaved_axes
-from forkpoint.models.vision import WITHOUT_TOWER, TowerReader, VisionConfig, VisionTower, attend
+from forkpoint.models.vision import WITHOUT_TOWER, Operator, TowerLayer, TowerReader, VisionConfig, VisionTower
 from forkpoint.models.weights import WeightSource
 
 PREFIXES: Final = ("model.visual.", "visual.")  # of the tower's weights; the second in older folders
@@ -93,24 +93,17 @@ def _axes(fields: Fields, rotary: Rotary) -> tuple[int, ...]:
     return interleaved_axes(sections, len(rotary.frequencies))
 
 
-class _Layer:
-    """Attention over all patches of an image, both ways, then an MLP."""
-
-    def __init__(self, reader: TowerReader, name: str, config: VisionConfig) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self._num_heads = config.num_heads
-        self._before_attention = reader.layer_norm(f"{name}.norm1", hidden, EPS)
-        self._before_mlp = reader.layer_norm(f"{name}.norm2", hidden, EPS)
-        self._qkv = reader.linear(f"{name}.attn.qkv", 3 * hidden, hidden)
-        self._out = reader.linear(f"{name}.attn.proj", hidden, hidden)
-        self._up = reader.linear(f"{name}.mlp.linear_fc1", inner, hidden)
-        self._down = reader.linear(f"{name}.mlp.linear_fc2", hidden, inner)
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x[patches, hidden]`, `cos` and `sin` `[patches, head_dim / 2]` -> `[patches, hidden]`."""
-        q, k, v = self._qkv(self._before_attention(x)).view(len(x), 3, self._num_heads, -1).permute(1, 2, 0, 3)
-        x = x + self._out(attend(_rotated(q, cos, sin), _rotated(k, cos, sin), v))
-        return x + self._down(F.gelu(self._up(self._before_mlp(x)), approximate="tanh"))
+def _layer(reader: TowerReader, name: str, config: VisionConfig) -> TowerLayer:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return TowerLayer(
+        num_heads=config.num_heads,
+        before_attention=reader.layer_norm(f"{name}.norm1", hidden, EPS),
+        qkv=(reader.linear(f"{name}.attn.qkv", 3 * hidden, hidden),),
+        out=reader.linear(f"{name}.attn.proj", hidden, hidden),
+        before_mlp=reader.layer_norm(f"{name}.norm2", hidden, EPS),
+        up=reader.linear(f"{name}.mlp.linear_fc1", inner, hidden),
+        down=reader.linear(f"{name}.mlp.linear_fc2", hidden, inner),
+    )
 
 
 class Qwen35Tower(VisionTower):
@@ -128,7 +121,7 @@ class Qwen35Tower(VisionTower):
         self._patches = reader.get(f"{PATCHES}.weight", *shape).flatten(1)
         self._patch_bias = reader.get(f"{PATCHES}.bias", hidden)
         self._positions = reader.get("pos_embed.weight", config.grid_side**2, hidden)
-        self._layers = [_Layer(reader, f"blocks.{layer}", config) for layer in range(config.num_layers)]
+        self._layers = [_layer(reader, f"blocks.{layer}", config) for layer in range(config.num_layers)]
         merged = hidden * settings.merge_size**2
         self._norm = reader.layer_norm("merger.norm", hidden, EPS)
         self._join = reader.linear("merger.linear_fc1", merged, merged)
@@ -146,9 +139,9 @@ class Qwen35Tower(VisionTower):
         row, column = places.transpose(1, 2).reshape(-1, 2).to(self.device).unbind(1)
         x = F.linear(self._cut(pixels, num_rows, num_columns), self._patches, self._patch_bias)
         x = x + self._learned(row, num_rows, column, num_columns)
-        cos, sin = self._angles(row, column)
+        rotate = self._rotation(row, column)
         for layer in self._layers:
-            x = layer(x, cos, sin)
+            x = layer(x, rotate)
         joined = self._norm(x).view(-1, self.config.hidden_size * merge**2)
         return self._out(F.gelu(self._join(joined)))
 
@@ -176,16 +169,18 @@ class Qwen35Tower(VisionTower):
         lower = table[bottom * side + left] * (1 - along) + table[bottom * side + right] * along
         return (upper * (1 - down) + lower * down).to(self.dtype)
 
-    def _angles(self, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin `[patches, head_dim / 2]`: the first half of the pairs turns by rows, the other by
-        columns."""
+    def _rotation(self, row: Tensor, column: Tensor) -> Operator:
+        """Return what rotates heads `[heads, patches, head_dim]` in fp32.
+
+        The first half of the pairs turns by rows, the other by columns.
+        """
         head_dim = self.config.hidden_size // self.config.num_heads
         turns = frequencies(head_dim // 2, self.config.theta).to(self.device)
         angles = torch.cat((row.unsqueeze(1) * turns, column.unsqueeze(1) * turns), dim=1)
-        return angles.cos(), angles.sin()
+        cos, sin = angles.cos(), angles.sin()
 
+        def rotate(x: Tensor) -> Tensor:
+            first, second = x.float().chunk(2, dim=-1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads `[heads, patches, head_dim]` in fp32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        return rotate

@@ -98,6 +98,28 @@ class TowerReader:
         return lambda x: F.layer_norm(x, (size,), weight, bias, eps)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention over all patches both ways: three of `[heads, patches, dims]` -> `[patches, heads * dims]`."""
-    return F.scaled_dot_product_attention(q[None], k[None], v[None])[0].transpose(0, 1).flatten(1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerLayer:
+    """Attention over all patches of an image, both ways, then an MLP. Each is preceded by a norm.
+
+    `qkv` makes queries, keys and values `[patches, hidden]`, each in a tensor of its own or side by side.
+    """
+
+    num_heads: int
+    before_attention: Operator
+    qkv: Sequence[Operator]
+    out: Operator
+    before_mlp: Operator
+    up: Operator
+    down: Operator
+
+    def __call__(self, x: Tensor, rotate: Operator | None = None) -> Tensor:
+        """`x[patches, hidden]` -> `[patches, hidden]`; `rotate` turns queries and keys `[heads, patches, dims]`."""
+        normed, hidden = self.before_attention(x), x.shape[1]
+        parts = [part for project in self.qkv for part in torch.split(project(normed), hidden, dim=1)]
+        q, k, v = (part.view(len(x), self.num_heads, -1).transpose(0, 1) for part in parts)
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
+        mixed = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        x = x + self.out(mixed.transpose(0, 1).flatten(1))
+        return x + self.down(F.gelu(self.up(self.before_mlp(x)), approximate="tanh"))
