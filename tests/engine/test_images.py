@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from forkpoint import LLM, SamplingParams
 from forkpoint.errors import InvalidPromptError
+from forkpoint.images import ImageSpan
 from forkpoint.runtime.graphs import graph_shapes
 from forkpoint.runtime.step_inputs import StepShape
 from tests.image_models import IMAGE, Asked, Part, Watched, picture, prompt_of, write_vision_checkpoint
@@ -132,6 +134,17 @@ def completions(llm: LLM, prompts: list[list[Part]], num_outputs: int) -> list[l
     return [list(output.outputs[0].token_ids) for output in found]
 
 
+def bits(llm: LLM, prompts: list[list[Part]], num_outputs: int) -> list[Any]:
+    """The outputs' tokens and the log-probabilities of the likeliest ones, which show every bit of the logits."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True, logprobs=5)
+    found = llm.generate([prompt_of(parts) for parts in prompts], params, use_tqdm=False)
+    return [output.outputs[0].logprobs for output in found]
+
+
+def num_spans() -> int:
+    return sum(type(each) is ImageSpan for each in gc.get_objects())
+
+
 def engine(folder: Path, **options: Any) -> LLM:
     sizes = {"max_model_len": 1024, "kv_cache_memory_bytes": 1 << 26}
     plain = {"skip_tokenizer_init": True, "device": "cpu", "cpu_ops": "torch", "log_level": "error"}
@@ -243,6 +256,28 @@ def test_deterministic_hits_have_the_bits_of_an_uncached_run(folder: tuple[Path,
     watched.llm.close()
 
 
+def test_deterministic_images_have_the_same_bits_beside_others(folder: tuple[Path, Any]) -> None:
+    sizes = ((320, 448), (96, 160), (64, 64))
+    prompts: list[list[Part]] = [[INTRO, picture(i, *size), OTHER] for i, size in enumerate(sizes)]
+    with engine(folder[0], deterministic=True) as llm:
+        alone = [bits(llm, [parts], 8)[0] for parts in prompts]
+        llm.reset_prefix_cache()
+        assert bits(llm, prompts, 8) == alone
+
+
+def test_pixels_are_freed_with_their_request(folder: tuple[Path, Any]) -> None:
+    """However it ends, and with its blocks still cached."""
+    with engine(folder[0], max_num_seqs=1) as llm:
+        completions(llm, [[INTRO, picture(1, 64, 64), OTHER], [INTRO, picture(2, 64, 64)]], 4)
+        stream = llm.stream(prompt_of([OTHER, picture(3, 64, 64)]), SamplingParams(max_tokens=50, ignore_eos=True))
+        next(stream)
+        assert num_spans() == 1
+        stream.close()  # type: ignore[attr-defined]
+        completions(llm, [[OTHER]], 1)
+        gc.collect()
+        assert num_spans() == 0
+
+
 def test_placeholders_without_images_are_text(folder: tuple[Path, Any]) -> None:
     with engine(folder[0]) as llm:
         output = llm.generate({"prompt_token_ids": [5, IMAGE, 6]}, SamplingParams(max_tokens=1), use_tqdm=False)[0]
@@ -281,9 +316,9 @@ def test_what_is_refused_says_why(folder: tuple[Path, Any]) -> None:
 
 def test_the_text_model_alone_loads_no_tower(folder: tuple[Path, Any]) -> None:
     with engine(folder[0]) as llm:
-        outputs = completions(llm, [[INTRO]], 20)
+        outputs = bits(llm, [[INTRO]], 20)
     with engine(folder[0], language_model_only=True) as llm:
         assert llm._engine.core._runner._model.vision is None  # type: ignore[attr-defined]
-        assert completions(llm, [[INTRO]], 20) == outputs
+        assert bits(llm, [[INTRO]], 20) == outputs
         with pytest.raises(InvalidPromptError, match="started with --language-model-only"):
             llm.generate(prompt_of([INTRO, picture(1, 64, 64)]), use_tqdm=False)
