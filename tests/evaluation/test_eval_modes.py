@@ -100,7 +100,7 @@ def test_modes_that_a_model_cannot_do_are_left_out(tmp_path: Path) -> None:
     save_file({k: v for k, v in load_file(weights).items() if not k.startswith("mtp.")}, weights, {"format": "pt"})
     evaluation = run(model, make_suite(model, 1), ("mtp",))
     assert [result.mode.name for result in evaluation.results] == ["cold"]
-    assert "mtp is left out" in evaluation.skipped[0] and "no MTP layer" in evaluation.skipped[0]
+    assert "mtp is left out" in evaluation.skipped[0] and "no MTP head" in evaluation.skipped[0]
 
 
 def faults(evaluation: Evaluation) -> str:
