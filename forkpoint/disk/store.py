@@ -343,7 +343,7 @@ def open_store(
         journal = Journal(folder / f"journal.{rank}", namespace)
     except OSError as error:
         os.close(lock)
-        LOGGER.warning("the disk tier is off: %s", error)
+        LOGGER.warning("the disk tier is off: %s cannot hold %d bytes: %s", folder, max_bytes, error)
         return None
     if journal.is_foreign and rank == 0:
         LOGGER.warning(
