@@ -74,6 +74,7 @@ class DiskStore:
         self.writes = True
         self._changed = threading.Condition()  # guards all below
         self._jobs: deque[Job] = deque()
+        self._num_reads = 0  # of the jobs
         self._buffers: dict[int, list[mmap.mmap]] = {BLOCK: [], SLOT: []}  # idle ones
         self._arrived: dict[int, tuple[int, mmap.mmap]] = {}  # ticket -> kind and contents
         self._discarded: set[int] = set()  # tickets of reads whose contents nobody wants
@@ -151,6 +152,7 @@ class DiskStore:
     def _submit(self, job: Job) -> None:
         with self._changed:
             self._jobs.append(job)
+            self._num_reads += job.reads
             self._changed.notify_all()
 
     def _buffer(self, kind: int) -> mmap.mmap:
@@ -175,11 +177,16 @@ class DiskStore:
 
     def _next(self) -> Job:
         """Take the first read that no earlier job's unit delays, or else the first job."""
-        for index, job in enumerate(self._jobs):
-            if job.reads and not any(self._jobs[i].touches(job.kind, job.unit) for i in range(index)):
-                del self._jobs[index]
-                return job
-        return self._jobs.popleft()
+        place = 0
+        if self._num_reads:  # there may be thousands of writes, and no read among them
+            jobs = list(self._jobs)
+            reads = (index for index, job in enumerate(jobs) if job.reads)
+            free = (i for i in reads if not any(each.touches(jobs[i].kind, jobs[i].unit) for each in jobs[:i]))
+            place = next(free, 0)
+        job = self._jobs[place]
+        del self._jobs[place]
+        self._num_reads -= job.reads
+        return job
 
     def _read(self, job: Job) -> None:
         assert job.name is not None
