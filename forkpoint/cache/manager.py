@@ -309,7 +309,7 @@ class CacheManager:
         previous = lease.decode_checkpoint
         self.filing.publish(lease, lease.num_planned - lease.num_last_step)
         lease.in_reach = False
-        if previous is not None and lease.decode_checkpoint is not previous and _is_spare(previous):
+        if previous is not None and lease.decode_checkpoint is not previous and previous.is_spare:
             self.store.drop_checkpoint(previous)
 
     def _fresh_slot(self, lease: Lease, save: StateSave, owner: Lease | StateSave) -> int | None:
@@ -319,7 +319,7 @@ class CacheManager:
         """
         previous, node = lease.decode_checkpoint, lease.node
         assert node is not None
-        if previous is not None and not lease.in_reach and _is_spare(previous):
+        if previous is not None and not lease.in_reach and previous.is_spare:
             slot = previous.slot
             self.store.drop_checkpoint(previous, keep_slot=True)
             self.arena.slots.transfer([slot], [owner])
@@ -445,8 +445,3 @@ class CacheManager:
         lease.num_survived_tokens = hit.kv_num_tokens
         end = hit.num_tokens + (gone.index(ended) + 1) * BLOCK_SIZE
         return frozenset(junction for junction in hit.junctions if junction < end)
-
-
-def _is_spare(checkpoint: Checkpoint) -> bool:
-    """Return whether nobody has used the checkpoint, or is about to."""
-    return not (checkpoint.dropped or checkpoint.num_readers or checkpoint.num_hits or checkpoint.num_expected)

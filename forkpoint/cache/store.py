@@ -282,7 +282,7 @@ class PrefixStore:
         checkpoint.num_readers += 1
         if checkpoint.num_readers == 1:
             self.num_read += 1
-            self.windows.pin(checkpoint.windows)
+            self.windows.hold(checkpoint.windows, busy=True)
 
     def done_reading(self, checkpoint: Checkpoint) -> None:
         """Count one reader of the checkpoint less. Without readers it can be evicted again.
@@ -293,7 +293,7 @@ class PrefixStore:
         checkpoint.num_readers -= 1
         if not checkpoint.num_readers:
             self.num_read -= 1
-            self.windows.unpin(checkpoint.windows)
+            self.windows.let_go(checkpoint.windows, busy=True)
             self.refile(checkpoint)
 
     def refile(self, checkpoint: Checkpoint) -> None:

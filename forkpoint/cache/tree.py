@@ -104,6 +104,11 @@ class Checkpoint(Evictable):
     note: object = None  # the eviction policy's
 
     @property
+    def is_spare(self) -> bool:
+        """Whether nobody has used the checkpoint, or is about to."""
+        return not (self.dropped or self.num_readers or self.num_hits or self.num_expected)
+
+    @property
     def is_evictable(self) -> bool:
         return self.num_readers == 0
 

@@ -107,27 +107,16 @@ class WindowBlocks:
             runs.append(tuple(row.blocks[first - row.start : num_blocks - row.start]))
         return tuple(runs)
 
-    def hold(self, runs: WindowRuns) -> None:
-        """Hold the blocks of a checkpoint."""
+    def hold(self, runs: WindowRuns, *, busy: bool = False) -> None:
+        """Hold the blocks of a checkpoint; `busy` while it has readers."""
         for run in runs:
             for each in run:
-                self._hold(each, busy=False)
+                self._hold(each, busy)
 
-    def let_go(self, runs: WindowRuns) -> None:
-        """Undo `hold`."""
+    def let_go(self, runs: WindowRuns, *, busy: bool = False) -> None:
+        """Undo `hold` with the same `busy`."""
         for run in runs:
-            self._let_go(run, busy=False)
-
-    def pin(self, runs: WindowRuns) -> None:
-        """Keep the blocks of a checkpoint from being freed: the checkpoint has readers."""
-        for run in runs:
-            for each in run:
-                self._hold(each, busy=True)
-
-    def unpin(self, runs: WindowRuns) -> None:
-        """Undo `pin`."""
-        for run in runs:
-            self._let_go(run, busy=True)
+            self._let_go(run, busy)
 
     def _hold(self, each: WindowBlock, busy: bool) -> None:
         each.num_holders += 1
