@@ -99,7 +99,7 @@ class Lfm2Vl(Lfm2):
 
     @classmethod
     def read(cls, fields: Fields) -> ModelConfig:
-        # of the text model, or of older configs as a whole
+        # Newer configs name the text model's type here, older ones that of the whole model.
         fields.require("model_type", "lfm2", "lfm2_vl", "lfm2_moe")
         if fields.values.get("model_type") == "lfm2_moe":
             return SparseText.read(fields)
