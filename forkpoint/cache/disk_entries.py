@@ -11,6 +11,7 @@ import numpy.typing as npt
 from forkpoint.cache.hashing import HASH_BYTES
 
 BLOCK, SLOT = 1, 2  # `kind` of a record
+DAY_S: Final = 86400.0  # the window in which written bytes are counted
 # One unit of the slab and what it holds. `origin` and `decoded` matter for slots alone. `sum` is the xxh3-128 of the
 # namespace, the entry's name and its bytes.
 RECORD: Final = np.dtype(

@@ -11,7 +11,7 @@ from typing import Final
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters, CacheStats
-from forkpoint.cache.disk_entries import BLOCK, SLOT, DiskFacts, DiskNews, EntryName
+from forkpoint.cache.disk_entries import BLOCK, DAY_S, SLOT, DiskFacts, DiskNews, EntryName
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import CacheLayout
@@ -22,7 +22,6 @@ from forkpoint.cache.tree import Checkpoint, Node, Origin
 READ_AT_ONCE: Final = 128 * 2**20  # bytes that the worker reads ahead into buffers; a larger state is read alone
 UNWRITTEN_AT_ONCE: Final = 256 * 2**20  # bytes that wait to be written; what is evicted meanwhile is not stored
 STALLED_S: Final = 20.0  # without an answer to a read, after which nothing is read any more
-DAY_S: Final = 86400.0
 ORIGINS: Final = tuple(Origin)  # a record's `origin` is an index of it
 
 

@@ -17,11 +17,10 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from forkpoint.cache.disk_entries import BLOCK, RECORD, SLOT, DiskFacts, DiskNews, EntryName, Records
+from forkpoint.cache.disk_entries import BLOCK, DAY_S, RECORD, SLOT, DiskFacts, DiskNews, EntryName, Records
 from forkpoint.disk.journal import Journal
 from forkpoint.disk.slab import Slab, SlabLayout
 
-DAY_S: Final = 86400.0
 LOCK_WAIT_S: Final = 2.0  # for the process of an engine that was just killed
 FILE_NAMES: Final = ("slab", "journal")
 PIECE_BYTES: Final = 2**20  # that are summed at once: other threads wait meanwhile
