@@ -98,21 +98,24 @@ def read_config_json(
         where += " with --hf-overrides"
     named = outer.get("architectures") or named_by_type(outer.get("model_type"), architectures)
     part = TEXT_PARTS.get(named[0]) if isinstance(named, list) and named and isinstance(named[0], str) else None
-    if part is None:
-        return ConfigJson(_merged(outer, outer.get(TEXT_OBJECT), {"architectures": named}, where))
-    inner = outer.get(TEXT_OBJECT)
-    if inner is None:
-        inner = outer.get(part.object)
+    name = TEXT_OBJECT
+    if part is not None and outer.get(TEXT_OBJECT) is None:
+        name = part.object
+    inner = outer.get(name)
+    if inner is None and part is None:
+        inner = {}
     if not isinstance(inner, dict):
-        raise ModelFolderError(f"{where} has {part.object}={inner!r}; an object with the text model's fields is needed")
+        raise ModelFolderError(f"{where} has {name}={inner!r}; an object with the text model's fields is needed")
+    if part is None:
+        return ConfigJson(_merged(outer, inner, {"architectures": named}, where))
     kind = inner.get("model_type") or part.default_type
     named = named_by_type(kind, architectures) or [str(kind)]
     shared = {name: outer[name] for name in SHARED if name in outer}
     return ConfigJson(_merged(shared, inner, {"architectures": named}, where), part.others)
 
 
-def _merged(outer: Mapping[str, Any], inner: Any, more: Mapping[str, Any], where: str) -> Fields:
-    given = {k: v for k, v in inner.items() if v is not None} if isinstance(inner, dict) else {}
+def _merged(outer: Mapping[str, Any], inner: Mapping[str, Any], more: Mapping[str, Any], where: str) -> Fields:
+    given = {k: v for k, v in inner.items() if v is not None}
     values = {**outer, **given, **more}
     ties = [each[TIES] for each in (given, outer) if each.get(TIES) is not None]
     if ties:

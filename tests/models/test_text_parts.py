@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from forkpoint import LLM, SamplingParams
 from forkpoint.errors import InvalidPromptError, ModelFolderError, UnsupportedModelError
-from forkpoint.models.registry import load_model
+from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.select import torch_table
 from tests.checkpoints import COMMON, DENSE, FAMILIES, GDN, HEAD, make_state_sensitive, write_checkpoint
 from tests.driver import Driver
@@ -147,3 +147,9 @@ def test_other_text_models_are_read_or_refused(
     else:
         with pytest.raises(error, match=says):
             load_model(tmp_path, ops=torch_table())
+
+
+def test_a_text_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    with pytest.raises(ModelFolderError, match="with --hf-overrides has text_config=3; an object"):
+        load_config(tmp_path, hf_overrides={"text_config": 3})
