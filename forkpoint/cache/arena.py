@@ -69,10 +69,10 @@ class UnitOwner(Protocol):
 
 
 class UnitPool:
-    """Units of one kind, blocks of a group or slots, cut from pages; indexed by how many free units a page has."""
+    """The units of one kind (slots, or blocks of one group) on the pages that the pool was given, and their owners."""
 
     def __init__(self, kind: MoveKind, per_page: int, stride_bytes: int, route: MoveRoute, group: int = 0) -> None:
-        """`route` is that of the moves of a compaction, `group` that of blocks."""
+        """`route` goes into the moves of a compaction, `group` too: the place in `layout.groups`."""
         self.kind, self.group = kind, group
         self.route = route
         self.per_page = per_page
@@ -94,7 +94,7 @@ class UnitPool:
         self.num_free_in_partial += self.per_page
 
     def take(self, owner: UnitOwner, count: int) -> list[int]:
-        """Take up to `count` units from the fullest partly used pages; fewer if they have no more."""
+        """Take up to `count` units for `owner` from the fullest partly used pages; fewer if these have no more."""
         units: list[int] = []
         while self._nonempty and len(units) < count:
             units += self._pop(count - len(units))
@@ -102,7 +102,7 @@ class UnitPool:
         return units
 
     def occupy(self, pages: Iterable[int], owners: Mapping[int, UnitOwner]) -> None:
-        """Add pages whose units are free, except those with an owner."""
+        """Add pages that are new to the pool. Units in `owners` belong to these owners; the others are free."""
         self.owners.update(owners)
         for page in pages:
             first = page * self.per_page
@@ -113,7 +113,7 @@ class UnitPool:
                 self._file(page, len(free))
 
     def transfer(self, units: Sequence[int], owners: Iterable[UnitOwner]) -> None:
-        """Give units in use to other owners."""
+        """Give units in use to other owners, one for each. AssertionError if a unit had no owner."""
         num_used = self.num_used
         self.owners.update(zip(units, owners, strict=True))
         assert self.num_used == num_used, f"a {self.kind.value} that nobody held"
@@ -137,10 +137,8 @@ class UnitPool:
         return emptied
 
     def empty_one_page(self) -> tuple[int, list[Move]] | None:
-        """Move the units of the emptiest partly used page into the others.
-
-        Returns the page and the moves, or None if the free units do not add up to a page.
-        """
+        """Move the units of the emptiest partly used page into the others, and take it out of the pool.
+        Their owners are rebound. Returns the page and the moves, or None if the free units do not add up to a page."""
         if self.num_free_in_partial < self.per_page:
             return None
         page = next(iter(self._by_free[self._nonempty.bit_length() - 1]))
@@ -163,7 +161,7 @@ class UnitPool:
         return {page: list(units) for page, units in self._free.items() if units}
 
     def _pop(self, most: int) -> list[int]:
-        """Take up to `most` free units of the fullest partly used page."""
+        """Take up to `most` units of the fullest partly used page, which must exist. The caller sets their owner."""
         page = next(iter(self._by_free[_lowest_bit(self._nonempty)]))
         free = self._free[page]
         self._unfile(page, len(free))
@@ -231,18 +229,18 @@ class Arena:
         return len(self._free_pages)
 
     def take_blocks(self, owner: UnitOwner, count: int) -> list[int]:
-        """Take up to `count` blocks; fewer if there is no room for more."""
+        """Take up to `count` blocks, compacting if that helps; fewer if there is no room for more."""
         return self._take(self.blocks, owner, count)
 
     def take_slot(self, owner: UnitOwner, compact: bool = True) -> int | None:
         return next(iter(self._take(self.slots, owner, 1, compact)), None)
 
     def take_window_block(self, window: int, owner: UnitOwner) -> int | None:
-        """Take a block of `layout.windows[window]`; None if there is no room for it."""
+        """Take a block of `layout.windows[window]`, compacting if that helps; None if there is no room."""
         return next(iter(self._take(self.windows[window], owner, 1)), None)
 
     def occupy(self, kind: MoveKind, owners: Mapping[int, UnitOwner]) -> None:
-        """Give units of an arena in which nothing was taken yet to these owners. No page may get both kinds."""
+        """Give units to owners, given by unit, before anything else is taken. No page may get blocks and slots."""
         pool = self.blocks if kind is MoveKind.BLOCK else self.slots
         pages = {unit // pool.per_page for unit in owners}
         self._free_pages = [page for page in self._free_pages if page not in pages]
@@ -269,7 +267,7 @@ class Arena:
         return self.blocks.per_page - self.blocks.num_free_in_partial
 
     def drain_moves(self) -> tuple[Move, ...]:
-        """Return the moves since the last call, in order; the next plan must carry them."""
+        """Return the moves since the last call, in order, and forget them; the next plan must carry them."""
         moves = tuple(self.moves)
         self.moves.clear()
         return moves
@@ -283,7 +281,7 @@ class Arena:
         return units
 
     def _compact(self, wanted: UnitPool) -> bool:
-        """Free a page of another pool than `wanted`, which has no free unit."""
+        """Free a page of another pool than `wanted`, and append the moves that does to `moves`. False: none can."""
         for pool in self._pools:
             emptied = pool.empty_one_page() if pool is not wanted else None
             if emptied is not None:

@@ -51,7 +51,7 @@ class CapturePolicy:
         raise NotImplementedError
 
     def candidates(self, context: CaptureContext) -> list[Candidate]:
-        """Return the positions in the chunk, each once."""
+        """Return the chunk's positions, rounded down to the grid: each once, with its first reason."""
         chosen: dict[int, Candidate] = {}
         for origin, positions in self.positions(context):
             for position in positions:
@@ -80,7 +80,7 @@ class DenseCapture(CapturePolicy):
 
 
 class DefaultCapture(PromptEndCapture):
-    """Keeps all origins that a chunk can have; periodic states take free room only."""
+    """Keeps all origins that a chunk can have. Periodic states take free room only; the others may evict."""
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
         grid, end = context.grid, context.end

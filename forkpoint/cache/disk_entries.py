@@ -62,10 +62,8 @@ class DiskFacts:
 
 @dataclass(frozen=True, slots=True)
 class DiskNews:
-    """What the worker's disk has done since it last reported: tickets of reads and writes.
-
-    `writes`: the worker still writes. It stops after an error.
-    """
+    """What the worker's disk has done since its last report: tickets of reads and writes that ended, or failed.
+    `writes`: the worker still writes. It stops after an error."""
 
     done: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()

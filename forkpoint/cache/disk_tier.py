@@ -27,7 +27,7 @@ ORIGINS: Final = tuple(Origin)  # a record's `origin` is an index of it
 
 @dataclass(slots=True)
 class DiskRead:
-    """A read of a node's block, or of its checkpoint."""
+    """A read of a node's block, or of its checkpoint. When it `has_arrived`, a buffer of the worker has the bytes."""
 
     node: Node
     checkpoint: Checkpoint | None
@@ -76,7 +76,7 @@ class DiskTier(Tier):
         self._load(facts)
 
     def _load(self, facts: DiskFacts) -> None:
-        """Take in the entries of earlier processes. Those whose path is not whole are left out."""
+        """Take in the entries of earlier processes. An entry without all blocks before it is left out."""
         was_enabled = gc.isenabled()
         gc.disable()  # hundreds of thousands of objects that all stay
         try:
@@ -112,10 +112,8 @@ class DiskTier(Tier):
     # --- storing
 
     def save(self, store: PrefixStore, source: MoveRoute) -> None:
-        """Store what a room above holds, the most valuable first, as far as that can be written soon.
-
-        `source` is the route from that room.
-        """
+        """Store a room's entries, the most valuable first, until UNWRITTEN_AT_ONCE / 2 bytes wait to be written.
+        `source` is the route from that room. Nothing is stored after a failed write."""
         for entry in store.by_worth():
             if not self.writes or self._unwritten_bytes > UNWRITTEN_AT_ONCE // 2:
                 break
@@ -125,14 +123,14 @@ class DiskTier(Tier):
                 self.keep_from(source, entry.node, entry)
 
     def keep_from(self, source: MoveRoute, node: Node, checkpoint: Checkpoint | None) -> None:
-        """Do as `keep` for an entry of another room than the one above."""
+        """Store an entry as `keep` does, but from the room whose route to the disk is `source`."""
         usual, self._source = self._source, source
         self.keep(node, checkpoint)
         self._source = usual
 
     @property
     def is_writing(self) -> bool:
-        """Whether some writes have not been reported yet."""
+        """Whether the worker still has to report some writes."""
         return bool(self._writing)
 
     def may_store(self, num_bytes: int) -> bool:
@@ -172,7 +170,8 @@ class DiskTier(Tier):
         return path
 
     def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
-        """Return how many of these units, in order, have been read, and start to read those that follow."""
+        """Return how many units, the blocks of `path` and then the checkpoint, have been read, in this order.
+        Starts to read those that follow, as READ_AT_ONCE allows, and gives up the reads of all other entries."""
         wanted: list[tuple[Node, Checkpoint | None]] = []
         if self.layout.has_kv:
             wanted += [(node, None) for node in path]
@@ -209,7 +208,7 @@ class DiskTier(Tier):
         return any(not read.has_arrived for read in self._reading.values())
 
     def is_stalled(self) -> bool:
-        """Return whether the disk does not answer. From then on nothing is read."""
+        """Return whether a read had no answer for STALLED_S. From then on nothing is read, and it is True."""
         if self.is_reading and self._clock() - self._answered_s > STALLED_S:
             self.reads = False
         return not self.reads
@@ -228,7 +227,7 @@ class DiskTier(Tier):
         return read
 
     def _keep_only(self, wanted: set[Node | Checkpoint]) -> None:
-        """Give up the reads of other entries."""
+        """Give up the reads of other entries; the next plan makes the worker discard their buffers."""
         for entry, ticket in list(self._tickets_of.items()):
             if entry not in wanted:
                 self._end_read(ticket)
@@ -241,7 +240,7 @@ class DiskTier(Tier):
     # --- what the worker reports
 
     def apply(self, news: DiskNews) -> None:
-        """Take in what the worker's disk has done."""
+        """Take in what the worker's disk has done. Entries whose read or write failed are condemned."""
         self.writes = self.writes and news.writes
         self._answered_s = self._clock()
         for ticket in news.done:
@@ -258,7 +257,7 @@ class DiskTier(Tier):
                 self.condemn([block_hash])
 
     def _end_write(self, ticket: int) -> BlockHash | None:
-        """Return the hash of a write that has ended; None if it was a read that nobody waits for."""
+        """Forget a write that has ended and return its hash; None for a read that nobody waits for."""
         if ticket not in self._writing:
             return None
         block_hash, num_bytes = self._writing.pop(ticket)

@@ -74,7 +74,7 @@ class EvictionPolicy:
         return math.inf
 
     def resumed(self, checkpoint: Checkpoint, request_note: object) -> object:
-        """A request resumes from a checkpoint, at its `last_used`. Returns the request's note."""
+        """A request resumes from a checkpoint, whose `last_used` is now. Returns the request's note."""
         return request_note
 
     def missed(self, gone: Sequence[BlockHash], request_note: object, now: float) -> tuple[object, BlockHash | None]:
@@ -89,23 +89,22 @@ class EvictionPolicy:
         """A request saved a checkpoint; `above` is the nearest one before it."""
 
     def unsaved(self, block_hash: BlockHash, request_note: object, now: float) -> None:
-        """There was no room for the state at the end of a request's prompt."""
+        """There was no room for the state at a prompt's end, the block `block_hash`, at time `now`."""
 
     def left(self, checkpoint: Checkpoint, request_note: object, *, awaits_tool: bool) -> None:
         """A request that used or saved a checkpoint has ended (`awaits_tool`: in a tool call)."""
 
     def superseded(self, checkpoint: Checkpoint) -> None:
-        """The conversation has gone on from a later checkpoint."""
+        """The checkpoint's conversation has gone on from a later one."""
 
     def evicted(self, checkpoint: Checkpoint, above: Checkpoint | None) -> bool:
-        """A checkpoint is evicted; `above` is the nearest one before it.
-
+        """A checkpoint is evicted; `above` is the nearest one before it in its history, if there is one.
         Returns whether a conversation now continues from `above`, which then counts as used when the evicted one was.
         """
         return False
 
     def copied(self, source: Checkpoint, copy: Checkpoint) -> None:
-        """A checkpoint of another store was copied to this policy's store, or its copy follows a change of it."""
+        """`copy`, in this policy's store, was made from another store's `source`, or follows its change."""
 
     def dropped(self, checkpoint: Checkpoint) -> None:
         """A checkpoint is removed because nobody would use it, or because its contents are wrong."""
@@ -115,7 +114,7 @@ class EvictionPolicy:
 
 
 class LRUPolicy(EvictionPolicy):
-    """Evicts the entry that was used longest ago."""
+    """Evicts the entry that was used longest ago, and those that waiting requests expect last of all."""
 
     def key(self, entry: EntryFacts) -> float:
         return math.inf if entry.num_expected else entry.last_used

@@ -49,10 +49,8 @@ class EvictionKeys:
     def of_candidate(
         self, block_hash: BlockHash, num_tokens: int, origin: Origin, note: object, above: Above | None
     ) -> float:
-        """Return the key that a checkpoint after `num_tokens` tokens would get.
-
-        `block_hash` is the hash of its block, `above` the nearest state before it.
-        """
+        """Return the key that a checkpoint after `num_tokens` tokens would get if it was saved now.
+        `block_hash` is the hash of its block, `note` its request's, `above` the nearest state before it."""
         inside, now = origin in INSIDE, self._arena.turnover
         saved, kv_bytes, kind = self._worth(above, num_tokens)
         num_bytes = self._layout.checkpoint_bytes
@@ -63,7 +61,8 @@ class EvictionKeys:
         )
 
     def of_copy(self, source: Checkpoint, above: Checkpoint | None, inside: bool) -> float:
-        """Return the key that a copy of another room's checkpoint would get below `above`."""
+        """Return the key that a copy of another room's checkpoint would get here.
+        `above` is the nearest checkpoint before it here; `inside` says whether the history goes on below it here."""
         saved, kv_bytes, kind = self._worth(above, source.num_tokens)
         num_bytes = self._layout.checkpoint_bytes
         if not inside:
@@ -86,5 +85,5 @@ class EvictionKeys:
         return self._cost(start, end), kv_bytes, kind
 
     def due(self, entry: Checkpoint | Node) -> float:
-        """Return when the entry's key may fall by itself, by the cache's clock."""
+        """Return when the entry's key may fall by itself, by the cache's clock; inf if it never does."""
         return entry.last_used + self._policy.next_change(self._arena.turnover - entry.last_used)

@@ -15,11 +15,9 @@ LEAST_COMPACTED: Final = 1024  # places; a shorter queue costs less than its com
 
 
 class EvictionQueue(Generic[Queued]):
-    """Entries by key.
-
+    """Entries by key, which the queue gets by calling `key`.
     A key may rise unnoticed, because an ancestor was dropped: `lowest` computes it again. A key may fall by itself when
-    the clock reaches `due`: then the entry is queued again.
-    """
+    the clock reaches `due(entry)`: then the entry is queued again."""
 
     def __init__(self, key: Callable[[Queued], float], due: Callable[[Queued], float]) -> None:
         self._key = key
@@ -35,7 +33,7 @@ class EvictionQueue(Generic[Queued]):
         return len(self._heap) + len(self._dues)
 
     def push(self, entry: Queued) -> None:
-        """Queue an entry, or queue it again after its facts changed. Push one that cannot be evicted once it can."""
+        """Queue an entry, or queue it again after its facts changed. One that cannot be evicted is left out."""
         if not entry.is_evictable:
             return
         entry.queue_entry = ticket = next(self._tickets)

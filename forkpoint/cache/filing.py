@@ -29,11 +29,9 @@ class Filing:
         self.reusable_next: dict[BlockHash, int] = {}
 
     def plan_saves(self, lease: Lease, start: int, end: int, candidates: Iterable[Candidate]) -> None:
-        """Take slots for the candidates of the chunk `[start, end)` that are worth one.
-
-        A candidate without room gets no checkpoint and is counted. In a layout without states every full block is
-        reusable by itself.
-        """
+        """Take slots for the candidates of the chunk `[start, end)` that are worth one, as `lease.saves`.
+        A boundary that has a checkpoint or a save is skipped. A candidate without room is only counted. In a layout
+        without states every full block becomes reusable. A detached lease plans nothing."""
         if lease.detached:
             return
         hashes = lease.chain.hashes
@@ -67,7 +65,7 @@ class Filing:
         self.reusable_next[block_hash] = candidate.num_tokens
 
     def take_slot(self, lease: Lease, save: StateSave, block_hash: BlockHash, owner: Lease | StateSave) -> int | None:
-        """Return a slot for `owner` if the state to be saved is worth more than what eviction would take for it."""
+        """Return a slot for `owner` if the state to save is worth more than what is evicted for it, else None."""
         earlier = (other for other in lease.saves if other.num_tokens < save.num_tokens)
         above = max(earlier, key=_num_tokens, default=None) or nearest_checkpoint(lease.node)
         key = self._store.keys.of_candidate(block_hash, save.num_tokens, save.origin, lease.note, above)
@@ -84,7 +82,8 @@ class Filing:
         return max(fits, default=0)
 
     def publish(self, lease: Lease, num_tokens: int) -> None:
-        """File the blocks up to `num_tokens` tokens, and the saves there, in the tree. Other saves are given back."""
+        """File the lease's blocks up to `num_tokens` tokens, and the saves there; other saves give back slots.
+        The lease then pins the deepest of its nodes."""
         saves = {save.num_tokens // BLOCK_SIZE: save for save in lease.saves}
         lease.saves.clear()
         old = node = lease.node
@@ -123,7 +122,8 @@ class Filing:
         return nodes[-1]
 
     def _follow(self, lease: Lease, node: Node, last: int) -> Node:
-        """Follow the lease's history from `node`, to depth `last` or as far as the tree has it."""
+        """Follow the lease's history from `node`, to depth `last` or as far as the tree has it.
+        The lease is detached if a node of the same hash has another history."""
         hashes, find = lease.chain.hashes, self._store.tree.find
         while not lease.detached and node.depth < last and (present := find(hashes[node.depth])) is not None:
             lease.has_duplicates = lease.has_duplicates or node.depth in lease.own_blocks
@@ -158,7 +158,7 @@ class Filing:
         return checkpoint
 
     def drain(self) -> list[Node | Checkpoint]:
-        """Return what was filed since the last call. This plan, which is complete, or an earlier one computes it."""
+        """Return what was filed since the last call, and forget `reusable_next`. Call it when a plan is complete."""
         filed, self.filed = self.filed, []
         self.reusable_next.clear()
         return filed

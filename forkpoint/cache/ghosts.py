@@ -26,7 +26,7 @@ class GhostTable:
         return len(self._kinds)
 
     def add(self, hashes: Iterable[BlockHash], kind: GhostKind) -> None:
-        """Remember evicted entries, in this order."""
+        """Remember evicted entries, in this order, and forget the oldest beyond the capacity."""
         kinds = self._kinds
         for block_hash in hashes:
             if block_hash in kinds:
@@ -39,7 +39,7 @@ class GhostTable:
         return self._kinds.get(block_hash)
 
     def discard(self, hashes: Iterable[BlockHash], kind: GhostKind) -> None:
-        """Forget ghosts of that kind: these blocks, or these checkpoints, are cached again."""
+        """Forget those of these hashes that are ghosts of that kind, because they are cached again."""
         for block_hash in self._kinds.keys() & hashes:
             if self._kinds[block_hash] is kind:
                 del self._kinds[block_hash]

@@ -21,7 +21,7 @@ BLOCK_BYTES = BLOCK_SIZE * TOKEN_BYTES
 
 
 def root_hash(salt: str) -> BlockHash:
-    """Return the parent hash of a first block. Prompts with different salts share nothing."""
+    """Return the hash that a first block takes as its parent's. Prompts with different salts share nothing."""
     return BlockHash(blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"forkpoint-root").digest())
 
 
@@ -31,7 +31,7 @@ def private_hash(parent: BlockHash, owner: str) -> BlockHash:
 
 
 def block_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
-    """Return the hash of a block after `parent`: int32 ids, then the marks of images."""
+    """Return the hash of a block after `parent`. `tokens` are its int32 ids, then the marks of its images."""
     return BlockHash(blake2b(tokens, digest_size=HASH_BYTES, salt=parent).digest())
 
 
@@ -59,7 +59,7 @@ class HashChain:
         return (len(self.blocks) * BLOCK_BYTES + len(self._rest)) // TOKEN_BYTES
 
     def extend(self, token_ids: TokenIds) -> None:
-        """Append tokens and hash the blocks that they fill."""
+        """Append tokens, and hash the blocks that they fill. Tokens after the last full block wait."""
         data = self._rest + token_ids.astype(np.int32, copy=False).tobytes()
         full = len(data) // BLOCK_BYTES * BLOCK_BYTES
         self.blocks += [data[offset : offset + BLOCK_BYTES] for offset in range(0, full, BLOCK_BYTES)]

@@ -82,7 +82,8 @@ class KindHazards:
         self.update(0.0)
 
     def add(self, block_hash: BlockHash, uses: int, last_used: float) -> BlockHash | None:
-        """Wait for the next use of an entry. Returns an entry whose use is no longer awaited, if the table is full."""
+        """Wait for the next use of an entry that was used `uses` times. A full table first ends its oldest wait.
+        Returns the entry whose wait ended, or None."""
         oldest = None
         if len(self._waiting) == NUM_TRACKED:
             oldest = next(iter(self._waiting))
@@ -98,7 +99,8 @@ class KindHazards:
         self._free.append(place)
 
     def end(self, block_hash: BlockHash, now: float) -> tuple[float, int]:
-        """Stop waiting for an entry that was not used until `now`. Returns its age and its uses so far."""
+        """Stop waiting for an entry that was not used until `now`, and count its time at risk.
+        Returns its age, in arenas, and its uses so far. KeyError if it was not awaited."""
         place = self._waiting[block_hash]
         last_used, uses = self._last_used[place], self._uses_so_far[place]
         self.discard(block_hash)
@@ -109,7 +111,7 @@ class KindHazards:
         return age, uses
 
     def use(self, block_hash: BlockHash, now: float) -> int:
-        """Count a use of an entry. Returns its uses before."""
+        """Count a use of an awaited entry, and stop waiting. Returns its uses before."""
         age, uses = self.end(block_hash, now)
         self._uses[uses][age_bin(age)] += 1
         return uses
@@ -163,7 +165,7 @@ class HazardModel:
         self._next_update = deque(priors)
 
     def track(self, block_hash: BlockHash, reuse_class: ReuseClass, last_used: float) -> None:
-        """Note that an entry is cached, and that it or its conversation was in use at `last_used`."""
+        """Wait for the next use of an entry of that class, last in use at `last_used`. An earlier wait ends."""
         before = self._kinds.get(block_hash)
         if before is not None:
             self._hazards[before].end(block_hash, last_used)
@@ -173,13 +175,14 @@ class HazardModel:
             del self._kinds[gone]
 
     def forget(self, block_hash: BlockHash) -> None:
-        """Forget an entry that was removed and that nobody would have used."""
+        """Stop waiting for an entry that nobody would have used, as if it had never been there."""
         kind = self._kinds.pop(block_hash, None)
         if kind is not None:
             self._hazards[kind].discard(block_hash)
 
     def use(self, block_hash: BlockHash, now: float) -> ReuseClass | None:
-        """Count a use of an entry, cached or evicted. Returns its class; None if its use was not awaited."""
+        """Count a use of an entry, cached or evicted, and stop waiting.
+        Returns its class before; None if its use was not awaited."""
         kind = self._kinds.pop(block_hash, None)
         return None if kind is None else ReuseClass(kind, self._hazards[kind].use(block_hash, now))
 
@@ -205,11 +208,11 @@ class HazardModel:
 
 
 def age_bin(age: float) -> int:
-    """Return the bin of an age."""
+    """Return the index of an age's bin. The last bin has no end."""
     return min(bisect_right(EDGES, age + ROUNDING), NUM_BINS) - 1
 
 
 def next_edge(age: float) -> float:
-    """Return the age at which an entry of that age moves to the next bin."""
+    """Return the age at which an entry of that age moves to the next bin; inf in the last one."""
     bin_after = age_bin(age) + 1
     return EDGES[bin_after] if bin_after < NUM_BINS else float("inf")

@@ -56,7 +56,7 @@ class TensorSpec:
         return math.prod(self.shape)
 
     def num_bytes(self, count: int = 1) -> int:
-        """The bytes of `count` of them, one after the other."""
+        """The bytes of `count` of them in a row, padded to ALIGNMENT_BYTES at the end."""
         return _aligned(count * self.num_values * DTYPE_BYTES[self.dtype])
 
 
@@ -74,7 +74,7 @@ class KVSpec:
 
     @classmethod
     def of(cls, num_heads: int, key_dim: int, value_dim: int, dtype: str, takes_fp8: bool = False) -> KVSpec:
-        """Return the spec of softmax attention's `k` and `v`."""
+        """Return the spec of softmax attention: tensors `k` and `v` with so many heads, whose dims may differ."""
         kept = (TensorSpec("k", (num_heads, key_dim), dtype), TensorSpec("v", (num_heads, value_dim), dtype))
         return cls(kept, takes_fp8)
 
@@ -128,7 +128,7 @@ class BlockGroup:
     stride_bytes: int
 
     def first_block(self, position: int) -> int:
-        """Return the index of the first block that the token at `position` attends to."""
+        """Return the index of the first block that the token at `position` attends to; 0 without a window."""
         if self.window is None:
             return 0
         return max(0, position + 1 - self.window) // BLOCK_SIZE
@@ -184,11 +184,10 @@ class CacheLayout:
     def create(
         cls, layers: Sequence[LayerSpec], kernel_block_sizes: Sequence[int] = (), longest: int | None = None
     ) -> CacheLayout:
-        """Pick the smallest page that wastes at most 5 %, whatever it holds.
-
-        Kernels read blocks of the first of `kernel_block_sizes` that divides a block. Raises ConfigError if none does.
-        Without sizes they read whole blocks. Windows of `longest` tokens or more keep all blocks; 0: all windows do.
-        """
+        """Build the layout with the smallest page that wastes at most 5 %, whatever it holds.
+        Kernels read blocks of the first of `kernel_block_sizes` that divides a block. Raises ConfigError if none does,
+        or if the layers keep nothing. Without sizes they read whole blocks. Layers with a window of `longest` tokens or
+        more keep all blocks; 0: all layers do; None: only those without a window."""
         if longest is not None:
             layers = [tuple(_without_wide_window(spec, longest) for spec in layer) for layer in layers]
         specs = [spec for layer in layers for spec in layer]
@@ -275,7 +274,7 @@ class CacheLayout:
         return max(waste)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks of each group that `num_tokens` tokens occupy; 0 in a layout without attention."""
+        """Return the blocks of each group, rounded up, for `num_tokens` tokens; 0 without attention."""
         return -(-num_tokens // BLOCK_SIZE) if self.kv else 0
 
     def num_window_blocks_for(self, num_tokens: int) -> list[int]:
@@ -313,21 +312,23 @@ class CacheLayout:
         return min(part, apart) * BLOCK_SIZE
 
     def capture_interval(self, asked: int) -> int:
-        """Return the distance in tokens between periodic states: 64, every boundary, if slots are small. 0: none."""
+        """Return the distance in tokens between periodic states, of which `asked` were asked for.
+        0: none. If slots are small next to blocks, it is 64: every boundary."""
         is_small = self.has_kv and self.checkpoint_bytes <= SMALL_SLOT * self.block_bytes
         if asked and is_small:
             return BLOCK_SIZE
         return asked
 
     def longest_request(self, num_pages: int) -> int:
-        """Return the tokens, prompt and output, of the longest request that an otherwise empty arena holds."""
+        """Return how many tokens, prompt and output, a request may have in an empty arena.
+        `num_pages` includes page 0."""
         windows = [group.most_blocks for group in self.windows]
         pages = num_pages - 1 - self.num_pages_of(0, 1, windows)  # page 0 is reserved; one state
         return max(0, pages) * self.blocks_per_page * BLOCK_SIZE
 
     @staticmethod
     def usable_prefix(num_prompt_tokens: int) -> int:
-        """Return the longest prefix that a hit may cover. At least one token is always computed."""
+        """Return how many tokens a hit may cover: whole blocks, without the prompt's last token."""
         return max(0, num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
@@ -348,7 +349,8 @@ def _kernel_block_size(sizes: Sequence[int]) -> int:
 
 
 def _choose_page(block_bytes: int, slot_bytes: int, kernel_blocks: int) -> tuple[int, int, int]:
-    """Return (blocks per page, slots per page, page bytes). A block's stride is a multiple of its kernel blocks."""
+    """Return (blocks per page, slots per page, page bytes). ConfigError if neither has bytes.
+    A block's stride is a multiple of its kernel blocks."""
     if not block_bytes and not slot_bytes:
         raise ConfigError("the model keeps neither keys and values nor states; there is nothing to cache")
     if not slot_bytes:

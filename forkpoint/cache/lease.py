@@ -73,11 +73,9 @@ class Lease:
         return NO_SLOT
 
     def advance(self, end: int, decodes: bool) -> Checkpoint | None:
-        """Count the tokens up to `end` as planned.
-
+        """Count the tokens up to `end` as planned, and the table's blocks as sent; `decodes`: in a decode step.
         Returns the checkpoint that the plan reads, if any. Call `CacheManager.done_reading` with it once the step's
-        result is there.
-        """
+        result is there."""
         reading, self.read_from = self.read_from, None
         self.num_last_step = 1
         if decodes:
@@ -116,7 +114,7 @@ class Lease:
         return [self.own_blocks.pop(index) for index in indices]
 
     def block_ids(self, start: int, end: int) -> list[int]:
-        """Return the ids of blocks `[start, end)` of the request's table."""
+        """Return the ids of blocks `[start, end)` of the request's table; NO_BLOCK where it has none."""
         ids = [NO_BLOCK] * (end - start)
         node = self.node
         while node is not None and node.depth > start:

@@ -35,7 +35,7 @@ NOTHING = PrefixHit(0, (), None, 0, MissReason.BYPASSED)
 
 
 def find_prefix(chain: HashChain, length: int, store: PrefixStore) -> PrefixHit:
-    """Look up a history of `length` tokens. At least its last token is left to compute."""
+    """Look up the longest reusable prefix of a history of `length` tokens, at least the last one excluded."""
     layout, ghosts = store.layout, store.ghosts
     usable = layout.usable_prefix(length)
     if usable == 0:
@@ -67,7 +67,8 @@ def find_prefix(chain: HashChain, length: int, store: PrefixStore) -> PrefixHit:
 def _explain(
     lost: list[Node], num_tokens: int, usable: int, next_was_evicted: bool, ghosts: GhostTable
 ) -> MissReason | None:
-    """Return why a hit is short. `lost` are the matched nodes beyond it, the block after them `next_was_evicted`."""
+    """Return why a hit of `num_tokens` is shorter than `usable`; None if it is not.
+    `lost` are the matched nodes beyond it; `next_was_evicted` is about the block after these."""
     if num_tokens == usable:
         return None
     if next_was_evicted or any(ghosts.get(node.hash) is GhostKind.CHECKPOINT for node in lost):

@@ -44,7 +44,7 @@ class CacheManager:
         policy: EvictionPolicy | None = None,
         tiers: TierSizes = NO_TIERS,
     ) -> None:
-        """`cost` weighs entries for eviction; `policy` replaces the one that `config` names."""
+        """`cost` weighs entries for eviction; `policy` replaces the arena's, which `config` names."""
         self.layout = layout
         self.deterministic = deterministic
         self.enabled = config.enable_prefix_caching and (config.checkpoints or not layout.has_states)
@@ -70,10 +70,8 @@ class CacheManager:
         return self.disk is not None and self.disk.has_unsent
 
     def save_to_disk(self) -> bool:
-        """Store what the arena and the host tier hold in the disk tier, as far as it can be written soon.
-
-        Returns whether some of it is still to be written.
-        """
+        """Store what the arena and the host tier hold in the disk tier, as far as it can be written soon. The current
+        restore is dropped. Returns whether the disk still has something to write or remove."""
         if self.disk is None:
             return False
         self.drop_restore()
@@ -83,24 +81,23 @@ class CacheManager:
         return self.disk.is_writing or self.has_unsent
 
     def watch_restorable(self) -> Restorable:
-        """Start to track what lookups can find. Call it while the cache is empty."""
+        """Start to track what lookups can find, and return the tracker. Call it on an empty cache."""
         self.store.restorable = Restorable(has_private=self.deterministic)
         return self.store.restorable
 
     # --- before a request runs
 
     def new_lease(self, owner: str, salt: str, token_ids: TokenIds, images: Sequence[ImageSpan] = ()) -> Lease:
-        """Return a lease for a prompt, which holds nothing yet.
-
-        In deterministic mode only `owner` finds the blocks with later tokens, which decode kernels compute.
-        """
+        """Return a lease that holds nothing, for a prompt whose blocks are hashed after `salt`.
+        In deterministic mode only `owner` finds the blocks with later tokens, which decode kernels compute."""
         chain = HashChain(salt, owner, len(token_ids) if self.deterministic else None, images)
         if self.enabled:
             chain.extend(token_ids)
         return Lease(owner, chain, detached=not self.enabled)
 
     def lookup(self, lease: Lease, length: int, read: bool = True) -> PrefixHit:
-        """Return the longest reusable prefix of the first `length` tokens. Changes nothing."""
+        """Return the longest reusable prefix of the first `length` tokens. Changes nothing.
+        With caching off or `read` False nothing is found; `miss` is then BYPASSED."""
         if not self.enabled or not read:
             return NOTHING
         return find_prefix(lease.chain, length, self.store)
@@ -116,7 +113,7 @@ class CacheManager:
         return self.layout.fallback_step(self.arena.num_pages)
 
     def reset(self) -> None:
-        """Let nothing cached so far be found again, neither in the arena nor in a tier."""
+        """Let nothing cached so far be found again, in the arena or a tier. The current restore is dropped."""
         self.drop_restore()
         self.store.reset()
         for tier in self._tiers:
@@ -136,7 +133,7 @@ class CacheManager:
         return num_tokens == 0 or (node is not None and (node.checkpoint is not None or not self.layout.has_states))
 
     def expect(self, checkpoint: Checkpoint | None, change: int) -> None:
-        """Count `change` more waiting requests that would resume from `checkpoint`."""
+        """Add `change` to the number of waiting requests that would resume from `checkpoint`."""
         if checkpoint is not None and not checkpoint.dropped:
             checkpoint.num_expected += change
             self.store.refile(checkpoint)
@@ -144,7 +141,7 @@ class CacheManager:
     # --- while it runs
 
     def attach(self, lease: Lease, hit: PrefixHit) -> None:
-        """Give the lease the blocks of the hit, and the checkpoint to read first."""
+        """Pin the hit's path for a new lease, and count its checkpoint as read. A restore for it ends."""
         assert lease.node is None and lease.num_blocks == 0
         lease.node = hit.path[-1] if hit.path else self.store.tree.root(lease.chain.root)
         lease.windows = [WindowRow() for _ in self.layout.windows]
@@ -154,7 +151,7 @@ class CacheManager:
             self.restoring.drop()
 
     def drop_restore(self, lease: Lease | None = None) -> bool:
-        """Stop restoring a prefix, for this lease or for any. Returns whether one was being restored."""
+        """Stop restoring a prefix, for this lease or for any. False: nothing was being restored."""
         return self.restoring is not None and self.restoring.drop(lease)
 
     def continues(self, lease: Lease) -> bool:
@@ -210,10 +207,8 @@ class CacheManager:
                 self.store.supersede(checkpoint)
 
     def ensure_blocks(self, lease: Lease, num_tokens: int) -> bool:
-        """Get blocks for `num_tokens` tokens, and give back those behind windows.
-
-        False: the arena has too few; the lease keeps what it got.
-        """
+        """Get blocks for `num_tokens` tokens, evicting as needed, and give back those behind windows.
+        False: the arena has too few; the lease keeps what it got."""
         wanted, windows = self.layout.num_blocks_for(num_tokens), self.store.windows
         if not lease.windows:
             return self._extend(lease, wanted)
@@ -227,7 +222,7 @@ class CacheManager:
         return lease.num_blocks >= wanted
 
     def _extend(self, lease: Lease, wanted: int) -> bool:
-        """Take blocks of each group up to index `wanted`. Returns whether there were enough."""
+        """Take blocks of each group up to index `wanted`. False: not all could be had."""
         start, end = lease.num_blocks, wanted
         for number, row in enumerate(lease.windows):
             end = min(end, self.store.windows.extend(row, number, wanted, self.store.take_window_block))
@@ -265,7 +260,7 @@ class CacheManager:
         return True
 
     def extend(self, lease: Lease, token_ids: TokenIds) -> None:
-        """Append `token_ids` to the lease's history."""
+        """Append tokens to the lease's history, unless caching is off."""
         if self.enabled:
             lease.chain.extend(token_ids)
 
@@ -329,7 +324,7 @@ class CacheManager:
     # --- plans
 
     def plan_saves(self, lease: Lease, start: int, end: int, candidates: Iterable[Candidate]) -> None:
-        """Take slots for those states of the chunk `[start, end)` that are worth one."""
+        """Take slots for the candidates of the chunk `[start, end)` that are worth one (Filing)."""
         self.filing.plan_saves(lease, start, end, candidates)
 
     def reusable_next(self, lease: Lease, limit: int) -> int:
@@ -403,7 +398,8 @@ class CacheManager:
         return True
 
     def forget_private(self, lease: Lease, num_public_tokens: int) -> None:
-        """Condemn what only the owner of this released lease can find: blocks that decode kernels computed."""
+        """Condemn what only a released lease's owner can find, in deterministic mode: its blocks after
+        `num_public_tokens`, which decode kernels computed."""
         if not self.deterministic:
             return
         private = (i for i in lease.filed if isinstance(i, Node) and i.depth * BLOCK_SIZE > num_public_tokens)
@@ -432,9 +428,8 @@ class CacheManager:
         self, lease: Lease, num_tokens: int, hit: PrefixHit, num_restored: int = 0, from_disk: bool = False
     ) -> frozenset[int]:
         """Count a prompt of `num_tokens` tokens and its hit, of which `num_restored` came from a tier.
-
-        Returns the junctions that the lookup saw. A conversation that goes on after it lost its end shows none there.
-        """
+        The eviction policy learns of the blocks to compute again. Returns the junctions that the lookup saw. A
+        conversation that goes on after it lost its end shows none there."""
         self.store.counters.count_query(num_tokens, hit.num_tokens, min(num_restored, hit.num_tokens), from_disk)
         if hit.miss is not None:
             self.store.counters.lost_tokens[hit.miss] += hit.once_num_tokens - hit.num_tokens

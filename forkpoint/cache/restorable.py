@@ -51,12 +51,12 @@ class Restorable:
         self._changes: list[Change] = []
 
     def drain(self) -> list[Change]:
-        """Return the changes since the last call, in order."""
+        """Return the changes since the last call, in order, and forget them."""
         changes, self._changes = self._changes, []
         return changes
 
     def gained(self, node: Node) -> None:
-        """Note that a lookup may now end at `node`."""
+        """Note that a lookup may now end at `node`. Nothing happens if it is condemned or left out."""
         if node.condemned or node in self._ends:
             return
         path = []

@@ -54,7 +54,7 @@ class Restoring:
         self._left_bytes = 0
 
     def begin_plan(self) -> None:
-        """Start to count what the next plan loads."""
+        """Start the next plan's count of loaded bytes."""
         self._left_bytes, self.has_loaded = self.loaded_at_once, False
 
     @property
@@ -77,7 +77,8 @@ class Restoring:
         return found
 
     def begin(self, lease: Lease, order: tuple[int, int], tier: Tier, source: Node, hit: PrefixHit) -> None:
-        """Start to restore the prefix that ends at `source` for a waiting request. Nothing is copied yet."""
+        """Start to restore the prefix that ends at `source` for a waiting request. Nothing is copied yet.
+        Pins `hit`, the arena's part, and holds `source` in `tier`. No other restore may be under way."""
         assert self.current is None
         node = hit.path[-1] if hit.path else self._store.tree.root(lease.chain.root)
         self._store.tree.pin(node)
@@ -86,9 +87,8 @@ class Restoring:
 
     def advance(self) -> bool:
         """Copy as much of the current prefix as the plan still takes. Returns whether all of it is copied now.
-
-        The restore is dropped if the arena has no room for it, its prefix was condemned, or its tier cannot read it.
-        """
+        The restore is dropped, and False returned, if the arena has no room for it, its prefix was condemned, or its
+        tier cannot read it."""
         restore = self.current
         assert restore is not None
         while not restore.is_complete and self._left_bytes > 0:
@@ -112,7 +112,7 @@ class Restoring:
         return restore.is_complete
 
     def _missing_state(self, restore: Restore) -> Checkpoint | None:
-        """Return the state at the end of the prefix that has to be loaded, if there is one."""
+        """Return the state at the prefix's end; None if it has none or the arena has it already."""
         if restore.node.depth == restore.source.depth and restore.node.checkpoint is not None:
             return None
         return restore.source_checkpoint
@@ -156,7 +156,7 @@ class Restoring:
         return True
 
     def _load_state(self, restore: Restore) -> bool:
-        """Load the state at the end of the prefix, if there is one. Returns False if there is no slot."""
+        """Load the state at the prefix's end if there is one, and complete the restore. False: no slot."""
         source, node = restore.source_checkpoint, restore.node
         if source is not None:
             if node.checkpoint is None:

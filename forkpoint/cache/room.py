@@ -43,11 +43,12 @@ class ArenaRoom:
         return self._layout.num_pages_of(self.num_blocks_held, self.num_slots_held, self._store.windows.num_busy)
 
     def ever_fits(self, num_tokens: int) -> bool:
-        """Return whether an otherwise empty arena holds a request of that final length."""
+        """Return whether an otherwise empty arena holds a request of `num_tokens` tokens, output included."""
         return self._layout.num_pages_for(num_tokens, 1) <= self._arena.num_pages - 1
 
     def fits(self, hit: PrefixHit, num_tokens: int, spare_blocks: int, spare_slots: int = 0) -> bool:
-        """Return whether a request that starts from `hit` could grow to `num_tokens` without preempting another."""
+        """Return whether a request that starts from `hit` could grow to `num_tokens` without preempting another.
+        `spare_blocks` and `spare_slots` are left free besides."""
         num_shared = sum(node.pins > 0 for node in hit.path)
         slots = 1 + spare_slots + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
         return self._fits(num_tokens, spare_blocks - num_shared, slots)

@@ -77,11 +77,11 @@ class PrefixStore:
         return taken
 
     def take_slot(self, owner: UnitOwner, below: float | None = None) -> int | None:
-        """Take a slot, evicting as needed; with `below`, evict only entries whose key is smaller."""
+        """Take a slot, evicting as needed; with `below` only entries whose key is smaller. None: no room."""
         return self._take_unit(lambda: self.arena.take_slot(owner), below)
 
     def take_window_block(self, window: int, owner: UnitOwner) -> int | None:
-        """Take a block of `layout.windows[window]`, evicting as needed."""
+        """Take a block of `layout.windows[window]`, evicting as needed. None: all are in use."""
         return self._take_unit(lambda: self.arena.take_window_block(window, owner), None)
 
     def _take_unit(self, take: Callable[[], int | None], below: float | None) -> int | None:
@@ -95,10 +95,8 @@ class PrefixStore:
         return unit
 
     def evict_least(self, below: float | None = None) -> bool:
-        """Evict the checkpoint (without states: the leaf) with the smallest key, if that is smaller than `below`.
-
-        False: there is none.
-        """
+        """Evict the checkpoint (without states: the leaf) with the smallest key, if smaller than `below`.
+        The room below may keep it. False: there is none."""
         found = self._queue.lowest(self.arena.turnover)
         if found is None or (below is not None and found[0] >= below):
             return False
@@ -155,7 +153,8 @@ class PrefixStore:
             self.arena.give_blocks([node.block for node in nodes])
 
     def _note_leaf(self, node: Node, first: bool = False) -> None:
-        """Queue a node for eviction if it has become an unpinned leaf; with `first` it is the next dead leaf to go."""
+        """Queue a node for eviction if it has become an unpinned leaf, or remove it if it is condemned.
+        With `first` it is the next dead leaf to go."""
         if node.checkpoint is not None and not node.children:
             self._queue.push(node.checkpoint)  # it alone now holds its keys and values, so it is worth less per byte
         if node.depth == 0 or node.dropped or not node.is_evictable:
@@ -183,7 +182,7 @@ class PrefixStore:
     def add_blocks(
         self, parent: Node, hashes: Sequence[BlockHash], tokens: Sequence[bytes], blocks: Sequence[int]
     ) -> list[Node]:
-        """File a chain of blocks under `parent`; the blocks change their owner to the new nodes."""
+        """File a chain of new blocks under `parent`. Returns their nodes, which now own the blocks."""
         nodes = self.tree.extend(parent, hashes, tokens, blocks)
         for node in nodes:
             node.last_used = self.arena.turnover
@@ -246,9 +245,7 @@ class PrefixStore:
 
     def _enter(self, checkpoint: Checkpoint) -> Checkpoint:
         """Attach a checkpoint to its node, as its slot's owner and as used now, and return it.
-
-        The caller still has to queue it for eviction.
-        """
+        The caller still has to queue it for eviction."""
         node = checkpoint.node
         checkpoint.last_used = self.arena.turnover
         node.checkpoint = checkpoint
@@ -278,7 +275,7 @@ class PrefixStore:
         self._note_leaf(checkpoint.node)
 
     def start_reading(self, checkpoint: Checkpoint) -> None:
-        """Count one reader of the checkpoint more. It cannot be evicted before all of them are done."""
+        """Count one reader of the checkpoint more. It cannot be evicted before `done_reading`."""
         checkpoint.num_readers += 1
         if checkpoint.num_readers == 1:
             self.num_read += 1
@@ -315,7 +312,7 @@ class PrefixStore:
         return note
 
     def leave(self, checkpoint: Checkpoint, note: object, awaits_tool: bool) -> None:
-        """Note the end of a request, with its note, that used or saved the checkpoint."""
+        """Note the end of a request, with its note, that used or saved the checkpoint; it counts as used now."""
         if not checkpoint.dropped:
             checkpoint.last_used = self.arena.turnover
             self.policy.left(checkpoint, note, awaits_tool=awaits_tool)
@@ -352,7 +349,7 @@ class PrefixStore:
             self._sweep(item)
 
     def condemn_all(self, items: Iterable[Node | Checkpoint]) -> None:
-        """Condemn those of the nodes and checkpoints that are still in the tree."""
+        """Condemn the nodes still in the tree, with all below them, and drop the checkpoints still there."""
         for item in items:
             if item.dropped:
                 continue

@@ -78,10 +78,8 @@ class Tier(ABC):
         """Return the copy of a node's block, or of its checkpoint if one is given, to a unit of the arena."""
 
     def keep(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        """Store the path of a node of the arena, and its checkpoint if it has one, before they are evicted.
-
-        Nothing is stored if that would evict entries of the tier that are worth more.
-        """
+        """Store the path of a node of the arena, and `checkpoint` if one is given, before they are evicted.
+        Nothing is stored if that would evict entries of the tier that are worth more."""
         assert not node.condemned, "condemned entries are dropped, not evicted"
         top, missing = self._split(node)
         if self._has_private and any(map(is_private, missing)):
@@ -106,13 +104,14 @@ class Tier(ABC):
         return tree.root(node.hash), missing[::-1]
 
     def _touch(self, node: Node, source: Checkpoint | None) -> None:
-        """Note that an entry was in use in the arena until now."""
+        """Note that a tier's entry was in use in the arena, as `source`, until now."""
         self.store.touch(node)
         if source is not None and node.checkpoint is not None:
             self.store.follow(source, node.checkpoint)
 
     def _copy(self, top: Node, missing: Sequence[Node], checkpoint: Checkpoint | None) -> bool:
-        """Copy nodes below `top`, and a checkpoint at their end, into units of the tier. False: it stores nothing."""
+        """Copy nodes below `top`, and a checkpoint at their end, into units of the tier.
+        False: it stores nothing, because it may not or has nothing worth less to evict."""
         below: float | None = None
         owner: StateSave | None = None
         num_bytes = len(missing) * self.layout.block_bytes + (checkpoint is not None) * self.layout.slot_bytes
@@ -170,7 +169,7 @@ class Tier(ABC):
             self.store.start_reading(node.checkpoint)
 
     def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        """Undo `hold`. `checkpoint` is the one that the node had then."""
+        """Undo `hold`. `checkpoint` is the one that the node had then. Reads for it that are under way are given up."""
         if checkpoint is not None:
             self.store.done_reading(checkpoint)
         self.store.unpin(node)

@@ -152,7 +152,7 @@ class PrefixTree:
     def extend(
         self, parent: Node, hashes: Sequence[BlockHash], tokens: Sequence[bytes], blocks: Sequence[int]
     ) -> list[Node]:
-        """Add a chain of nodes under `parent`, one for each block. Returns them from the top down."""
+        """Add a chain of nodes under `parent`, one for each block, none of them cached. Returns them in order."""
         assert hashes[0] not in self._by_hash  # nor, then, any that follows it
         nodes: list[Node] = []
         depths = range(parent.depth + 1, parent.depth + 1 + len(hashes))
@@ -166,10 +166,8 @@ class PrefixTree:
         return nodes
 
     def extend_many(self, entries: Iterable[tuple[int, int, BlockHash, BlockHash]]) -> dict[int, Node]:
-        """Add nodes without tokens, each as (block, depth, hash, parent's hash), parents first. Returns them by block.
-
-        Those whose parent is not there, or that are there already, are left out.
-        """
+        """Add nodes without tokens, each as (block, depth, hash, parent's hash), parents first.
+        Returns them by block. Those whose parent is not there, or that are there already, are left out."""
         by_hash, added = self._by_hash, dict[int, Node]()
         for block, depth, block_hash, parent_hash in entries:
             parent = by_hash.get(parent_hash)
@@ -184,9 +182,8 @@ class PrefixTree:
 
     def remove(self, leaf: Node, most: int = 1) -> list[Node]:
         """Remove an evictable leaf and the ancestors that become evictable, `most` nodes in all.
-
-        A condemned leaf takes only condemned ancestors with it. Returns the removed nodes, from the leaf up.
-        """
+        A condemned leaf takes only condemned ancestors with it. A root without children goes too. Returns the removed
+        nodes, from the leaf up."""
         assert leaf.is_evictable and leaf.parent is not None
         removed = [leaf]
         node = leaf.parent
@@ -268,7 +265,7 @@ def _with_descendants(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def nearest_checkpoint(node: Node | None) -> Checkpoint | None:
-    """Return the checkpoint at `node`, or at its deepest ancestor that has one."""
+    """Return the checkpoint at `node`, or at its deepest ancestor that has one; None if none has."""
     while node is not None and node.checkpoint is None:
         node = node.parent
     if node is None:

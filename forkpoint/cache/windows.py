@@ -57,7 +57,8 @@ class WindowBlocks:
         self.num_busy = [0] * len(layout.windows)  # blocks that eviction cannot free
 
     def extend(self, row: WindowRow, window: int, end: int, take: Callable[[int, WindowBlock], int | None]) -> int:
-        """Take blocks up to index `end`, as far as `take` has room. Returns the index that the row reaches."""
+        """Let the row take blocks up to index `end`, by calls of `take(window, owner)` until one returns None.
+        Returns the index that the row reaches."""
         while row.end < end:
             fresh = WindowBlock(window)
             block = take(window, fresh)
@@ -99,7 +100,8 @@ class WindowBlocks:
                 self._hold(each, busy=True)
 
     def run(self, rows: Iterable[WindowRow], num_blocks: int, position: int) -> WindowRuns:
-        """Return the blocks that the token at `position`, the first after `num_blocks` blocks, attends to."""
+        """Return the blocks that the token at `position`, the first after `num_blocks` blocks, attends to.
+        AssertionError if the rows no longer have one of them."""
         runs = []
         for group, row in zip(self._layout.windows, rows, strict=True):
             first = group.first_block(position)
@@ -108,7 +110,7 @@ class WindowBlocks:
         return tuple(runs)
 
     def hold(self, runs: WindowRuns, *, busy: bool = False) -> None:
-        """Hold the blocks of a checkpoint; `busy` while it has readers."""
+        """Count a checkpoint as a holder of its blocks; `busy` when it gets its first reader."""
         for run in runs:
             for each in run:
                 self._hold(each, busy)

@@ -40,10 +40,8 @@ class Admission:
         more_urgent_than: ScheduledRequest | None = None,
         only: ScheduledRequest | None = None,
     ) -> None:
-        """Start waiting requests in their order.
-
-        With `more_urgent_than`, start only those of a smaller priority value; with `only`, that request alone.
-        """
+        """Start waiting requests in their order, and add what they compute to the plan.
+        With `more_urgent_than`, start only those of a smaller priority value; with `only`, that request alone."""
         passed_over = 0
         candidates = list(self._waiting.requests) if only is None else [only]
         for scheduled in candidates:
@@ -83,7 +81,8 @@ class Admission:
         return self._cache.lookup(scheduled.lease, request.num_tokens, not request.wants_prompt_logprobs)
 
     def try_jump(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
-        """Continue a prefill from a longer prefix if another request has cached more of its prompt meanwhile."""
+        """Continue a prefill from a longer prefix if another request has cached more of its prompt meanwhile.
+        The plan then resends the row's block table, and the request's cache report grows."""
         lease, request = scheduled.lease, scheduled.request
         if lease.detached or request.wants_prompt_logprobs or not self._cache.continues(lease):
             return
@@ -95,11 +94,9 @@ class Admission:
             scheduled.record_hit(hit, gained=hit.num_tokens - start)
 
     def _restored(self, scheduled: ScheduledRequest, hit: PrefixHit) -> PrefixHit | None:
-        """Return the request's hit, which is `hit` unless a tier has a longer prefix.
-
-        None: the request waits, because its prefix is being copied, or another one that comes first. A restore that
-        was dropped for want of memory is not tried again in this run of the request.
-        """
+        """Return the request's hit: `hit`, or the longer one that a tier's copy has completed by now.
+        Begins or advances the copy. None: the request waits for it, or for a restore that comes first. A restore that
+        was dropped for want of memory is not tried again in this run of the request."""
         restoring, request, lease = self._cache.restoring, scheduled.request, scheduled.lease
         assert restoring is not None
         if not scheduled.restores or request.wants_prompt_logprobs:
@@ -145,7 +142,8 @@ class Admission:
         return self._cache.room.may_fit(scheduled.lease, scheduled.request.num_tokens + 1, self._running.num_requests)
 
     def _admit(self, builder: PlanBuilder, scheduled: ScheduledRequest, hit: PrefixHit) -> bool:
-        """Start a request from `hit`; if that does not fit, from nothing. False: it has to wait for memory."""
+        """Give a request a row from `hit`, or from nothing if that does not fit, and plan its first tokens.
+        A later request's restore may be dropped for it. False: it has to wait for memory, and holds none."""
         request, lease = scheduled.request, scheduled.lease
         if not self._cache.room.fits(hit, request.num_tokens + 1, self._running.num_requests):
             if self._drop_later_restore(scheduled):
@@ -188,7 +186,7 @@ class Admission:
         return bool(self._running.requests or self._running.leaving)
 
     def _start(self, builder: PlanBuilder, scheduled: ScheduledRequest, hit: PrefixHit, prefill_end: int) -> None:
-        """Give the request a row and report its hit."""
+        """Give the request a row in the batch and in the plan; count its query and report its hit."""
         request = scheduled.request
         self._cache.expect(scheduled.expected, -1)
         scheduled.expected = None

@@ -30,10 +30,10 @@ class _Work:
 
 
 class PlanBuilder:
-    """Collects the work of one step, then turns it into a StepPlan."""
+    """Collects the work of one step, and at the end turns it into a StepPlan."""
 
     def __init__(self, step: int, budget: int, manager: CacheManager) -> None:
-        """`budget` is the number of tokens that the step may compute."""
+        """`budget` is the number of tokens that the step may still compute; each row added lowers it."""
         self.step = step
         self.budget = budget
         self._manager = manager
@@ -52,7 +52,7 @@ class PlanBuilder:
         self._added.append(scheduled)
 
     def replace_prefix(self, scheduled: ScheduledRequest) -> None:
-        """Resend the row's block table, up to the blocks that the worker already has."""
+        """Let the plan resend the row's block table, up to the blocks that the worker already has."""
         self._replaced[scheduled] = None
 
     def add_steady(self, requests: list[ScheduledRequest]) -> None:
@@ -66,11 +66,9 @@ class PlanBuilder:
     def add_decode(
         self, scheduled: ScheduledRequest, drafts: IntArray | None = None, masks: Sequence[IntArray] = ()
     ) -> None:
-        """Add the row's next token through the decode kernels, with `drafts` after it.
-
+        """Add the row's next token through the decode kernels, with `drafts` after it, to the plan.
         An earlier run of the request may have sampled that token already. `masks`: what a grammar allows after each
-        draft.
-        """
+        draft. The budget falls by one token and the drafts."""
         start, request = scheduled.lease.num_planned, scheduled.request
         if start < scheduled.num_tokens_at_admission:
             tokens = request.token_ids(start, start + 1)
@@ -81,7 +79,7 @@ class PlanBuilder:
         self._add(scheduled, tokens, masks, decodes=True)
 
     def add_prefill(self, scheduled: ScheduledRequest, end: int) -> None:
-        """Add the row's next tokens, up to `end`, through the prefill kernels."""
+        """Add the row's next tokens, up to position `end`, through the prefill kernels."""
         self._add(scheduled, scheduled.request.token_ids(scheduled.lease.num_planned, end), (), decodes=False)
 
     def _add(self, scheduled: ScheduledRequest, tokens: IntArray, masks: Sequence[IntArray], *, decodes: bool) -> None:
@@ -98,7 +96,9 @@ class PlanBuilder:
     def finish(
         self, removed: tuple[int, ...], dropped_images: tuple[bytes, ...] = (), waits_for_disk: bool = False
     ) -> IssuedStep:
-        """Return the plan in its record. The leases' planned tokens advance past it, and what it computes is filed."""
+        """Return the plan with what to do once its result is there. Call it once, last.
+        The leases' planned tokens advance past the plan, and the cache files what it computes. `removed` rows and
+        `dropped_images` (digests) go into the plan as they are."""
         added = tuple(self._make_row(scheduled) for scheduled in self._added)
         replaced = tuple(self._make_replaced(scheduled) for scheduled in self._replaced)
         readers: list[Checkpoint] = []

@@ -41,10 +41,10 @@ class Chunks:
         return request.num_tokens
 
     def end(self, request: Request, start: int, prefill_end: int, budget: int) -> int:
-        """Return where a chunk from `start` ends: at the end of the prefill, or else on a block boundary.
-
-        The chunk is empty if the end is not after `start`: then the request has to wait for another step.
-        """
+        """Return where a chunk from `start`, of `budget` tokens at most, ends: at `prefill_end`, or else on a block
+        boundary.
+        Images whose turn in the vision tower has not come end it earlier. The chunk is empty if the end is not after
+        `start`: then the request has to wait for another step."""
         end = min(prefill_end, start + budget)
         if end != prefill_end:
             end = end // BLOCK_SIZE * BLOCK_SIZE
@@ -53,7 +53,8 @@ class Chunks:
         return end
 
     def add(self, builder: PlanBuilder, scheduled: ScheduledRequest, start: int, end: int) -> None:
-        """Plan the chunk `[start, end)` of a running request, which has blocks for it, and the states that it saves."""
+        """Add the chunk `[start, end)` of a running request, which has blocks for it, to the plan.
+        Its images are taken off the encoder's budget, and slots are taken for the states that it saves."""
         lease = scheduled.lease
         context = CaptureContext(
             start=start,

@@ -30,7 +30,7 @@ class Guess(NamedTuple):
 
 
 class DraftSource(Protocol):
-    """Guesses what follows a request's newest token, by at most `most_matched` tokens up to it."""
+    """Guesses what follows a request's newest token, from at most `most_matched` tokens up to it."""
 
     most_matched: int
 
@@ -38,7 +38,7 @@ class DraftSource(Protocol):
         """Return a guess of 1 to `most` ids; None: there is no match."""
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Note that the request has ended."""
 
 
 class _History:
@@ -82,7 +82,8 @@ class NgramSource:
         self._histories.pop(request.id, None)
 
     def _match(self, ids: IntArray) -> tuple[int, int]:
-        """Return the position after the best earlier match of the last tokens, and its length; 0: there is none."""
+        """Return the position after the best earlier match of the last tokens, and the match's length; (0, 0) without
+        one."""
         ends = np.flatnonzero(ids[:-1] == ids[-1])  # positions of the last token
         length, found = min(1, len(ends)), ends
         while len(ends) and length < self.most_matched:
@@ -119,7 +120,9 @@ class SuffixSource:
 
 
 def _usual(following: IntArray, least_share: float) -> list[int]:
-    """Return, position by position, the id that most of the remaining rows have there; of equal ones the first."""
+    """Return, position by position, the id that most of the rows left have there; only these rows stay.
+    `following` is `[matches, positions]`. The list ends before END, and where fewer than `least_share` of all rows
+    agree."""
     ids: list[int] = []
     left = following
     for column in range(following.shape[1]):
@@ -157,7 +160,7 @@ class CacheSource:
 
 
 def _latest(node: Node, begun: bytes) -> Node | None:
-    """Return the last used child of `node` whose tokens agree with `begun`."""
+    """Return the last used child of `node` whose tokens start with `begun`, int32 bytes; None if none does."""
     children = islice(reversed(node.children), MOST_CHILDREN)
     fitting = [child for child in children if child.tokens.startswith(begun[:BLOCK_BYTES])]
     return max(fitting, key=lambda child: child.last_used, default=None)

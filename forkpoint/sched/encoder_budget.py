@@ -22,7 +22,7 @@ class EncoderBudget:
     """
 
     def __init__(self, max_tokens: int, cache_size: int) -> None:
-        """`max_tokens` are encoded in a step."""
+        """`max_tokens` are encoded in a step at most; embeddings of `cache_size` tokens are kept."""
         self._max_tokens, self._cache_size = max_tokens, cache_size
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # number of tokens by digest, least recently used first
         self._num_kept = 0  # tokens
@@ -37,7 +37,8 @@ class EncoderBudget:
             self._drop(next(iter(self._kept)))
 
     def end(self, images: Sequence[ImageSpan], start: int, end: int) -> int:
-        """Return where the chunk `[start, end)` has to end for the images that it needs; `start` if it has to wait."""
+        """Return where the chunk `[start, end)` has to end for the images that it needs; `start` if it has to wait. If
+        it does, later requests of the step have to wait too."""
         left, first_block_end = self._left, (start // BLOCK_SIZE + 1) * BLOCK_SIZE
         is_first = left == self._max_tokens
         for image in self._to_encode(images, start, end).values():
@@ -50,7 +51,8 @@ class EncoderBudget:
         return end
 
     def take(self, images: Sequence[ImageSpan], start: int, end: int) -> None:
-        """Deduct the images that a planned chunk needs, whose embeddings are kept from now on."""
+        """Deduct the images that a planned chunk `[start, end)` needs and that the runner has to encode.
+        Their embeddings count as kept from now on, and those kept already as used. Counts both in `stats`."""
         for image in images:
             if image.start < end and start < image.end and image.digest in self._kept:
                 self._kept.move_to_end(image.digest)
@@ -72,7 +74,7 @@ class EncoderBudget:
         return found
 
     def forget(self, images: Sequence[ImageSpan]) -> None:
-        """Drop the embeddings of these images."""
+        """Drop the embeddings of these images, so that they are computed again when needed."""
         for image in images:
             if image.digest in self._kept:
                 self._drop(image.digest)
@@ -87,6 +89,7 @@ class EncoderBudget:
         self._dropped.append(digest)
 
     def drain_dropped(self) -> tuple[bytes, ...]:
-        """Return the digests dropped since the last call. The runner drops them before it encodes anything."""
+        """Return the digests dropped since the last call, and forget them.
+        The runner drops them before it encodes anything."""
         dropped, self._dropped = tuple(self._dropped), []
         return dropped

@@ -28,6 +28,7 @@ class PastOutputs:
     """
 
     def __init__(self, max_requests: int, num_tokens: int = MOST_TOKENS) -> None:
+        """`num_tokens` is a power of two."""
         self._size = num_tokens
         self._shift = np.uint64(64 - (num_tokens.bit_length() - 1))
         self._ids = np.zeros(num_tokens, np.int32)
@@ -40,7 +41,7 @@ class PastOutputs:
         self._end = 1
 
     def add(self, salt: str, token_ids: Sequence[int]) -> None:
-        """Keep a request's output, in place of the oldest ids."""
+        """Keep a request's output, in place of the oldest ids. An output of few tokens is not kept."""
         ids = np.asarray([*token_ids[1 - self._size :], END], np.int32)
         if not self._starts.maxlen or len(ids) <= LEAST_MATCH:
             return
@@ -83,7 +84,7 @@ class PastOutputs:
         return np.asarray(found, np.int64)
 
     def _link(self, keys: Places, places: Places) -> None:
-        """Chain each place to the last one before it with the same hash."""
+        """Chain each place to the last one before it with the same hash. `keys[i]` is the hash at `places[i]`."""
         order = np.argsort(keys, kind="stable")
         keys, places = keys[order], places[order]
         first = np.flatnonzero(np.diff(keys, prepend=-1))  # the first place of each hash
@@ -94,7 +95,7 @@ class PastOutputs:
         self._latest[keys[last]] = places[last]
 
     def _hashes(self, ids: IntArray, number: np.uint64) -> Places:
-        """Return the hash of each run of LEAST_MATCH ids."""
+        """Return the hash of each run of LEAST_MATCH ids under a salt's number."""
         columns = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), LEAST_MATCH).T
         mixed = np.full(columns.shape[1], number)
         for column in columns:

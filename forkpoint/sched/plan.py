@@ -180,10 +180,10 @@ class StepResult:
 
 
 class SubmittedStep(Protocol):
-    """A submitted step."""
+    """A step that the runner was given, whose result may be still to come."""
 
     def result(self) -> StepResult:
-        """Wait for the step. Raises what the forward pass raised."""
+        """Wait for the step and return its result. Raises what the forward pass raised."""
 
 
 class Runner(Protocol):

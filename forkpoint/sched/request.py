@@ -28,13 +28,11 @@ class Grammar(Protocol):
         """Whether any id may come next, and after any ids for the next NUM_LOOK_AHEAD outputs."""
 
     def accept(self, token_id: int) -> None:
-        """Follow one more output. Not called once the mask is None.
-
-        Raises StructuredOutputError if the output is not allowed, or nothing may come after it.
-        """
+        """Follow one more output, after which `mask` and `is_free` change. Not called once the mask is None.
+        Raises StructuredOutputError if the output is not allowed, or nothing may come after it."""
 
     def copy(self) -> Grammar:
-        """Return an independent copy."""
+        """Return a copy that follows outputs of its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,12 +81,12 @@ class Request:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether its grammar may exclude an id soon."""
+        """Whether its grammar may exclude an id within the next NUM_LOOK_AHEAD outputs."""
         return self.grammar is not None and not self.grammar.is_free
 
     @property
     def awaits_tool(self) -> bool:
-        """Whether the answer contains a tool call."""
+        """Whether the outputs so far contain one of `tool_call_token_ids`, the start of a tool call."""
         return bool(self.tool_call_token_ids) and not self.tool_call_token_ids.isdisjoint(self.output_token_ids)
 
     def all_token_ids(self) -> IntArray:
@@ -114,7 +112,9 @@ class RequestEnding(NamedTuple):
 
 
 def follow(request: Request, token_id: int) -> RequestEnding | None:
-    """Let the request's grammar follow `token_id`, its newest output. Returns how the request ends with it, if so."""
+    """Let the request's grammar follow `token_id`, its newest output.
+    Returns how the request ends with it (a stop token, an error, a whole output or `max_tokens`); None if it goes on.
+    """
     num_outputs = len(request.output_token_ids)
     if token_id in request.stop_token_ids and num_outputs > request.params.min_tokens:
         return RequestEnding(FinishReason.STOP, token_id)

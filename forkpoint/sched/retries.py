@@ -20,14 +20,15 @@ class Retries:
         self.suspects: deque[ScheduledRequest] = deque()
 
     def add(self, requests: Iterable[ScheduledRequest]) -> None:
-        """Try these requests alone, each as far as it is planned now."""
+        """Try these requests alone from now on, each up to the tokens that are planned now. They join the others."""
         fresh = list(requests)
         for scheduled in fresh:
             scheduled.suspect_until = scheduled.lease.num_planned
         self.suspects = deque(sorted({*self.suspects, *fresh}, key=lambda each: each.order))
 
     def next(self) -> ScheduledRequest | None:
-        """Return the request to plan alone; None if every request has passed its point of failure."""
+        """Return the request to plan alone; None if every request has ended or passed its point of failure.
+        Requests that have are no suspects any more."""
         while self.suspects:
             scheduled = self.suspects[0]
             if not scheduled.ended and scheduled.lease.num_planned < scheduled.suspect_until:

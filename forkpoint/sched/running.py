@@ -29,12 +29,13 @@ class RunningSet:
         return len(self.requests)
 
     def start(self, scheduled: ScheduledRequest) -> None:
-        """Give a waiting request a row."""
+        """Give a waiting request a row, of which one must be free."""
         scheduled.row = self.free_rows.pop()
         bisect.insort(self.requests, scheduled, key=lambda each: each.order)
 
     def leave(self, scheduled: ScheduledRequest) -> bool:
-        """Stop planning the request. Return True if none of its steps is in flight, so that it can `vacate` now."""
+        """Stop planning the request. True if none of its steps is in flight, so that it can `vacate` now.
+        Otherwise it joins `leaving` until `take_ready` returns it."""
         self.requests.remove(scheduled)
         scheduled.leaving = True
         if self._in_flight(scheduled):
@@ -46,23 +47,24 @@ class RunningSet:
         return bool(self._issued) and scheduled.last_step >= self._issued[0].plan.step
 
     def take_ready(self) -> list[ScheduledRequest]:
-        """Return the leaving requests without a step in flight; each of them has to `vacate`."""
+        """Take from `leaving` the requests without a step in flight; each of them has to `vacate`."""
         ready = [each for each in self.leaving if not self._in_flight(each)]
         self.leaving = [each for each in self.leaving if self._in_flight(each)]
         return ready
 
     def vacate(self, scheduled: ScheduledRequest) -> None:
-        """Free the request's row."""
+        """Free the row of a request that has left, and note it for `drain_removed`."""
         scheduled.leaving = False
         self.removed_rows.append(scheduled.row)
         self.free_rows.append(scheduled.row)
         scheduled.row = NO_ROW
 
     def drain_removed(self) -> tuple[int, ...]:
-        """Return the rows freed since the last call; the next plan must name them."""
+        """Return the rows freed since the last call and forget them; the next plan must name them."""
         removed, self.removed_rows = tuple(self.removed_rows), []
         return removed
 
     def last_unplanned(self, step: int) -> ScheduledRequest | None:
-        """Return the last request in order that step `step` has not planned: the one to preempt first."""
+        """Return the last request in order without a row in step `step`, the one to preempt first.
+        None if all of them have one."""
         return next((each for each in reversed(self.requests) if each.last_step != step), None)

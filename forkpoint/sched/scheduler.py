@@ -83,7 +83,8 @@ class Scheduler:
     # --- requests
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises QueueFullError, or RequestTooLargeError if the arena can never hold it."""
+        """Queue a request, whose `max_tokens` is cut to what the arena holds if the caller gave none.
+        Raises QueueFullError, or RequestTooLargeError if the arena can never hold it."""
         if self.is_full:
             raise QueueFullError(
                 f"{len(self._waiting.requests)} requests are waiting, the limit is "
@@ -124,6 +125,7 @@ class Scheduler:
         return True
 
     def stats(self) -> SchedulerStats:
+        """Return gauges as they are now and counters since the start."""
         drafts = DraftStats()
         if self._drafting is not None:
             drafts = self._drafting.stats()
@@ -149,7 +151,8 @@ class Scheduler:
     # --- planning
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step; None if nothing can be planned before a result arrives or a request is added."""
+        """Return the next step's plan, which is in flight from then on.
+        None if nothing can be planned before a result arrives or a request is added."""
         self._preempted_now = False
         self._encoder.begin_step()
         suspect: ScheduledRequest | None = None
@@ -190,9 +193,8 @@ class Scheduler:
         return issued.plan
 
     def plan_save(self) -> StepPlan | None:
-        """Return a plan that stores cached entries in the disk tier, before the engine closes; None if that is done.
-
-        All results have to be applied before. Plan nothing else afterwards.
+        """Return a plan that stores cached entries in the disk tier before the engine closes; None: all are.
+        Call it until then, and apply each plan's result first, as those of earlier plans. Plan nothing else afterwards.
         """
         if not self.cache.save_to_disk():
             return None
@@ -223,10 +225,8 @@ class Scheduler:
         running: Iterable[ScheduledRequest],
         early: Collection[ScheduledRequest] = (),
     ) -> list[ScheduledRequest]:
-        """Plan every row that can decode, and return the requests that are still in prefill.
-
-        A row that waits for its last output is planned only if it is among the `early` ones.
-        """
+        """Plan every running row that can decode, and return the requests that are still in prefill.
+        A row that waits for its last output is planned only if it is among the `early` ones."""
         step = builder.step
         in_prefill: list[ScheduledRequest] = []
         steady: list[ScheduledRequest] = []
@@ -251,7 +251,8 @@ class Scheduler:
         return in_prefill
 
     def _plan_decode(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
-        """Plan a decode step that may come to a block boundary, replay an earlier output or have drafts."""
+        """Plan a decode step that may come to a block boundary, replay an earlier output or have drafts.
+        Requests may be preempted for its blocks. Nothing is planned if the row has to wait."""
         lease = scheduled.lease
         start = lease.num_planned
         if lease.in_reach:
@@ -292,7 +293,8 @@ class Scheduler:
             self._chunks.add(builder, scheduled, start, end)
 
     def _make_room(self, scheduled: ScheduledRequest, builder: PlanBuilder, may_preempt_itself: bool) -> bool:
-        """Stop the restore, or else preempt the last request not planned yet. False: `scheduled` has to wait."""
+        """Stop the restore, or else preempt the last request not planned yet that comes after `scheduled`.
+        False: `scheduled` has to wait, or was preempted itself."""
         if self.cache.drop_restore():
             return True
         if self._running.leaving:
@@ -363,7 +365,8 @@ class Scheduler:
     # --- results
 
     def apply(self, result: StepResult) -> list[RequestUpdate]:
-        """Apply the result of the oldest step in flight, and return what it means for each request."""
+        """Apply the result of the oldest step in flight, and return what it means for each request.
+        Requests that it ends give back what they hold. AssertionError if it is another step's result."""
         issued = self._issued.popleft()
         assert issued.plan.step == result.step, f"result of step {result.step}, expected {issued.plan.step}"
         self.note_disk(result)

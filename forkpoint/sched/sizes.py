@@ -8,7 +8,7 @@ from forkpoint.sched.request import Request
 
 
 def longest_answer(request: Request, cache: CacheManager) -> int:
-    """Return the length that the caller asked for, or else what an otherwise empty arena holds, at least 1."""
+    """Return how many outputs the caller asked for, or else what an otherwise empty arena holds, at least 1."""
     layout = cache.layout
     if request.params.max_tokens is not None or not layout.has_kv:
         return request.max_tokens

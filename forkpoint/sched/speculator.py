@@ -28,6 +28,7 @@ class Speculator(Drafter):
     """
 
     def __init__(self, sources: Sequence[DraftSource], most: int, by_model: bool = False) -> None:
+        """A row gets at most `most` drafts in a step."""
         self._sources, self._most, self._by_model = tuple(sources), most, by_model
         self._length = DraftLength()
         self._given: dict[str, IntArray] = {}  # drafts of each request's last step
@@ -44,7 +45,8 @@ class Speculator(Drafter):
         return cls(sources, config.num_speculative_tokens, config.method == "mtp")
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
-        """Return what lookups find, or else TO_DRAFT, except under a grammar, which has to see the drafts' ids."""
+        """Return what lookups find, or else `TO_DRAFT` with a model that guesses; None or empty: no drafts.
+        Under a grammar, which has to see the drafts' ids, the model does not guess."""
         count = self._length.choose(request.id, min(most, self._most))
         drafts: IntArray | None = None
         if count:
@@ -98,7 +100,7 @@ class Speculator(Drafter):
 
 
 def _best(sources: Sequence[DraftSource], request: Request, lease: Lease, most: int) -> Guess | None:
-    """Return the guess with the longest match."""
+    """Return the guess of 1 to `most` ids with the longest match; of equal ones the first source's. None: no match."""
     best: Guess | None = None
     for source in sources:
         if best is None or best.num_matched < source.most_matched:
