@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forkpoint.engine.inputs import PromptInput
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import ForkpointError
 from forkpoint.outputs import RequestOutput
@@ -88,7 +89,7 @@ class Client:
         found: Ids = self._random.integers(1, self._vocab_size, count).tolist()
         return found
 
-    def ask(self, prompts: Sequence[Ids], max_tokens: int) -> Answer:
+    def ask(self, prompts: Sequence[PromptInput], max_tokens: int) -> Answer:
         """Ask for greedy tokens.
 
         Raises ProtocolError if the engine copied state bytes, or if it computed other tokens than the prompts' without
