@@ -138,7 +138,9 @@ class UnitPool:
 
     def empty_one_page(self) -> tuple[int, list[Move]] | None:
         """Move the units of the emptiest partly used page into the others, and take it out of the pool.
-        Their owners are rebound. Returns the page and the moves, or None if the free units do not add up to a page."""
+
+        Their owners are rebound. Returns the page and the moves, or None if the free units do not add up to a page.
+        """
         if self.num_free_in_partial < self.per_page:
             return None
         page = next(iter(self._by_free[self._nonempty.bit_length() - 1]))

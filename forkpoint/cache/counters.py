@@ -36,7 +36,9 @@ class CacheCounters:
 
     def count_query(self, num_tokens: int, num_cached: int, num_restored: int, from_disk: bool) -> None:
         """Count a prompt's tokens and the reused ones, of which a tier restored `num_restored`.
-        `from_disk` says which tier: the disk's or the host's."""
+
+        `from_disk` says which tier: the disk's or the host's.
+        """
         self.query_tokens += num_tokens
         self.hit_tokens += num_cached
         if from_disk:

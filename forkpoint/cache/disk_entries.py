@@ -63,7 +63,9 @@ class DiskFacts:
 @dataclass(frozen=True, slots=True)
 class DiskNews:
     """What the worker's disk has done since its last report: tickets of reads and writes that ended, or failed.
-    `writes`: the worker still writes. It stops after an error."""
+
+    `writes`: the worker still writes. It stops after an error.
+    """
 
     done: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()

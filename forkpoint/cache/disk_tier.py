@@ -113,7 +113,9 @@ class DiskTier(Tier):
 
     def save(self, store: PrefixStore, source: MoveRoute) -> None:
         """Store a room's entries, the most valuable first, until UNWRITTEN_AT_ONCE / 2 bytes wait to be written.
-        `source` is the route from that room. Nothing is stored after a failed write."""
+
+        `source` is the route from that room. Nothing is stored after a failed write.
+        """
         for entry in store.by_worth():
             if not self.writes or self._unwritten_bytes > UNWRITTEN_AT_ONCE // 2:
                 break
@@ -171,7 +173,9 @@ class DiskTier(Tier):
 
     def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
         """Return how many units, the blocks of `path` and then the checkpoint, have been read, in this order.
-        Starts to read those that follow, as READ_AT_ONCE allows, and gives up the reads of all other entries."""
+
+        Starts to read those that follow, as READ_AT_ONCE allows, and gives up the reads of all other entries.
+        """
         wanted: list[tuple[Node, Checkpoint | None]] = []
         if self.layout.has_kv:
             wanted += [(node, None) for node in path]

@@ -99,6 +99,7 @@ class EvictionPolicy:
 
     def evicted(self, checkpoint: Checkpoint, above: Checkpoint | None) -> bool:
         """A checkpoint is evicted; `above` is the nearest one before it in its history, if there is one.
+
         Returns whether a conversation now continues from `above`, which then counts as used when the evicted one was.
         """
         return False

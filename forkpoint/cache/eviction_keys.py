@@ -50,7 +50,9 @@ class EvictionKeys:
         self, block_hash: BlockHash, num_tokens: int, origin: Origin, note: object, above: Above | None
     ) -> float:
         """Return the key that a checkpoint after `num_tokens` tokens would get if it was saved now.
-        `block_hash` is the hash of its block, `note` its request's, `above` the nearest state before it."""
+
+        `block_hash` is the hash of its block, `note` its request's, `above` the nearest state before it.
+        """
         inside, now = origin in INSIDE, self._arena.turnover
         saved, kv_bytes, kind = self._worth(above, num_tokens)
         num_bytes = self._layout.checkpoint_bytes
@@ -62,7 +64,9 @@ class EvictionKeys:
 
     def of_copy(self, source: Checkpoint, above: Checkpoint | None, inside: bool) -> float:
         """Return the key that a copy of another room's checkpoint would get here.
-        `above` is the nearest checkpoint before it here; `inside` says whether the history goes on below it here."""
+
+        `above` is the nearest checkpoint before it here; `inside` says whether the history goes on below it here.
+        """
         saved, kv_bytes, kind = self._worth(above, source.num_tokens)
         num_bytes = self._layout.checkpoint_bytes
         if not inside:
@@ -75,8 +79,7 @@ class EvictionKeys:
         )  # fmt: skip
 
     def _worth(self, above: Above | None, end: int) -> tuple[float, int, Origin | None]:
-        """Return the cost that a checkpoint at `end` saves, the bytes of its own keys and values, and the kind of
-        `above`, the nearest state before it."""
+        """Return (cost that a checkpoint at `end` saves, bytes of its own keys and values, origin of `above`)."""
         start = 0
         kind: Origin | None = None
         if above is not None:

@@ -16,8 +16,10 @@ LEAST_COMPACTED: Final = 1024  # places; a shorter queue costs less than its com
 
 class EvictionQueue(Generic[Queued]):
     """Entries by key, which the queue gets by calling `key`.
+
     A key may rise unnoticed, because an ancestor was dropped: `lowest` computes it again. A key may fall by itself when
-    the clock reaches `due(entry)`: then the entry is queued again."""
+    the clock reaches `due(entry)`: then the entry is queued again.
+    """
 
     def __init__(self, key: Callable[[Queued], float], due: Callable[[Queued], float]) -> None:
         self._key = key

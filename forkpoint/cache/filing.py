@@ -30,8 +30,10 @@ class Filing:
 
     def plan_saves(self, lease: Lease, start: int, end: int, candidates: Iterable[Candidate]) -> None:
         """Take slots for the candidates of the chunk `[start, end)` that are worth one, as `lease.saves`.
+
         A boundary that has a checkpoint or a save is skipped. A candidate without room is only counted. In a layout
-        without states every full block becomes reusable. A detached lease plans nothing."""
+        without states every full block becomes reusable. A detached lease plans nothing.
+        """
         if lease.detached:
             return
         hashes = lease.chain.hashes
@@ -83,7 +85,9 @@ class Filing:
 
     def publish(self, lease: Lease, num_tokens: int) -> None:
         """File the lease's blocks up to `num_tokens` tokens, and the saves there; other saves give back slots.
-        The lease then pins the deepest of its nodes."""
+
+        The lease then pins the deepest of its nodes.
+        """
         saves = {save.num_tokens // BLOCK_SIZE: save for save in lease.saves}
         lease.saves.clear()
         old = node = lease.node
@@ -123,7 +127,9 @@ class Filing:
 
     def _follow(self, lease: Lease, node: Node, last: int) -> Node:
         """Follow the lease's history from `node`, to depth `last` or as far as the tree has it.
-        The lease is detached if a node of the same hash has another history."""
+
+        The lease is detached if a node of the same hash has another history.
+        """
         hashes, find = lease.chain.hashes, self._store.tree.find
         while not lease.detached and node.depth < last and (present := find(hashes[node.depth])) is not None:
             lease.has_duplicates = lease.has_duplicates or node.depth in lease.own_blocks

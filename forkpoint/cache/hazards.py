@@ -83,7 +83,9 @@ class KindHazards:
 
     def add(self, block_hash: BlockHash, uses: int, last_used: float) -> BlockHash | None:
         """Wait for the next use of an entry that was used `uses` times. A full table first ends its oldest wait.
-        Returns the entry whose wait ended, or None."""
+
+        Returns the entry whose wait ended, or None.
+        """
         oldest = None
         if len(self._waiting) == NUM_TRACKED:
             oldest = next(iter(self._waiting))
@@ -100,7 +102,9 @@ class KindHazards:
 
     def end(self, block_hash: BlockHash, now: float) -> tuple[float, int]:
         """Stop waiting for an entry that was not used until `now`, and count its time at risk.
-        Returns its age, in arenas, and its uses so far. KeyError if it was not awaited."""
+
+        Returns its age, in arenas, and its uses so far. KeyError if it was not awaited.
+        """
         place = self._waiting[block_hash]
         last_used, uses = self._last_used[place], self._uses_so_far[place]
         self.discard(block_hash)
@@ -182,7 +186,9 @@ class HazardModel:
 
     def use(self, block_hash: BlockHash, now: float) -> ReuseClass | None:
         """Count a use of an entry, cached or evicted, and stop waiting.
-        Returns its class before; None if its use was not awaited."""
+
+        Returns its class before; None if its use was not awaited.
+        """
         kind = self._kinds.pop(block_hash, None)
         return None if kind is None else ReuseClass(kind, self._hazards[kind].use(block_hash, now))
 

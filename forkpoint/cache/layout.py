@@ -185,9 +185,11 @@ class CacheLayout:
         cls, layers: Sequence[LayerSpec], kernel_block_sizes: Sequence[int] = (), longest: int | None = None
     ) -> CacheLayout:
         """Build the layout with the smallest page that wastes at most 5 %, whatever it holds.
+
         Kernels read blocks of the first of `kernel_block_sizes` that divides a block. Raises ConfigError if none does,
         or if the layers keep nothing. Without sizes they read whole blocks. Layers with a window of `longest` tokens or
-        more keep all blocks; 0: all layers do; None: only those without a window."""
+        more keep all blocks; 0: all layers do; None: only those without a window.
+        """
         if longest is not None:
             layers = [tuple(_without_wide_window(spec, longest) for spec in layer) for layer in layers]
         specs = [spec for layer in layers for spec in layer]
@@ -297,13 +299,12 @@ class CacheLayout:
         return pages
 
     def fallback_step(self, num_pages: int) -> int:
-        """Return the distance in tokens between fallbacks, the states in a prompt that outlive its end; 0: there are
-        none.
+        """Return the tokens between fallbacks, the states in a prompt that outlive its end; 0: there are none.
 
         n fallbacks in an arena of s slots cost the share n / s of it. A conversation that is evicted down to the next
         fallback loses 1 / (2 n) of the arena on average beyond what was needed. The sum f(n) = n / s + 1 / (2 n) is
-        least at n = sqrt(s / 2), which puts them sqrt(2 s) slots' worth of KV blocks apart, but at most
-        1 / FALLBACKS_PER_ARENA of the arena, so that a conversation that fills much of it has one in any case.
+        least at n = sqrt(s / 2), which puts them sqrt(2 s) slots' worth of KV blocks apart, but at most 1 /
+        FALLBACKS_PER_ARENA of the arena, so that a conversation that fills much of it has one in any case.
         """
         if not (self.has_kv and self.has_states):
             return 0
@@ -313,7 +314,9 @@ class CacheLayout:
 
     def capture_interval(self, asked: int) -> int:
         """Return the distance in tokens between periodic states, of which `asked` were asked for.
-        0: none. If slots are small next to blocks, it is 64: every boundary."""
+
+        0: none. If slots are small next to blocks, it is 64: every boundary.
+        """
         is_small = self.has_kv and self.checkpoint_bytes <= SMALL_SLOT * self.block_bytes
         if asked and is_small:
             return BLOCK_SIZE
@@ -321,7 +324,9 @@ class CacheLayout:
 
     def longest_request(self, num_pages: int) -> int:
         """Return how many tokens, prompt and output, a request may have in an empty arena.
-        `num_pages` includes page 0."""
+
+        `num_pages` includes page 0.
+        """
         windows = [group.most_blocks for group in self.windows]
         pages = num_pages - 1 - self.num_pages_of(0, 1, windows)  # page 0 is reserved; one state
         return max(0, pages) * self.blocks_per_page * BLOCK_SIZE
@@ -350,7 +355,9 @@ def _kernel_block_size(sizes: Sequence[int]) -> int:
 
 def _choose_page(block_bytes: int, slot_bytes: int, kernel_blocks: int) -> tuple[int, int, int]:
     """Return (blocks per page, slots per page, page bytes). ConfigError if neither has bytes.
-    A block's stride is a multiple of its kernel blocks."""
+
+    A block's stride is a multiple of its kernel blocks.
+    """
     if not block_bytes and not slot_bytes:
         raise ConfigError("the model keeps neither keys and values nor states; there is nothing to cache")
     if not slot_bytes:

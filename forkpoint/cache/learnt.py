@@ -178,8 +178,7 @@ class LearntPolicy(EvictionPolicy):
         self.hazards.clear()
 
     def _note_return(self, used: ReuseClass | None, lost: bool) -> ReuseClass | None:
-        """Count the return of a conversation whose last use was of class `used`; `lost`: without its end. Returns
-        `used`, or None if no conversation continues from such an entry."""
+        """Count a conversation's return, `lost` without its end. None: none continues from `used`."""
         if used is None or used.kind not in (*CONVERSATION_ENDS, Origin.PROMPT_END):
             return None
         self.lost.note(lost)
@@ -213,8 +212,10 @@ class LearntPolicy(EvictionPolicy):
 
 def reuse_class(origin: Origin, turn: ConversationTurn, uses: int, *, inside: bool, superseded: bool) -> ReuseClass:
     """Return the class whose hazards an entry follows. `inside`: its history goes on below it.
+
     The checkpoint that a conversation continues from counts the conversation's turns as its uses. The end of an earlier
-    turn is hardly used, unless several conversations part there."""
+    turn is hardly used, unless several conversations part there.
+    """
     if origin is Origin.FALLBACK or (origin in TURN_ENDS and not inside):
         return turn.end
     if origin in TURN_ENDS and not superseded:

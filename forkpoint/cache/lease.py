@@ -74,8 +74,10 @@ class Lease:
 
     def advance(self, end: int, decodes: bool) -> Checkpoint | None:
         """Count the tokens up to `end` as planned, and the table's blocks as sent; `decodes`: in a decode step.
+
         Returns the checkpoint that the plan reads, if any. Call `CacheManager.done_reading` with it once the step's
-        result is there."""
+        result is there.
+        """
         reading, self.read_from = self.read_from, None
         self.num_last_step = 1
         if decodes:

@@ -68,7 +68,9 @@ def _explain(
     lost: list[Node], num_tokens: int, usable: int, next_was_evicted: bool, ghosts: GhostTable
 ) -> MissReason | None:
     """Return why a hit of `num_tokens` is shorter than `usable`; None if it is not.
-    `lost` are the matched nodes beyond it; `next_was_evicted` is about the block after these."""
+
+    `lost` are the matched nodes beyond it; `next_was_evicted` is about the block after these.
+    """
     if num_tokens == usable:
         return None
     if next_was_evicted or any(ghosts.get(node.hash) is GhostKind.CHECKPOINT for node in lost):

@@ -70,8 +70,10 @@ class CacheManager:
         return self.disk is not None and self.disk.has_unsent
 
     def save_to_disk(self) -> bool:
-        """Store what the arena and the host tier hold in the disk tier, as far as it can be written soon. The current
-        restore is dropped. Returns whether the disk still has something to write or remove."""
+        """Store what the arena and the host tier hold in the disk tier, as far as it can be written soon.
+
+        The current restore is dropped. Returns whether the disk still has something to write or remove.
+        """
         if self.disk is None:
             return False
         self.drop_restore()
@@ -89,7 +91,9 @@ class CacheManager:
 
     def new_lease(self, owner: str, salt: str, token_ids: TokenIds, images: Sequence[ImageSpan] = ()) -> Lease:
         """Return a lease that holds nothing, for a prompt whose blocks are hashed after `salt`.
-        In deterministic mode only `owner` finds the blocks with later tokens, which decode kernels compute."""
+
+        In deterministic mode only `owner` finds the blocks with later tokens, which decode kernels compute.
+        """
         chain = HashChain(salt, owner, len(token_ids) if self.deterministic else None, images)
         if self.enabled:
             chain.extend(token_ids)
@@ -97,7 +101,9 @@ class CacheManager:
 
     def lookup(self, lease: Lease, length: int, read: bool = True) -> PrefixHit:
         """Return the longest reusable prefix of the first `length` tokens. Changes nothing.
-        With caching off or `read` False nothing is found; `miss` is then BYPASSED."""
+
+        With caching off or `read` False nothing is found; `miss` is then BYPASSED.
+        """
         if not self.enabled or not read:
             return NOTHING
         return find_prefix(lease.chain, length, self.store)
@@ -208,7 +214,9 @@ class CacheManager:
 
     def ensure_blocks(self, lease: Lease, num_tokens: int) -> bool:
         """Get blocks for `num_tokens` tokens, evicting as needed, and give back those behind windows.
-        False: the arena has too few; the lease keeps what it got."""
+
+        False: the arena has too few; the lease keeps what it got.
+        """
         wanted, windows = self.layout.num_blocks_for(num_tokens), self.store.windows
         if not lease.windows:
             return self._extend(lease, wanted)
@@ -398,8 +406,10 @@ class CacheManager:
         return True
 
     def forget_private(self, lease: Lease, num_public_tokens: int) -> None:
-        """Condemn what only a released lease's owner can find, in deterministic mode: its blocks after
-        `num_public_tokens`, which decode kernels computed."""
+        """Condemn the released lease's blocks after `num_public_tokens`, which only its owner can find.
+
+        Does nothing unless in deterministic mode.
+        """
         if not self.deterministic:
             return
         private = (i for i in lease.filed if isinstance(i, Node) and i.depth * BLOCK_SIZE > num_public_tokens)
@@ -428,8 +438,10 @@ class CacheManager:
         self, lease: Lease, num_tokens: int, hit: PrefixHit, num_restored: int = 0, from_disk: bool = False
     ) -> frozenset[int]:
         """Count a prompt of `num_tokens` tokens and its hit, of which `num_restored` came from a tier.
+
         The eviction policy learns of the blocks to compute again. Returns the junctions that the lookup saw. A
-        conversation that goes on after it lost its end shows none there."""
+        conversation that goes on after it lost its end shows none there.
+        """
         self.store.counters.count_query(num_tokens, hit.num_tokens, min(num_restored, hit.num_tokens), from_disk)
         if hit.miss is not None:
             self.store.counters.lost_tokens[hit.miss] += hit.once_num_tokens - hit.num_tokens

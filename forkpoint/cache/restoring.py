@@ -78,7 +78,9 @@ class Restoring:
 
     def begin(self, lease: Lease, order: tuple[int, int], tier: Tier, source: Node, hit: PrefixHit) -> None:
         """Start to restore the prefix that ends at `source` for a waiting request. Nothing is copied yet.
-        Pins `hit`, the arena's part, and holds `source` in `tier`. No other restore may be under way."""
+
+        Pins `hit`, the arena's part, and holds `source` in `tier`. No other restore may be under way.
+        """
         assert self.current is None
         node = hit.path[-1] if hit.path else self._store.tree.root(lease.chain.root)
         self._store.tree.pin(node)
@@ -87,8 +89,10 @@ class Restoring:
 
     def advance(self) -> bool:
         """Copy as much of the current prefix as the plan still takes. Returns whether all of it is copied now.
+
         The restore is dropped, and False returned, if the arena has no room for it, its prefix was condemned, or its
-        tier cannot read it."""
+        tier cannot read it.
+        """
         restore = self.current
         assert restore is not None
         while not restore.is_complete and self._left_bytes > 0:

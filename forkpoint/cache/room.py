@@ -48,7 +48,9 @@ class ArenaRoom:
 
     def fits(self, hit: PrefixHit, num_tokens: int, spare_blocks: int, spare_slots: int = 0) -> bool:
         """Return whether a request that starts from `hit` could grow to `num_tokens` without preempting another.
-        `spare_blocks` and `spare_slots` are left free besides."""
+
+        `spare_blocks` and `spare_slots` are left free besides.
+        """
         num_shared = sum(node.pins > 0 for node in hit.path)
         slots = 1 + spare_slots + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
         return self._fits(num_tokens, spare_blocks - num_shared, slots)

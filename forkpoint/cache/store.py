@@ -96,7 +96,9 @@ class PrefixStore:
 
     def evict_least(self, below: float | None = None) -> bool:
         """Evict the checkpoint (without states: the leaf) with the smallest key, if smaller than `below`.
-        The room below may keep it. False: there is none."""
+
+        The room below may keep it. False: there is none.
+        """
         found = self._queue.lowest(self.arena.turnover)
         if found is None or (below is not None and found[0] >= below):
             return False
@@ -154,7 +156,9 @@ class PrefixStore:
 
     def _note_leaf(self, node: Node, first: bool = False) -> None:
         """Queue a node for eviction if it has become an unpinned leaf, or remove it if it is condemned.
-        With `first` it is the next dead leaf to go."""
+
+        With `first` it is the next dead leaf to go.
+        """
         if node.checkpoint is not None and not node.children:
             self._queue.push(node.checkpoint)  # it alone now holds its keys and values, so it is worth less per byte
         if node.depth == 0 or node.dropped or not node.is_evictable:
@@ -245,7 +249,9 @@ class PrefixStore:
 
     def _enter(self, checkpoint: Checkpoint) -> Checkpoint:
         """Attach a checkpoint to its node, as its slot's owner and as used now, and return it.
-        The caller still has to queue it for eviction."""
+
+        The caller still has to queue it for eviction.
+        """
         node = checkpoint.node
         checkpoint.last_used = self.arena.turnover
         node.checkpoint = checkpoint

@@ -79,7 +79,9 @@ class Tier(ABC):
 
     def keep(self, node: Node, checkpoint: Checkpoint | None) -> None:
         """Store the path of a node of the arena, and `checkpoint` if one is given, before they are evicted.
-        Nothing is stored if that would evict entries of the tier that are worth more."""
+
+        Nothing is stored if that would evict entries of the tier that are worth more.
+        """
         assert not node.condemned, "condemned entries are dropped, not evicted"
         top, missing = self._split(node)
         if self._has_private and any(map(is_private, missing)):
@@ -111,7 +113,9 @@ class Tier(ABC):
 
     def _copy(self, top: Node, missing: Sequence[Node], checkpoint: Checkpoint | None) -> bool:
         """Copy nodes below `top`, and a checkpoint at their end, into units of the tier.
-        False: it stores nothing, because it may not or has nothing worth less to evict."""
+
+        False: it stores nothing, because it may not or has nothing worth less to evict.
+        """
         below: float | None = None
         owner: StateSave | None = None
         num_bytes = len(missing) * self.layout.block_bytes + (checkpoint is not None) * self.layout.slot_bytes

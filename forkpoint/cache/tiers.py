@@ -47,7 +47,9 @@ def build_tiers(
     has_private: bool,
 ) -> tuple[HostTier | None, DiskTier | None]:
     """Build the host and disk tiers that `sizes` names below `store`, the arena's; None for each that it does not.
-    What leaves a room falls into the next one that exists. Raises ConfigError if the layout has windows."""
+
+    What leaves a room falls into the next one that exists. Raises ConfigError if the layout has windows.
+    """
     layout, moves, counters = store.layout, store.arena.moves, store.counters
     if layout.windows and (sizes.num_host_pages or sizes.disk is not None):
         raise ConfigError("tiers cannot hold blocks of windows; create the layout with longest=0")

@@ -14,8 +14,11 @@ from forkpoint.cache.windows import WindowRuns
 
 @enum.unique
 class Origin(enum.StrEnum):
-    """Why an entry is kept. Up to INTERVAL: why a checkpoint was saved, the most valuable reason first. After it: kinds
-    that a policy may tell apart."""
+    """Why an entry is kept.
+
+    Up to INTERVAL: why a checkpoint was saved, the most valuable reason first. After it: kinds that a policy may tell
+    apart.
+    """
 
     JUNCTION = "junction"  # other histories, cached or waiting, part from this one here
     PROMPT_END = "prompt_end"
@@ -167,7 +170,9 @@ class PrefixTree:
 
     def extend_many(self, entries: Iterable[tuple[int, int, BlockHash, BlockHash]]) -> dict[int, Node]:
         """Add nodes without tokens, each as (block, depth, hash, parent's hash), parents first.
-        Returns them by block. Those whose parent is not there, or that are there already, are left out."""
+
+        Returns them by block. Those whose parent is not there, or that are there already, are left out.
+        """
         by_hash, added = self._by_hash, dict[int, Node]()
         for block, depth, block_hash, parent_hash in entries:
             parent = by_hash.get(parent_hash)
@@ -182,8 +187,10 @@ class PrefixTree:
 
     def remove(self, leaf: Node, most: int = 1) -> list[Node]:
         """Remove an evictable leaf and the ancestors that become evictable, `most` nodes in all.
+
         A condemned leaf takes only condemned ancestors with it. A root without children goes too. Returns the removed
-        nodes, from the leaf up."""
+        nodes, from the leaf up.
+        """
         assert leaf.is_evictable and leaf.parent is not None
         removed = [leaf]
         node = leaf.parent

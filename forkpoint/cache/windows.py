@@ -58,7 +58,9 @@ class WindowBlocks:
 
     def extend(self, row: WindowRow, window: int, end: int, take: Callable[[int, WindowBlock], int | None]) -> int:
         """Let the row take blocks up to index `end`, by calls of `take(window, owner)` until one returns None.
-        Returns the index that the row reaches."""
+
+        Returns the index that the row reaches.
+        """
         while row.end < end:
             fresh = WindowBlock(window)
             block = take(window, fresh)
@@ -101,7 +103,9 @@ class WindowBlocks:
 
     def run(self, rows: Iterable[WindowRow], num_blocks: int, position: int) -> WindowRuns:
         """Return the blocks that the token at `position`, the first after `num_blocks` blocks, attends to.
-        AssertionError if the rows no longer have one of them."""
+
+        AssertionError if the rows no longer have one of them.
+        """
         runs = []
         for group, row in zip(self._layout.windows, rows, strict=True):
             first = group.first_block(position)

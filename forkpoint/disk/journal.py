@@ -62,7 +62,10 @@ class Journal:
         return newest(np.concatenate([batches[0][1:], *batches[1:]]))
 
     def append(self, records: Records, num_bytes: int, now_s: float, window_s: float) -> None:
-        """Append records, and count `num_bytes` as written in the current window of `window_s` seconds."""
+        """Append records as one batch, and count `num_bytes` as written in the current window of `window_s` seconds.
+
+        A new window begins at `now_s` if the last one is over.
+        """
         if not 0 <= now_s - self.window_start_s < window_s:
             self.window_start_s, self.window_bytes = now_s, 0
         self.window_bytes += num_bytes
@@ -92,7 +95,7 @@ class Journal:
         self._num_batches, self._num_records = 1, len(live)
 
     def empty(self) -> None:
-        """Remove all records from the file, which needs no room on the disk."""
+        """Remove all records from the file, which needs no room on the disk. Errors are ignored."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, 0)
 
@@ -113,7 +116,7 @@ class Journal:
 
 
 def newest(records: Records) -> Records:
-    """Return the records that still count: the last one of each unit, and of each entry, if it is live."""
+    """Return the records that still count, in their order: the last one of each unit, and of each entry, if live."""
     units = records["unit"].astype(np.int64) * 4 + records["kind"]
     records = records[_last_of_each(units)]
     records = records[records["live"] == 1]

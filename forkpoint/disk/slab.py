@@ -47,8 +47,10 @@ class SlabLayout:
 
 
 class Slab:
-    """Owns the file `path` of `num_pages` pages. It bypasses the system's page cache where the folder's file system
-    allows that. Methods raise OSError."""
+    """Owns the file `path` of `num_pages` pages, which is created or cut to that size. Methods raise OSError.
+
+    It bypasses the system's page cache where the folder's file system allows that.
+    """
 
     def __init__(self, path: Path, layout: SlabLayout, num_pages: int) -> None:
         self.layout = layout
@@ -67,7 +69,7 @@ class Slab:
             self._fd = os.open(path, flags, 0o600)
 
     def write(self, kind: int, unit: int, data: mmap.mmap) -> None:
-        """Write a unit; `data` has its stored bytes."""
+        """Write a unit; `data` has its stored bytes, whole sectors."""
         assert self._fd is not None
         offset, view = self.layout.offset(kind, unit), memoryview(data)
         while view:
@@ -75,7 +77,7 @@ class Slab:
             view, offset = view[written:], offset + written
 
     def read(self, kind: int, unit: int, data: mmap.mmap) -> bool:
-        """Read a unit into `data`. Returns False if the file ends before it."""
+        """Read a unit's stored bytes into `data`. Returns False if the file ends before it."""
         assert self._fd is not None
         return os.preadv(self._fd, [data], self.layout.offset(kind, unit)) == len(data)
 

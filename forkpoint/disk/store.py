@@ -29,8 +29,10 @@ LOGGER: Final = logging.getLogger("forkpoint")
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A read, a write, a copy from one unit to another, or the removal of entries. Jobs run in their order, except that
-    reads overtake those that do not touch their unit."""
+    """A read, a write, a copy from one unit to another, or the removal of entries.
+
+    Jobs run in their order, except that reads overtake those that do not touch their unit.
+    """
 
     kind: int
     unit: int
@@ -85,7 +87,7 @@ class DiskStore:
     # --- called by the worker's thread
 
     def submit_write(self, name: EntryName, unit: int, data: memoryview, ticket: int) -> None:
-        """Copy `data` and queue its writing."""
+        """Copy `data` and queue its writing to `unit` as the entry `name`."""
         buffer = self._buffer(name.kind)
         buffer[: len(data)] = data
         self._submit(Job(name.kind, unit, name, buffer, ticket=ticket))
@@ -94,7 +96,7 @@ class DiskStore:
         self._submit(Job(name.kind, unit, name, reads=True, ticket=ticket))
 
     def submit_copy(self, kind: int, source: int, unit: int) -> None:
-        """Queue a move of compaction."""
+        """Queue a move of compaction from unit `source` to `unit`."""
         self._submit(Job(kind, unit, source=source))
 
     def submit_removal(self, name: EntryName | None) -> None:
@@ -107,7 +109,7 @@ class DiskStore:
             self._news.failed.append(ticket)
 
     def take(self, ticket: int, target: memoryview) -> None:
-        """Copy what a read found to `target`."""
+        """Copy what a read found to `target`, and free its buffer. KeyError if the read has not arrived."""
         with self._changed:
             kind, buffer = self._arrived.pop(ticket)
         target[:] = memoryview(buffer)[: len(target)]
@@ -137,7 +139,7 @@ class DiskStore:
         return DiskNews(tuple(news.done), tuple(news.failed), self.writes)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Finish the writes that are queued, as far as the time allows, and close the files."""
+        """Finish the jobs that are queued, as far as the time allows, and close the files."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -251,7 +253,10 @@ class DiskStore:
         self._journal.rewrite(np.concatenate([table[table["live"] == 1] for table in tables]))
 
     def _write(self, job: Job) -> None:
-        """Run a write or a copy. The journal learns first what is overwritten, then what was written."""
+        """Run a write or a copy. Raises OSError. The journal first records what is overwritten.
+
+        What was written is recorded after it. A copy of an entry that is gone only clears the unit.
+        """
         if not self._journal.is_in_place():
             raise FileNotFoundError(errno.ENOENT, "the folder or its journal was removed")
         source: Records | None = None
@@ -276,7 +281,7 @@ class DiskStore:
         self._put(record)
 
     def _make_way(self, job: Job) -> None:
-        """Remove the entries whose bytes a job will overwrite: its unit's, and the page's of the other kind."""
+        """Remove the entries whose bytes a job will overwrite: its unit's, and those of the other kind in its page."""
         self._forget(np.asarray([job.unit]), job.kind)
         other = BLOCK + SLOT - job.kind
         per_page = self._slab.layout.per_page(other)
@@ -284,7 +289,7 @@ class DiskStore:
         self._forget(np.arange(first, first + per_page), other)
 
     def _forget(self, units: np.ndarray, kind: int) -> None:
-        """Remove the live entries among these units."""
+        """Remove the live entries among these units from the records, and from the journal."""
         table = self._records[kind]
         gone = table[units[table["live"][units] == 1]]
         if not len(gone):
@@ -327,8 +332,7 @@ class DiskStore:
 def open_store(
     folder: Path, layout: SlabLayout, max_bytes: int, namespace: bytes, rank: int = 0, num_ranks: int = 1
 ) -> DiskStore | None:
-    """Open a rank's part of the disk tier in `folder`, or return None after a warning that says why that is not
-    possible.
+    """Open a rank's part of the disk tier in `folder`; None if that is not possible, which a warning explains.
 
     The ranks share `max_bytes`. What the folder holds of another namespace is dropped, with one line in the log.
     """
@@ -360,7 +364,10 @@ def open_store(
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a file for as long as this process lives. None: another process has locked it."""
+    """Lock a file until its descriptor, which is returned, is closed. None: another process has locked it.
+
+    Waits up to LOCK_WAIT_S. Raises OSError.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     until = time.monotonic() + LOCK_WAIT_S
     while True:

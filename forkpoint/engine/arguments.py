@@ -22,7 +22,10 @@ MESSAGES = "a conversation (a list of dicts with 'role' and 'content') or a list
 
 
 def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
-    """Return one prompt (a text or a list of token ids), or a list of prompts, as a list. Raises InvalidPromptError."""
+    """Return one prompt (a text, a list of token ids, a dict or a Prompt), or a list of prompts, as a list.
+
+    The prompts themselves are not checked. Raises InvalidPromptError for anything else.
+    """
     if isinstance(prompts, str | Mapping | Prompt):
         return [prompts]
     items = _listed(prompts)
@@ -34,7 +37,10 @@ def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptIn
 
 
 def split_conversations(messages: Conversations) -> list[Sequence[Message]]:
-    """Return one conversation, or a list of conversations, as a list. Raises InvalidPromptError."""
+    """Return one conversation, or a list of conversations, as a list. Messages are not checked.
+
+    Raises InvalidPromptError for anything else.
+    """
     items = _listed(messages)
     if items is None or any(isinstance(item, str) for item in items):
         raise InvalidPromptError(f"messages={shown(messages)} is not allowed; give {MESSAGES}")
@@ -44,7 +50,10 @@ def split_conversations(messages: Conversations) -> list[Sequence[Message]]:
 
 
 def check_chat_options(messages: object, tools: object, variables: object, **flags: object) -> None:
-    """Check the options that one conversation is rendered with. Raises InvalidPromptError."""
+    """Check the options that one conversation is rendered with; each of `flags` must be a bool.
+
+    Raises InvalidPromptError.
+    """
     check = Checker(InvalidPromptError)
     check.require(_listed(messages) is not None, "messages", messages, MESSAGES)
     check.require(tools is None or _listed(tools) is not None, "tools", tools, "None or a list of tools")
@@ -55,7 +64,10 @@ def check_chat_options(messages: object, tools: object, variables: object, **fla
 
 
 def one_each(params: ParamsInput, count: int, default: SamplingParams) -> list[SamplingParams]:
-    """Return sampling parameters for each of `count` prompts. None stands for `default`. Raises InvalidParamsError."""
+    """Return sampling parameters for each of `count` prompts: one for all, or a list's. None stands for `default`.
+
+    Raises InvalidParamsError for a list of another length and for other values.
+    """
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * count
     items = _listed(params)
@@ -67,7 +79,7 @@ def one_each(params: ParamsInput, count: int, default: SamplingParams) -> list[S
 
 
 def priorities(priority: int | Sequence[int], count: int) -> list[int]:
-    """Return a priority for each of `count` prompts. Raises InvalidParamsError."""
+    """Return a priority for each of `count` prompts: one for all, or a list's. Raises InvalidParamsError."""
     items = _listed(priority)
     if items is None:
         items = [priority] * count

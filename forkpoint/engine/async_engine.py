@@ -24,8 +24,7 @@ CALL_TIMEOUT_S = 30.0
 
 
 class OpenRequest:
-    """Prompts of one request that are answered together. Iterate over `deltas`, then read `states`, one for each
-    prompt."""
+    """Prompts that are answered together. Iterate over `deltas`, then read `states`, one for each prompt."""
 
     def __init__(self) -> None:
         self.states: list[RequestState] = []
@@ -33,12 +32,12 @@ class OpenRequest:
         self._error: ForkpointError | None = None
 
     def wake(self, error: ForkpointError | None = None) -> None:
-        """Signal that there is news, or that `error` ended a prompt's request. The engine calls it."""
+        """Signal that there is news, or that `error` ended a prompt's request. AsyncEngine calls it."""
         self._error = self._error or error
         self._news.set()
 
     async def first_news(self) -> None:
-        """Wait until each prompt has an output token, or has ended without. Raises what `deltas` raises."""
+        """Wait until each prompt has an output token, or has ended without one. Raises what `deltas` raises."""
         while True:
             await self._wait()
             if all(state.has_begun for state in self.states):
@@ -46,7 +45,7 @@ class OpenRequest:
             self._news.clear()
 
     async def deltas(self, *, whole: bool = False) -> AsyncIterator[list[tuple[int, CompletionOutput]]]:
-        """Yield lists of (number of the prompt, news of a completion) as they come.
+        """Yield lists of (number of the prompt, news of a completion) as they come, until all prompts have ended.
 
         News are merged if the reader is slower than the engine. `whole`: yield all completions of a prompt at once,
         when it has ended. Raises the RequestError with which the engine refused a prompt, or EngineStoppedError.
@@ -76,7 +75,10 @@ class OpenRequest:
 
 
 class AsyncEngine:
-    """Owns the engine process and converts its reports to texts. All methods belong to one event loop."""
+    """Owns the engine process and converts its reports to texts. All methods belong to one event loop.
+
+    `observer` hears of tokens, ends and refusals.
+    """
 
     def __init__(self, config: EngineConfig, observer: Observer) -> None:
         self.config = config
@@ -96,7 +98,7 @@ class AsyncEngine:
     # --- life
 
     async def start(self, texts: Awaitable[tuple[Tokenizer | None, frozenset[int]]]) -> None:
-        """Start the process and wait until the model is loaded. Raises what loading raised.
+        """Start the process and wait until the model is loaded. Raises what loading, or `texts`, raised.
 
         `texts` yields the tokenizer that converts ids to text (None: outputs have only ids), and the ids that end a
         completion.
@@ -118,7 +120,7 @@ class AsyncEngine:
         self._inputs = InputProcessor(tokenizer, ready.vocab_size, ready.max_model_len, eos, self.config.seed)
 
     async def ended(self) -> ForkpointError:
-        """Wait until the engine process has ended, and return the reason."""
+        """Wait until the engine process has ended without `close`, and return the reason."""
         await self._ended.wait()
         assert self._died is not None
         return self._died
@@ -134,7 +136,7 @@ class AsyncEngine:
 
     @property
     def num_sequences(self) -> int:
-        """The number of their completions that have not ended."""
+        """The number of completions, over all prompts, that have not ended."""
         return self._outputs.num_sequences
 
     @property
@@ -143,7 +145,7 @@ class AsyncEngine:
         return self._is_full and self.num_sequences > 0  # steps do not report what was aborted later
 
     def check_ready(self) -> None:
-        """Raise EngineNotReadyError while the model is loading, and EngineStoppedError after the end."""
+        """Raise EngineNotReadyError while the model is loading, and the reason of the end after it."""
         if self._died is not None:
             raise self._died
         if self._inputs is None:
@@ -167,8 +169,9 @@ class AsyncEngine:
     ) -> None:
         """Send one prompt with its `n` completions to the engine, as the next prompt of `opened`.
 
-        Raises InvalidParamsError, EngineNotReadyError or EngineStoppedError. Refusals of the engine itself
-        (QueueFullError, RequestTooLargeError) are raised by `opened.first_news`.
+        Requests of a smaller `priority` run first. Raises InvalidParamsError, EngineNotReadyError or
+        EngineStoppedError. Refusals of the engine itself (QueueFullError, RequestTooLargeError) are raised by
+        `opened.first_news`.
         """
         now = time.perf_counter()
         number = next(self._numbers)
@@ -183,16 +186,17 @@ class AsyncEngine:
             raise
 
     def abort(self, request_id: str) -> None:
-        """End a request with the tokens it has. Do nothing if it has ended."""
+        """End a request with the tokens it has, and wake its reader. Do nothing if it has ended."""
         state = self._outputs.abort(request_id, time.perf_counter())
         if state is not None:
             self._observer.finished(state)
             self._open.pop(request_id).wake()
 
     async def call(self, name: Literal["stats", "reset_prefix_cache", "check_integrity"]) -> Any:
-        """Call the engine between two steps and return its answer.
+        """Call the engine between two steps and return what it answers: metrics by name, or True.
 
-        Raises EngineStoppedError, also if no answer comes within CALL_TIMEOUT_S.
+        Raises ForkpointError if the call failed or the engine is not ready, and EngineStoppedError if no answer comes
+        within CALL_TIMEOUT_S.
         """
         self.check_ready()
         number = next(self._numbers)

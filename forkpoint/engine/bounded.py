@@ -18,11 +18,11 @@ WALL_S: Final = 60.0  # limit for a process that neither computes nor ends, such
 
 
 class OverLimitError(Exception):
-    """The function needed more time or memory than it may have."""
+    """The function gave no answer within its limits of time and memory."""
 
 
 def run_bounded(function: Callable[[], T], *, cpu_s: int, memory_bytes: int) -> T:
-    """Call `function` in a fork of this process and return its result. The function changes nothing in this process.
+    """Call `function` in a fork of this process and return its result. It changes nothing in this process.
 
     The result and exceptions come back pickled. Raises what the function raises. Raises OverLimitError if the fork
     gives no answer: it needs more than `cpu_s` seconds of CPU time or `memory_bytes` of new memory, dies, or takes
@@ -64,7 +64,7 @@ def _answer(function: Callable[[], object], sender: int) -> None:
 
 
 def _bound(cpu_s: int, memory_bytes: int) -> None:
-    """Limit this process's time and memory. The system kills it at the limit of CPU time."""
+    """Limit this process's CPU time, and its memory to `memory_bytes` more. CPU time that ran out kills it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     with contextlib.suppress(OSError, ValueError, IndexError):  # systems without /proc get no memory limit

@@ -22,10 +22,10 @@ from forkpoint.worker.worker import WorkerFacts
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """Load the tokenizer; None with `skip_tokenizer_init`. Unsupported models and templates fail here, before weights
-    load.
+    """Load the tokenizer; None with `skip_tokenizer_init`. Sets up logging first.
 
-    Raises ConfigError, ModelFolderError or UnsupportedModelError.
+    Unsupported models and templates fail here, before weights load. Raises ConfigError, ModelFolderError or
+    UnsupportedModelError.
     """
     set_up_logging(config.log_level)
     # before the tokenizer, because its errors do not say that the folder holds another kind of model
@@ -40,7 +40,8 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
 def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[EngineCore, InputProcessor]:
     """Start a worker, the engine loop that drives it, and the processor that creates its requests.
 
-    Raises ConfigError, ModelFolderError or UnsupportedModelError.
+    Loads the weights, which takes long. Raises ConfigError, ModelFolderError, UnsupportedModelError, or
+    EngineStoppedError if a worker's process dies.
     """
     policy, capture = EVICTION.find(config.cache.eviction_policy), CAPTURE.find(config.cache.capture_policy)
     log = RequestLog(config.log_requests, config.log_request_tokens) if config.log_requests else None

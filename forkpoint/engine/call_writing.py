@@ -55,7 +55,10 @@ PARSERS: Final[Mapping[str, NotationName]] = {
 
 
 def notation_name(parser: str, tokenizer: Tokenizer | None, template: str) -> NotationName:
-    """Return the notation of `--tool-call-parser`; for `auto`, the one that the template or the vocabulary shows."""
+    """Return the notation of `--tool-call-parser`; for `auto` and `none`, what the template or vocabulary shows.
+
+    That is `hermes` where nothing is shown.
+    """
     if parser not in ("auto", "none"):
         return PARSERS.get(parser, "hermes")
     for tag, name in TEMPLATE_TAGS.items():

@@ -59,12 +59,11 @@ class ChatTemplate:
         tool_call_parser: str = "auto",
         images: ImageProcessor | None = None,
     ) -> None:
-        """`template` is a Jinja file or the template itself.
+        """Read the template, a Jinja file or its text (None: the model's own), and probe it in a fork.
 
         `content_format` says how the template gets content: as texts (`string`), as lists of text parts (`openai`), or
         in the form that it shows (`auto`). `tool_call_parser` names the notation of calls for a template that does not
         show them. `images` reads the images of conversations; None: they are refused.
-
         Raises ConfigError if a given template cannot be read, or needs too much time or memory. If the model's own
         template needs too much, all conversations are refused.
         """
@@ -126,11 +125,12 @@ class ChatTemplate:
         fetched: Mapping[str, bytes] = NONE_FETCHED,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Render one conversation to a prompt, with a breakpoint at the end of each message.
+        """Render one conversation to a prompt, with a breakpoint at the end of the tools and each message.
 
-        `check_text` is called with the text before it is tokenised, and may raise. `fetched` has the files of images
-        that messages name by URL. `mm_processor_kwargs` bounds the size of images. Raises InvalidPromptError for an
-        empty or malformed conversation, and for one that the template refuses.
+        `variables` go to the template. `check_text` is called with the text before it is tokenised, and may raise.
+        `fetched` has the files of images that messages name by URL. `mm_processor_kwargs` bounds the size of images.
+        Raises InvalidPromptError without a template, for an empty or malformed conversation, and for one that the
+        template refuses.
         """
         if not self.source:
             raise InvalidPromptError("the model has no chat template; give one with chat_template, or use generate")
@@ -171,7 +171,7 @@ class ChatTemplate:
         return images.prompt(prompt, text, offsets)
 
     def _tokenised(self, text: str, cuts: Sequence[int]) -> tuple[Prompt, Sequence[tuple[int, int]]]:
-        """Return the prompt of a text, with breakpoints at the characters `cuts`, and where its tokens are."""
+        """Return the prompt of a text, with breakpoints at the characters `cuts`, and its tokens' ranges."""
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         return Prompt(np.asarray(ids, np.int32), text, _token_positions(cuts, offsets)), offsets
 
@@ -201,9 +201,9 @@ class ChatTemplate:
         return str(apply(list(conversation), chat_template=self._template, tokenize=False, **options))
 
     def _message_ends(self, conversation: Sequence[Message], options: Mapping[str, Any], text: str) -> list[int]:
-        """Return character positions in `text`: the end of the tool list and of each message.
+        """Return sorted character positions in `text`: the end of the tool list and of each message.
 
-        Ends that cannot be located are left out.
+        Ends that cannot be located, and those in the middle of long conversations, are left out.
         """
         counts = range(len(conversation) + 1)
         num_last = min(LAST_MESSAGES, MAX_RENDERED // len(conversation))
@@ -285,7 +285,10 @@ def _common_prefix(first: str, other: str) -> int:
 
 
 def read_template(template: str | None) -> str | None:
-    """Return the text of a template that is given as a file or as itself. Raises ConfigError if it is neither."""
+    """Return the text of a template that is given as a file or as itself; None stays None.
+
+    Raises ConfigError if it is neither, or the file is not UTF-8 text.
+    """
     if template is None or "{" in template or "\n" in template:
         return template
     path = Path(template)
@@ -300,8 +303,7 @@ def read_template(template: str | None) -> str | None:
 
 
 def check_template(config: EngineConfig, tokenizer: Tokenizer | None) -> None:
-    """Raise ConfigError if a given template cannot be parsed. Log a warning if the model's own cannot, since only chats
-    need it."""
+    """Raise ConfigError if a given template cannot be parsed. Log a warning if the model's own cannot."""
     given = read_template(config.chat_template)
     if given is not None and (wrong := _syntax_error(given)):
         file = "" if given == config.chat_template else f"={config.chat_template!r}"
@@ -311,8 +313,7 @@ def check_template(config: EngineConfig, tokenizer: Tokenizer | None) -> None:
 
 
 def _own_error(tokenizer: Tokenizer) -> str | None:
-    """Return an error that names the file and line of the model's own template that Jinja cannot parse; None if it
-    can."""
+    """Return what is wrong with the model's own template, with file and line; None if Jinja can parse it."""
     wrong = _syntax_error(getattr(tokenizer.hf, "chat_template", None))
     if wrong is None:
         return None

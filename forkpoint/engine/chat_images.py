@@ -44,7 +44,7 @@ class _Kind:
 
 
 class ChatImages:
-    """Reads the images and videos of one conversation, in their order."""
+    """Reads the images and videos of one conversation, in their order; `take` is called for each."""
 
     def __init__(
         self,
@@ -72,8 +72,10 @@ class ChatImages:
                 self._kinds[name] = _Kind(name, placeholder, token_id, mark, typed, [])
 
     def take(self, part: Mapping[str, Any]) -> str:
-        """Remember the picture or video of a part, and return the character that stands for it. Raises
-        InvalidPromptError."""
+        """Remember the picture or video of a part, and return the character that stands for it in texts.
+
+        Raises InvalidPromptError.
+        """
         if part.get("type") == VIDEO_PART:
             if VIDEO_PART not in self._kinds:
                 raise InvalidPromptError("the model reads no videos; leave parts of the type 'video' out")
@@ -86,7 +88,10 @@ class ChatImages:
         return self._kinds["image"].mark
 
     def in_parts(self, rewritten: Rewritten) -> Rewritten:
-        """Return the conversation with image parts, and without typed placeholders."""
+        """Return the conversation with image and video parts in place of their characters.
+
+        A placeholder that somebody typed becomes a character meanwhile.
+        """
         return replace(
             rewritten,
             conversation=tuple(
@@ -96,7 +101,7 @@ class ChatImages:
         )
 
     def _hidden(self, value: Any) -> Any:
-        """Replace placeholders in all texts."""
+        """Return a value in whose texts, however deep, typed placeholders are replaced by a character."""
         if isinstance(value, str):
             for kind in self._kinds.values():
                 value = value.replace(kind.placeholder, kind.typed)
@@ -123,19 +128,22 @@ class ChatImages:
         return {**message, "content": parts}
 
     def shown_text(self, rendered: str) -> str:
-        """Return the text of the prompt, with typed placeholders in their places."""
+        """Return the prompt's text for what the template rendered: with typed placeholders again."""
         for kind in self._kinds.values():
             rendered = rendered.replace(kind.typed, kind.placeholder)
         return rendered
 
     def shown_at(self, rendered: str, at: int) -> int:
-        """Return where a position of `rendered` is in the text of the prompt."""
+        """Return where the position `at` of `rendered` is in the text that `shown_text` returns."""
         kinds = self._kinds.values()
         return at + sum((len(kind.placeholder) - 1) * rendered.count(kind.typed, 0, at) for kind in kinds)
 
     def prompt(self, prompt: Prompt, rendered: str, offsets: Sequence[tuple[int, int]]) -> Prompt:
-        """Return the prompt of a conversation with the tokens of its images and videos. `offsets` are those of its
-        tokens in its text. Raises InvalidPromptError if the template does not show all of them."""
+        """Return the prompt with the tokens of its images and videos in place of their placeholders.
+
+        `offsets` are the character ranges of its tokens in its text, `rendered` what the template rendered. Raises
+        InvalidPromptError if the template does not show all of them.
+        """
         started_s = time.perf_counter()
         starts = [start for start, _ in offsets]
         tokens = {kind.name: self._tokens_of(kind, prompt, rendered, starts) for kind in self._kinds.values()}
@@ -147,8 +155,10 @@ class ChatImages:
         return expanded(prompt, expansions, started_s)
 
     def _tokens_of(self, kind: _Kind, prompt: Prompt, rendered: str, starts: Sequence[int]) -> list[int]:
-        """Return the indices of the placeholders that the template wrote, in a prompt whose tokens have these
-        `starts`."""
+        """Return the token indices of the placeholders that the template wrote; `starts` are the tokens'.
+
+        Raises InvalidPromptError if they are not as many as the images, or the tokenizer splits them.
+        """
         found = [self.shown_at(rendered, match.start()) for match in re.finditer(re.escape(kind.placeholder), rendered)]
         if len(found) != len(kind.given):
             raise InvalidPromptError(
@@ -162,7 +172,7 @@ class ChatImages:
 
 
 def media_token_ids(processor: ImageProcessor) -> dict[str, int]:
-    """Return the ids of the placeholders of images and, if the model reads them, of videos, by the type of a part."""
+    """Return placeholder token ids by the type of a part: of images, and of videos if the model reads them."""
     settings = processor.settings
     found = {"image": settings.image_token_id}
     if settings.video is not None:
@@ -171,7 +181,7 @@ def media_token_ids(processor: ImageProcessor) -> dict[str, int]:
 
 
 def has_images(messages: Sequence[Message]) -> bool:
-    """Whether any message has an image or a video."""
+    """Return whether any message has an image or a video."""
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     return any(is_media(part) for content in contents if isinstance(content, list | tuple) for part in content)
 

@@ -60,7 +60,7 @@ def read_message(message: object, *, in_parts: bool, take_image: TakeImage | Non
 
 
 def content_of(texts: Sequence[str], *, in_parts: bool) -> str | list[dict[str, str]]:
-    """Return texts as the content of a read message."""
+    """Return texts as content: joined by line breaks, or a list of text parts."""
     if in_parts:
         return [{"type": "text", "text": text} for text in texts]
     return "\n".join(texts)
@@ -98,12 +98,12 @@ def _texts(content: object, take_image: TakeImage | None) -> list[str]:
 
 
 def is_image(part: object) -> bool:
-    """Whether this part of a message is an image."""
+    """Return whether this part of a message is an image."""
     return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
 def is_media(part: object) -> bool:
-    """Whether this part of a message is an image or the frames of a video."""
+    """Return whether this part of a message is an image or the frames of a video."""
     return is_image(part) or (isinstance(part, Mapping) and part.get("type") == VIDEO_PART)
 
 
@@ -136,7 +136,7 @@ def _call(call: object) -> dict[str, Any]:
 
 
 def _arguments(given: object) -> dict[str, Any] | str:
-    """Return the arguments as a mapping, or as the given text if it is not a JSON object."""
+    """Return the arguments as a mapping, or as a text if they are not a JSON object. Nothing becomes {}."""
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
     if not isinstance(given, str):

@@ -63,10 +63,7 @@ class EngineCore:
         self.num_replayed_steps = 0  # steps that a recorded graph ran
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises RequestTooLargeError, QueueFullError or EngineStoppedError.
-        """
+        """Queue a request. Raises RequestTooLargeError, QueueFullError, or EngineStoppedError once it is closed."""
         if self._closed:
             raise EngineStoppedError(CLOSED)
         self.scheduler.add(request)
@@ -84,9 +81,10 @@ class EngineCore:
         return bool(self._in_flight) or self.scheduler.has_unfinished()
 
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[RequestUpdate]:
-        """Run one step to its end and return the updates; empty if there is nothing to do.
+        """Wait for the result of one step, and return the updates; empty if there is nothing to do.
 
-        `meanwhile` is called while the device works, after all possible steps are submitted.
+        `meanwhile` is called while the device works, after all possible steps are submitted. Raises EngineStoppedError
+        if the engine is closed or cannot go on; it is then closed. Errors of the model become updates.
         """
         if self._closed or self._runner is None:
             raise EngineStoppedError(CLOSED)
@@ -108,7 +106,7 @@ class EngineCore:
         return updates
 
     def _submit_steps(self, runner: Runner) -> None:
-        """Plan and submit as many steps as may be in flight."""
+        """Plan and submit as many steps as may be in flight. Raises EngineStoppedError."""
         while len(self._in_flight) < self._depth:
             plan = self.scheduler.schedule()
             if plan is None:
@@ -122,12 +120,12 @@ class EngineCore:
             collect_garbage(plan.step)
 
     def drain(self) -> None:
-        """Finish the steps in flight without planning new ones. Does nothing if the engine is closed."""
+        """Finish the steps in flight without planning new ones; their updates are lost. Does nothing if closed."""
         while self._in_flight and not self._closed:
             self._finish_oldest()
 
     def reset_prefix_cache(self) -> bool:
-        """Make all cached prefixes unavailable to later requests. Return the scheduler's answer."""
+        """Let no later request find what is cached now, and publish that. Returns True."""
         done = self.scheduler.reset_prefix_cache()
         self._publish()
         return done
@@ -137,7 +135,7 @@ class EngineCore:
             self._events.publish()
 
     def metrics(self) -> dict[str, Any]:
-        """Return counters and gauges since the start, by name."""
+        """Return counters since the start and gauges as they are now, by name."""
         stats = asdict(self.scheduler.stats())
         return {
             **stats.pop("cache"),
@@ -164,7 +162,7 @@ class EngineCore:
                 self._events.close()
 
     def _save(self) -> None:
-        """Store what the cache holds in the disk tier, as far as SAVE_S allows. The next engine finds it there."""
+        """Store what the cache holds in the disk tier, as far as SAVE_S allows. A failure is logged."""
         start, runner = time.monotonic(), self._runner
         while runner is not None and time.monotonic() - start < SAVE_S:
             plan = self.scheduler.plan_save()
@@ -191,7 +189,10 @@ class EngineCore:
         return self.scheduler.apply(result)
 
     def _fail(self, step: int, error: Exception) -> list[RequestUpdate]:
-        """Undo `step` and all later steps, which depend on it. Their results are waited for and dropped."""
+        """Undo `step`, the oldest in flight, and all later ones. Their results are waited for and dropped.
+
+        Returns the updates of requests that end with it.
+        """
         self._in_flight.popleft()
         while self._in_flight:
             with suppress(Exception):  # they ran on the failed step's state, so only its error is reported

@@ -30,7 +30,7 @@ class Detokenizer:
         self._stream = self._open_stream()
 
     def add(self, token_id: int) -> str:
-        """Return the text that became certain with this token: often a word, sometimes nothing."""
+        """Return the text that became certain with this token: often a word, or empty."""
         self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer.backend, token_id)
@@ -42,7 +42,7 @@ class Detokenizer:
         return str(text)
 
     def flush(self) -> str:
-        """Return the text that was held back, including incomplete characters."""
+        """Return the text that was held back, including incomplete characters, and hold nothing back any more."""
         before = self._decode(self._context)
         after = self._decode(self._context + self._held)
         text = after[len(before) :] if after.startswith(before) else self._decode(self._held)
@@ -65,8 +65,8 @@ class Detokenizer:
 class StopStrings:
     """Finds stop strings in one growing text, even if they span tokens. A shallow copy can search another text.
 
-    An Aho-Corasick automaton finds what may begin a stop string. Each character takes the same time, however many
-    strings there are and however long they are.
+    `include`: a stop string stays in the text. An Aho-Corasick automaton finds what may begin a stop string. Each
+    character takes the same time, however many strings there are and however long they are.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
@@ -93,12 +93,14 @@ class StopStrings:
         self._start = 0
 
     def skip(self, num_characters: int) -> None:
-        """Ignore the first `num_characters` of the text. Must be called before the rest is read."""
+        """Ignore the first `num_characters` of the text. Call it before the rest is read."""
         self._start = self._num_read = num_characters
 
     def find(self, text: str, num_new: int) -> tuple[str, int] | None:
-        """Return the first stop string that ends in the last `num_new` characters of `text`, and the length to cut
-        to."""
+        """Return the first stop string that ends in the last `num_new` characters of `text`; None without one.
+
+        Returns with it the length to which to cut the text.
+        """
         if not num_new:
             return None
         known = len(text) - num_new

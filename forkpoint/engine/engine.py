@@ -25,7 +25,7 @@ class Engine:
         self._unprepared: dict[str, RequestState] = {}  # open requests whose outputs have not been prepared
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raise the RequestError that `add_request` would raise for the prompt or its parameters."""
+        """Raise the RequestError that `add_request` would raise, except QueueFullError. Queues nothing."""
         for request in self._requests(prompt, params, 0):
             self.core.scheduler.check(request)
 
@@ -62,8 +62,7 @@ class Engine:
         return state.output() if state is not None else None
 
     def advance(self) -> list[RequestState]:
-        """Run one step and return the requests with news. Building the output of each takes time proportional to its
-        length."""
+        """Run one step and return the requests with news. `state.output()` takes time in its length."""
         updates = self.core.step(self._prepare if self._unprepared else None)
         changed = self._outputs.apply(updates, time.perf_counter())
         for state in changed:
@@ -76,7 +75,7 @@ class Engine:
             self.core.end(name, reason)
 
     def _prepare(self) -> None:
-        """Prepare the output of one open request while the device works, so that no step waits for it."""
+        """Prepare the output of one open request that is not prepared, while the device works."""
         self._unprepared.pop(next(iter(self._unprepared))).prepare()
 
     def has_unfinished(self) -> bool:

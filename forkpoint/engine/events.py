@@ -55,9 +55,10 @@ class EventPublisher:
         self._thread.start()
 
     def _open(self, socket: zmq.Socket[bytes], endpoint: str, host: str | None) -> str:
-        """Open the socket and return its address.
+        """Open the socket at an endpoint and return its address. Raises ConfigError.
 
-        As in vLLM, a publisher binds to an address with a wildcard, with `::`, or of `ipc:`, and connects to others.
+        As in vLLM, a publisher binds to an address with a wildcard, with `::`, or of `ipc:`, and connects to others. A
+        warning is logged if other machines can reach it.
         """
         binds = socket.type == zmq.ROUTER or any(part in endpoint for part in ("*", "::", "0.0.0.0"))
         binds = binds or endpoint.startswith(("ipc:", "inproc:"))
@@ -81,7 +82,7 @@ class EventPublisher:
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def publish(self) -> None:
-        """Hand the changes since the last call to the sending thread."""
+        """Hand the changes since the last call to the sending thread. Never waits."""
         if self._from_beginning.is_set() and not self._queue.full():
             self._from_beginning.clear()
             self._restorable.report_all()
@@ -92,7 +93,7 @@ class EventPublisher:
                 self._from_beginning.set()
 
     def close(self) -> None:
-        """Send the batches that were handed over, for at most a second each to queue and to send."""
+        """Send the batches that were handed over, for at most CLOSE_S each to queue and to send."""
         try:
             self._queue.put(None, timeout=CLOSE_S)
         except queue.Full:
@@ -117,7 +118,7 @@ class EventPublisher:
 
 
 def address_of(endpoint: str, host: str | None) -> str:
-    """Replace `tcp://*` in `endpoint` by the address of `host`, by default loopback.
+    """Return `endpoint` with `tcp://*` replaced by the address of `host`, by default loopback.
 
     Raises OSError for a host that is unknown.
     """

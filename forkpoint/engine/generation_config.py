@@ -17,11 +17,11 @@ NEUTRAL: Final = "vllm"  # the value with which vLLM selects its own defaults
 
 
 def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
-    """Return the defaults of `SamplingParams` for fields that a request leaves out. Fields that the file lacks are
-    absent.
+    """Return the values of SamplingParams fields for requests that leave them out, as far as the model has any.
 
-    `max_new_tokens` becomes `max_tokens`. Raises ConfigError for a missing file or a value that is not allowed, and
-    ModelFolderError for a file that is not a JSON object.
+    They come from generation_config.json and `override_generation_config`. `max_new_tokens` becomes `max_tokens`.
+    Raises ConfigError for a missing file or a value that is not allowed, and ModelFolderError for a file that is not a
+    JSON object.
     """
     source, values = _source(config), dict[str, Any]()
     if source is not None:
@@ -40,7 +40,7 @@ def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
 
 
 def log_sampling_defaults(config: EngineConfig, defaults: Mapping[str, Any]) -> None:
-    """Log the defaults and their sources in one line. Log nothing if all are neutral."""
+    """Log the defaults and their sources in one line. Log nothing if there are none."""
     if not defaults:
         return
     origins = [str(_source(config) or "")] + ["--override-generation-config"] * bool(config.override_generation_config)

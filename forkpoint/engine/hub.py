@@ -26,9 +26,9 @@ WEIGHTS: Final = "*.safetensors"
 
 
 def with_folders(config: EngineConfig) -> EngineConfig:
-    """Replace hub ids in `config` by folders. Fetch models that are not on this machine yet.
+    """Return `config` with folders in place of hub ids. Fetches models that are not on this machine yet.
 
-    Raises ModelFolderError.
+    Sets up logging. Raises ModelFolderError, or what `load_config` raises.
     """
     set_up_logging(config.log_level)
     shown = config.use_tqdm_on_load and config.log_level != "error" and sys.stderr.isatty()
@@ -101,7 +101,7 @@ def _fetch(
 
 
 def _bar(interrupt: DeferredInterrupt, show_bar: bool) -> type[Any]:
-    """Return a class of progress bars. Through it Ctrl-C stops a download at once, not after the current files."""
+    """Return a class of progress bars for downloads. Through it Ctrl-C stops one at once, not after its files."""
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]  # mypy does not look into the library

@@ -42,7 +42,7 @@ class ImageProcessor:
 
     @classmethod
     def load(cls, config: EngineConfig) -> ImageProcessor | None:
-        """Return None for a model that reads no images, and without Pillow, which a warning says.
+        """Return the processor of a model; None if it reads no images, or Pillow is missing (a warning).
 
         Raises ModelFolderError and ConfigError.
         """
@@ -55,14 +55,14 @@ class ImageProcessor:
         return cls(settings, config.max_images)
 
     def check_count(self, count: int) -> None:
-        """Raises InvalidPromptError for more images than a prompt may have."""
+        """Raise InvalidPromptError for more images than a prompt may have."""
         if count > self.max_images:
             raise InvalidPromptError(
                 f"the prompt has {count} images; at most {self.max_images} are allowed (--limit-mm-per-prompt)"
             )
 
     def with_kwargs(self, given: Mapping[str, Any] | None) -> ImageProcessor:
-        """Return a processor with a request's own image settings.
+        """Return a processor with a request's own image settings; itself if none are given.
 
         Raises InvalidPromptError for wrong ones, and for images larger than those that the engine has room for.
         """
@@ -80,7 +80,10 @@ class ImageProcessor:
         return replace(self, settings=settings)
 
     def with_detail(self, detail: object) -> ImageProcessor:
-        """Return a processor for an image's `detail`. Raises InvalidPromptError for an unknown one."""
+        """Return a processor for an image's `detail`: itself, or for `low` one of small images.
+
+        Raises InvalidPromptError for an unknown one.
+        """
         if detail in FULL_DETAIL:
             return self
         if detail != LOW_DETAIL:
@@ -89,10 +92,10 @@ class ImageProcessor:
         return replace(self, settings=self.settings.low_detail())
 
     def parts_of(self, pictures: Sequence[Any], details: Sequence[object] = ()) -> list[Parts]:
-        """Return the parts of each picture, a PIL image or a PictureFile.
+        """Return for each picture, a PIL image or a PictureFile, the tokens and spans of pixels it becomes.
 
-        `details` are the images' own `detail`; without them each image gets the full one. Raises InvalidPromptError
-        for too many or too large ones, and for a picture that cannot be decoded.
+        `details` are the images' own `detail`; without them each image gets the full one. Raises InvalidPromptError for
+        too many or too large ones, and for a picture that cannot be decoded.
         """
         self.check_count(len(pictures))
         total = 0
@@ -106,7 +109,10 @@ class ImageProcessor:
         return [processor._parts(picture) for processor, picture in zip(own, pictures, strict=True)]
 
     def _parts(self, picture: Image | PictureFile) -> Parts:
-        """Return the parts of a picture, which is turned upright, put on white and resized."""
+        """Return the parts of a picture, which is turned upright, put on white and resized.
+
+        Those of a PictureFile are kept for the next request. Raises InvalidPromptError if it cannot be decoded.
+        """
         if isinstance(picture, PictureFile):
             return self.kept.get(picture.digest, self.settings, partial(self._parts, picture.image))
         from PIL.Image import Resampling
@@ -131,8 +137,10 @@ class ImageProcessor:
 
 
 def check_picture(picture: Any) -> int:
-    """Return the number of pixels of a PIL image. Raises InvalidPromptError for an image of another kind, and for one
-    that is too large to be decoded."""
+    """Return the number of pixels of a PIL image or PictureFile.
+
+    Raises InvalidPromptError for another object, floating-point pixels, and an image too large to be decoded.
+    """
     if isinstance(picture, PictureFile):
         picture = picture.image
     size = getattr(picture, "size", None)

@@ -51,7 +51,7 @@ class Prompt:
         return sum(max(0, min(image.end, position) - image.start) for image in self.images)
 
     def last(self, count: int) -> Prompt:
-        """Return the prompt's last `count` tokens, or the whole prompt if it has no more.
+        """Return the prompt's last `count` tokens, with its text unchanged; itself if it has no more.
 
         Raises InvalidPromptError if tokens of a prompt with images would be cut off.
         """
@@ -72,8 +72,7 @@ PromptInput: TypeAlias = "str | Sequence[int] | Mapping[str, object] | Prompt"
 
 @dataclass(frozen=True, slots=True)
 class InputProcessor:
-    """Creates requests from prompts and parameters. It knows the vocabulary, the length limit and the end-of-sequence
-    ids.
+    """Creates requests from prompts and parameters, and checks both against the model.
 
     Its requests have no grammar yet. The engine that runs them starts one with `grammars`.
     """
@@ -98,7 +97,7 @@ class InputProcessor:
         object.__setattr__(self, "tool_call_token_ids", found)
 
     def prompt(self, given: PromptInput, params: SamplingParams | None = None) -> Prompt:
-        """Tokenise a prompt, truncate it according to `params`, and check it.
+        """Return a prompt tokenised, truncated as `params` say, with its images read, and checked.
 
         Raises a RequestError, which says what was given and what is allowed.
         """
@@ -136,8 +135,9 @@ class InputProcessor:
     ) -> list[Request]:
         """Return the `n` requests of one prompt, with ids `request_id` for the first and `request_id#i` for the others.
 
-        `number` counts the engine's requests. It makes the seeds of requests differ if the caller gives none. Raises
-        InvalidParamsError.
+        `number` counts the engine's requests. It makes the seeds of requests differ if the caller gives none.
+        `arrival_s` is a reading of the caller's clock. Raises InvalidParamsError if `params` do not fit the prompt or
+        the vocabulary.
         """
         room = self.max_model_len - len(prompt.token_ids)
         priority = checked_priority(priority)
@@ -244,7 +244,10 @@ class InputProcessor:
 
 
 def expanded(prompt: Prompt, expansions: Sequence[Expansion], started_s: float) -> Prompt:
-    """Return the prompt with images and videos, and a breakpoint after each. Their reading began at `started_s`."""
+    """Return the prompt with images and videos, and a breakpoint after each.
+
+    Their reading began at `started_s`, by `time.perf_counter`.
+    """
     found = expand(prompt.token_ids, expansions)
     moved = {int(found.positions[position]) for position in prompt.breakpoints} | set(found.ends)
     return replace(
@@ -257,7 +260,7 @@ def expanded(prompt: Prompt, expansions: Sequence[Expansion], started_s: float) 
 
 
 def processor_kwargs(given: object) -> Mapping[str, Any] | None:
-    """Return the image settings of a request. Raises InvalidPromptError if they are not a mapping."""
+    """Return a request's image settings as they are. Raises InvalidPromptError if they are not a mapping."""
     if given is not None and not isinstance(given, Mapping):
         raise InvalidPromptError(
             f"mm_processor_kwargs={shown(given)} is not allowed; give the settings of the model's images, such as "
@@ -287,7 +290,7 @@ def sequence_id(request_id: str, index: int) -> str:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Derive an independent seed, which is the same on every machine."""
+    """Derive an independent seed from a seed and an index. It is the same on every machine."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED
 
@@ -310,8 +313,10 @@ def _integers(given: object) -> npt.NDArray[np.int64]:
 
 
 def _checked_integers(given: Sequence[Any] | npt.NDArray[Any], allowed: str) -> npt.NDArray[np.int64]:
-    """Check values one by one, to name the first that is not an integer. Too large ones become an id that no model
-    has."""
+    """Return the values as ids, or raise InvalidPromptError that names the first that is not an integer.
+
+    Values too large for int64 become an id that no model has.
+    """
     for value in given:
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise InvalidPromptError(f"{shown(value)} is not a token id; give {allowed}")

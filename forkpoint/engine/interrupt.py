@@ -11,8 +11,8 @@ from typing import Any
 class DeferredInterrupt:
     """A context in which the first Ctrl-C sets `requested` and only a second one raises KeyboardInterrupt.
 
-    With `at_once` the first one raises too. Does nothing outside the main thread, where signals cannot be handled. With
-    `at_once` it also does nothing if the program handles Ctrl-C itself.
+    With `at_once` the first one raises too. It does nothing outside the main thread, where signals cannot be handled.
+    With `at_once` it also does nothing if the program handles Ctrl-C itself.
     """
 
     def __init__(self, *, at_once: bool = False) -> None:

@@ -120,7 +120,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Render one conversation to a prompt with breakpoints, for `generate` and `stream`."""
+        """Render one conversation to a prompt with breakpoints, for `generate` and `stream`.
+
+        Raises InvalidPromptError, or ConfigError without a tokenizer.
+        """
         if self._chat is None:
             raise ConfigError("chat needs a tokenizer; start without skip_tokenizer_init")
         flags: dict[str, Any] = {
@@ -136,7 +139,8 @@ class LLM:
         """Complete one prompt. After each step with news, yield its whole output so far.
 
         Ctrl-C during a step, or leaving the iteration, ends the request. After Ctrl-C the last output has
-        `finish_reason` ABORT. Other streams and calls may run at the same time.
+        `finish_reason` ABORT. Other streams and calls may run at the same time. Raises a RequestError if the prompt or
+        a parameter is refused.
         """
         (params,) = one_each(sampling_params, 1, self.get_default_sampling_params())
         with self._shared.held() as engine:
@@ -161,8 +165,7 @@ class LLM:
         return self._engine.inputs.tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a call that gives none: neutral values, changed by the model's
-        generation_config.json."""
+        """Return the parameters of a call that gives none: the model's, or neutral ones."""
         return SamplingParams(**self._defaults)
 
     def reset_prefix_cache(self) -> bool:
@@ -215,7 +218,10 @@ class LLM:
         return [done[request_id] for request_id in order]
 
     def _feed(self, caller: Caller, todo: Sequence[tuple[Prompt, SamplingParams, int]], order: list[str]) -> None:
-        """Queue as many prompts as the bounded queue takes. The rest follows as it drains."""
+        """Queue as many of the prompts not in `order` yet as the bounded queue takes, and append their ids to it.
+
+        Raises QueueFullError if no running request could make room.
+        """
         for prompt, params, priority in todo[len(order) :]:
             try:
                 order.append(self._shared.add(caller, prompt, params, priority))

@@ -67,8 +67,10 @@ class Completion:
         return len(self._token_ids)
 
     def apply(self, update: RequestUpdate, now_s: float) -> bool:
-        """Apply one update. Return True if a stop string ended the completion, which the scheduler does not know
-        yet."""
+        """Apply one update, received at `now_s`.
+
+        Returns True if the completion ended here, by a stop string, which the scheduler does not know yet.
+        """
         params, token_id = self.request.params, update.token_id
         if token_id is not None:
             if self.first_token_s is None:
@@ -95,7 +97,7 @@ class Completion:
             self.finish_reason = FinishReason.ABORT
 
     def fail(self, error: Exception) -> None:
-        """End the completion with what was reported before, because converting the newest token raised `error`."""
+        """End the completion with an error and what was reported before: converting its newest token raised `error`."""
         LOGGER.error("the output of request %s could not be converted to text", self.request.id, exc_info=error)
         self.finish_reason = FinishReason.ERROR
         if self._wants_logprobs:
@@ -103,7 +105,10 @@ class Completion:
         self.error = f"RequestFailedError: the output could not be converted to text: {type(error).__name__}: {error}"
 
     def take_delta(self) -> CompletionOutput | None:
-        """Return the news since the last call; None if there are none. Does not change `output`."""
+        """Return the news since the last call (text, tokens, the end); None if there are none.
+
+        `output` still has everything.
+        """
         text, tokens, ended = self._num_certain, len(self._token_ids), self.finish_reason is not None
         if text <= self._reported_text and tokens == self._reported_tokens and ended == self._reported_end:
             return None
@@ -190,15 +195,14 @@ class RequestState:
     _prompt_ids: tuple[int, ...] | None = None
 
     def prepare(self) -> tuple[int, ...]:
-        """Return the prompt's ids as outputs contain them. Converting a long prompt takes a while, so it is done
-        once."""
+        """Return the prompt's ids as outputs contain them. The first call takes a while for a long prompt."""
         if self._prompt_ids is None:
             self._prompt_ids = tuple(self.prompt.token_ids.tolist())
         return self._prompt_ids
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is an output token, or none will come."""
+        """Whether some completion has an output token or has ended."""
         return any(c.num_tokens or c.finish_reason is not None for c in self.completions)
 
     @property
@@ -245,7 +249,10 @@ class RequestState:
         )
 
     def all_prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
-        """Return one entry for each prompt token; None if they were not requested. The first token's entry is None."""
+        """Return one entry for each prompt token; None if they were not requested.
+
+        The first token's entry is None, and so are entries that have not come yet.
+        """
         if self.completions[0].request.params.prompt_logprobs is None:
             return None
         return tuple(self.prompt_logprobs.get(position) for position in range(len(self.prompt.token_ids)))
@@ -270,7 +277,7 @@ class OutputAssembler:
         self._by_sequence: dict[str, tuple[RequestState, Completion]] = {}
 
     def add(self, prompt: Prompt, requests: Sequence[Request]) -> RequestState:
-        """Add the sequences of one prompt. The id of the first is the id of the request."""
+        """Add the sequences of one prompt, and return their state. The first one's id is the request's."""
         first = requests[0]
         stops = StopStrings(first.params.stop, include=first.params.include_stop_str_in_output)
         completions = [Completion(each, index, self._tokenizer, copy(stops)) for index, each in enumerate(requests)]
@@ -290,9 +297,10 @@ class OutputAssembler:
         return self._by_sequence.get(name)
 
     def apply(self, updates: Sequence[RequestUpdate], now_s: float) -> list[RequestState]:
-        """Apply updates and return the requests with news.
+        """Apply updates that came at `now_s`, and return the requests with news.
 
-        A sequence ends here if it has a stop string, or if its tokens cannot be converted.
+        A sequence ends here if it has a stop string, or if its tokens cannot be converted; then `end` is called.
+        Updates of sequences that have ended are ignored.
         """
         stopped: list[str] = []
         changed: dict[str, RequestState] = {}
@@ -327,7 +335,7 @@ class OutputAssembler:
         return list(changed.values())
 
     def abort(self, request_id: str, now_s: float) -> RequestState | None:
-        """End a request and return it with the output so far; None if it is not open."""
+        """End a request and return it with the output so far; None if it is not open. Calls `end`."""
         state = self._states.get(request_id)
         if state is None:
             return None
@@ -346,7 +354,7 @@ class OutputAssembler:
 
 
 def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """Return the chosen token first, then the most likely ones."""
+    """Return log-probabilities by token id: the chosen token first, then the likeliest ones."""
     found = {entry.token_id: _logprob(entry.token_id, entry.logprob, entry.rank, tokenizer)}
     for rank, (token, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
         found.setdefault(token, _logprob(token, value, rank, tokenizer))

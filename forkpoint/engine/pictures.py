@@ -27,9 +27,9 @@ NONE_FETCHED: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
 def picture_of(part: Mapping[str, Any], fetched: Mapping[str, bytes] = NONE_FETCHED) -> Image | PictureFile:
-    """Return the picture of a part of a message. `fetched` has the files behind URLs.
+    """Return the picture of an image part: its PIL image, or a file that is opened but not decoded.
 
-    Raises InvalidPromptError, which never shows the data.
+    `fetched` has the files behind URLs. Raises InvalidPromptError, which never shows the data.
     """
     given = _given(part)
     if hasattr(given, "convert"):
@@ -60,14 +60,14 @@ def remote_urls(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def image_parts(message: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of a message that are images."""
+    """Yield the parts of a message that are images; none for a message of another form."""
     content = member(message, "content")
     if isinstance(content, list | tuple):
         yield from filter(is_image, content)
 
 
 def _given(part: Mapping[str, Any]) -> Any:
-    """Return the picture or the URL of an image part."""
+    """Return the picture or the URL of an image part, or None."""
     given = next((part[name] for name in FIELDS if part.get(name) is not None), None)
     if isinstance(given, Mapping):
         return given.get("url")
@@ -93,7 +93,7 @@ def _data_of(url: str) -> bytes:
 
 
 def _open(data: bytes) -> PictureFile:
-    """Read the header alone, which shows whether the picture is small enough to be decoded."""
+    """Return the picture of a file, of which only the header is read. Raises InvalidPromptError for one too large."""
     from PIL import Image, UnidentifiedImageError
 
     try:

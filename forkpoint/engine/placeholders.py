@@ -36,9 +36,10 @@ def image_expansions(
     places: Sequence[int] | None = None,
     details: Sequence[object] = (),
 ) -> list[Expansion]:
-    """Return what replaces the placeholders of images: the tokens at `places`, or all image tokens if that is None.
+    """Return what replaces the placeholders of images: the tokens at `places`, or all image tokens if None.
 
-    `details` are the pictures' own `detail`. Raises InvalidPromptError if there are more or fewer placeholders.
+    `details` are the pictures' own `detail`. Raises InvalidPromptError if there are more or fewer placeholders than
+    `pictures`, or one cannot be read.
     """
     token_id = processor.settings.image_token_id
     at = _places(token_ids, token_id, places)
@@ -48,7 +49,6 @@ def image_expansions(
 
 
 def _places(token_ids: IntArray, token_id: int, given: Sequence[int] | None) -> list[int]:
-    """Return the given places, or those of all tokens with the id if none are given."""
     if given is not None:
         return list(given)
     return [int(place) for place in np.flatnonzero(token_ids == token_id)]
@@ -61,10 +61,10 @@ def video_expansions(
     tokenizer: Tokenizer | None,
     places: Sequence[int] | None = None,
 ) -> list[Expansion]:
-    """Return what replaces the placeholders of videos: the tokens at `places`, or all video tokens if that is None.
+    """Return what replaces the placeholders of videos: the tokens at `places`, or all video tokens if None.
 
     Each frame gets the tokens around it that a template writes around the placeholder, which are replaced too. Raises
-    InvalidPromptError.
+    InvalidPromptError if their numbers differ, or without a model that reads videos and its tokenizer.
     """
     settings = processor.settings.video
     if settings is None or tokenizer is None:
@@ -103,7 +103,7 @@ class Expanded:
 
 
 def expand(token_ids: IntArray, expansions: Iterable[Expansion]) -> Expanded:
-    """Replace tokens of a prompt, in their order."""
+    """Return a prompt's ids with `expansions`, which do not overlap, in place of the tokens that they replace."""
     images, ends = list[ImageSpan](), list[int]()
     pieces, done, num_tokens = list[npt.ArrayLike](), 0, 0
     counts = np.ones(len(token_ids), np.int64)

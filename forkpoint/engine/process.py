@@ -57,7 +57,7 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
 
 
 class EngineLoop:
-    """Serves commands between steps. Only one thread may call it."""
+    """Serves commands of `inbox` between steps, and reports on `outbox`. Only one thread may call it."""
 
     def __init__(
         self, core: EngineCore, grammars: GrammarCompiler, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
@@ -87,8 +87,11 @@ class EngineLoop:
             self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _take_commands(self) -> bool:
-        """Carry out the commands that have arrived; wait for one if there is nothing else to do. Return False for
-        Stop."""
+        """Carry out the commands that have arrived, for at most MAX_TAKING_S while there is work.
+
+        Waits for one if there is nothing else to do. Returns False for Stop. Raises EngineStoppedError if a worker
+        died.
+        """
         is_idle = not self._core.has_unfinished() and not self._refused
         if is_idle and not self._inbox.poll(STARTING_POLL_MS if self._starting else IDLE_POLL_MS):
             self._core.check()
@@ -118,7 +121,7 @@ class EngineLoop:
                 self._send(self._answer(command))
 
     def _take_started(self) -> None:
-        """Queue the sequences whose grammars have been compiled."""
+        """Queue the sequences whose grammars have been compiled; refuse those whose grammar failed."""
         for name, (request, grammar) in list(self._starting.items()):
             if not grammar.done():
                 continue
@@ -141,7 +144,7 @@ class EngineLoop:
             self._open[request.id] = False
 
     def _refuse(self, name: str, error: Exception) -> None:
-        """Refuse a sequence. Any error that one sequence raises ends only that sequence."""
+        """Refuse a sequence with the next report. Any error that one sequence raises ends only that sequence."""
         if not isinstance(error, RequestError):
             LOGGER.error("a request could not be processed", exc_info=error)
             error = RequestFailedError(f"the request could not be processed: {type(error).__name__}: {error}")

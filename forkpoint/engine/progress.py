@@ -8,14 +8,13 @@ from forkpoint.outputs import RequestOutput
 
 
 class Progress(tqdm):  # type: ignore[misc]  # mypy does not look into the library
-    """Counts finished prompts and shows the throughput of prompt and output tokens."""
+    """A progress bar of `total` prompts, hidden unless `show`, with the throughput of prompt and output tokens."""
 
     def __init__(self, total: int, *, show: bool) -> None:
         super().__init__(total=total, desc="Processed prompts", dynamic_ncols=True, disable=not show)
         self._num_input = self._num_output = 0
 
     def add(self, output: RequestOutput) -> None:
-        """Count a finished prompt."""
         self._num_input += len(output.prompt_token_ids)
         self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
         elapsed_s = max(self.format_dict["elapsed"], 1e-9)

@@ -31,7 +31,7 @@ class _Replay:
 
 
 class Replays:
-    """The replays in progress. Only the publishing thread may use it.
+    """The replays in progress, of the batches that `sent` keeps. Only the publishing thread may use it.
 
     `on_gap` is called if a subscriber asks for batches that are no longer kept.
     """
@@ -44,7 +44,7 @@ class Replays:
         self._round_s = self._warned_s = float("-inf")
 
     def serve(self, end: int) -> bool:
-        """Read requests and send some batches. `end` is the number of the next new batch.
+        """Read requests and send some batches, at most once in ROUND_S. `end` is the next new batch's number.
 
         Returns whether there is more to send.
         """
@@ -82,8 +82,10 @@ class Replays:
         self._replays[frames[0]] = _Replay(min(int.from_bytes(frames[2], "big"), end), progress_s)
 
     def _send(self, client: bytes, most: int, now_s: float) -> int:
-        """Send up to `most` batches to one client, and the end mark after the last one. Return the number of batches
-        sent."""
+        """Send up to `most` batches to one client, and the end mark after the last one. Returns how many were sent.
+
+        The client's replay ends with the mark, if the client has gone, or if it read nothing for STALL_S.
+        """
         replay = self._replays.pop(client)
         first = self._sent[0][0] if self._sent else replay.next_number
         if replay.next_number < first:

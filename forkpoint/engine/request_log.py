@@ -17,7 +17,7 @@ from forkpoint.sched.request import Request, RequestUpdate
 
 
 class RequestLog:
-    """Appends lines to a file that `forkpoint simulate` reads.
+    """Appends lines to a file that `forkpoint simulate` reads. Raises ConfigError if it cannot be opened.
 
     By default prompts and outputs are recorded as hashes of their 64-token blocks. The hash key is drawn at every start
     and stored nowhere, so that equal prefixes are visible but texts cannot be guessed. With `token_ids` the tokens
@@ -35,7 +35,7 @@ class RequestLog:
             ) from error
 
     def write(self, request: Request, reason: FinishReason) -> None:
-        """Record a request that ended. If the disk is full, the log ends and the engine continues."""
+        """Record a request that ended. If writing fails, a warning says so, the log ends, the engine continues."""
         if self._file is None:
             return
         try:
@@ -51,7 +51,6 @@ class RequestLog:
                 self.write(update.request, update.finish_reason)
 
     def close(self) -> None:
-        """Close the file. Calling it again does nothing."""
         if self._file is not None:
             self._file.close()
             self._file = None

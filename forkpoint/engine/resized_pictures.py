@@ -39,7 +39,10 @@ class ResizedPictures:
         self._num_bytes = 0
 
     def get(self, digest: bytes, settings: ImageSettings, resize: Callable[[], Parts]) -> Parts:
-        """Return the parts of a picture; `resize` computes them if they are not kept."""
+        """Return the parts of a picture, by its file's digest and the settings.
+
+        `resize` computes them if they are not kept. They are kept, within `max_bytes` of pixels.
+        """
         key = digest, settings
         if key in self._parts:
             self._parts.move_to_end(key)

@@ -87,13 +87,16 @@ class Rewriter:
     """Rewrites conversations for one template."""
 
     def __init__(self, traits: TemplateTraits, notation: NotationName) -> None:
-        """Rewrite for a template with `traits`. `notation` is used for calls that the template does not show."""
+        """`notation` is used for calls that a template with these traits does not show."""
         self._traits = traits
         self._write_calls = WRITERS[notation]
         self._names_calls = traits.call_ids == "named" or notation == "kimi"
 
     def rewrite(self, messages: Sequence[dict[str, Any]]) -> Rewritten:
-        """Rewrite `messages`, which `read_message` returned, to the conversation that the template is given."""
+        """Rewrite `messages`, which `read_message` returned, to the conversation that the template is given.
+
+        Lists the kinds of changes.
+        """
         rewrites: set[Rewrite] = set()
         placed = [Placed(index, message) for index, message in enumerate(messages)]
         if self._names_calls:
@@ -107,7 +110,7 @@ class Rewriter:
         return Rewritten(tuple(placed), frozenset(rewrites))
 
     def _system(self, placed: list[Placed], rewrites: set[Rewrite]) -> list[Placed]:
-        """Rewrite system and developer messages."""
+        """Rewrite system and developer messages, and note that in `rewrites`, as the next methods do."""
         traits = self._traits
         if not traits.developer and any(one.role == "developer" for one in placed):
             rewrites.add(Rewrite.DEVELOPER)
@@ -154,7 +157,7 @@ class Rewriter:
         return joined
 
     def _calls(self, placed: list[Placed], rewrites: set[Rewrite]) -> list[Placed]:
-        """Write calls and results in the form that the template shows."""
+        """Write calls and results in the form that the template shows, or as text."""
         traits = self._traits
         shown: list[Placed] = []
         shows_results = traits.results_of_text  # whether results of the last assistant message's calls are shown
@@ -173,7 +176,7 @@ class Rewriter:
         return shown
 
     def _calling(self, one: Placed, rewrites: set[Rewrite]) -> list[Placed]:
-        """Return the messages that show an assistant message and its calls."""
+        """Return the one or more messages that show an assistant message and its calls."""
         if not one.calls:
             return [one]
         traits = self._traits
@@ -226,7 +229,10 @@ class Rewriter:
 def _renamed_calls(
     placed: list[Placed], new_id: Callable[[str, int], str], rewrites: set[Rewrite] | None = None
 ) -> list[Placed]:
-    """Give each call the id `new_id(name of its function, number of calls before it)`, and its result the same id."""
+    """Give each call the id `new_id(name of its function, number of calls before it)`, and its result the same id.
+
+    With `rewrites`, a change is noted there as SHORT_IDS.
+    """
     numbers = count()
     ids: dict[str, str] = {}
     renamed = []
@@ -247,7 +253,7 @@ def _renamed_calls(
 
 
 def _join(neighbours: list[Placed]) -> Placed:
-    """Join several messages into one, with their texts, reasoning and calls."""
+    """Join several messages into one of the first one's role, with the texts, reasoning and calls of all."""
     first = neighbours[0].with_text(_joined_texts(neighbours))
     reasoning = [one.message["reasoning"] for one in neighbours if one.message.get("reasoning")]
     if reasoning:

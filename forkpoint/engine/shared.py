@@ -36,7 +36,7 @@ class SharedEngine:
 
     @contextmanager
     def held(self) -> Iterator[Engine]:
-        """Give this thread exclusive use of the engine."""
+        """Give this thread exclusive use of the engine, in its turn. Requests of callers that left end after it."""
         with self._turn:  # otherwise a thread that steps repeatedly would keep the others out
             self._lock.acquire()
         try:
@@ -47,7 +47,7 @@ class SharedEngine:
             self._abort_if_free()
 
     def add(self, caller: Caller, prompt: Prompt, params: SamplingParams, priority: int = 0) -> str:
-        """Queue a request of a caller. Raises what `Engine.add_request` raises."""
+        """Queue a request of a caller and return its id. Raises what `Engine.add_request` raises."""
         with self.held() as engine:
             request_id = engine.add_request(prompt, params, priority=priority)
             caller.open.add(request_id)
@@ -55,7 +55,10 @@ class SharedEngine:
             return request_id
 
     def news(self, caller: Caller, convert: Callable[[RequestState], T]) -> list[T]:
-        """Return `convert(state)` for each request of a caller that has news. Run a step first if none has."""
+        """Return `convert(state)` for each request of a caller that has news; these are news no longer.
+
+        Runs one step first if none has. Raises what the step raises.
+        """
         with self.held() as engine:
             if not caller.news and (caller.open or engine.has_unfinished()):
                 for state in engine.advance():

@@ -43,8 +43,7 @@ class EngineProcess:
         self._is_ending = False  # it has sent Died
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Spawn the process and read its reports in `loop`. Raises ConfigError if there is no folder for the
-        sockets."""
+        """Spawn the process and read its reports in `loop`. Raises ConfigError without a writable folder."""
         try:
             self._folder = tempfile.mkdtemp(prefix="forkpoint-")  # readable by this user alone
         except OSError as error:
@@ -71,7 +70,7 @@ class EngineProcess:
     async def stop(self, *, gently: bool) -> None:
         """End the process and remove the sockets. Does nothing before `start` or a second time.
 
-        `gently`: let the process release its memory, which it cannot do while it is loading.
+        `gently`: give the process time to end by itself and store its cache, which it cannot do while it is loading.
         """
         if self._stopped or self._process is None or self._loop is None:
             return

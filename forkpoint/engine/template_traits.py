@@ -63,7 +63,8 @@ class TemplateTraits:
 def probe_traits(render: Render, *, in_parts: bool) -> TemplateTraits:
     """Find the traits of a template by rendering some dozens of conversations of at most six messages.
 
-    A template that refuses plain turns of user and assistant gets the default traits, because it cannot be probed.
+    `in_parts`: it reads content as lists of parts. A template that refuses plain turns of user and assistant gets the
+    default traits, because it cannot be probed.
     """
     probe = _Probe(render, in_parts)
     user, answer, system = probe.user, probe.answer, probe.system
@@ -269,7 +270,7 @@ def _word(message: Message) -> str:
 
 
 def _in_order(text: str, words: Sequence[str]) -> bool:
-    """Return whether `text` has the words in order, none of them inside a list written as Python would."""
+    """Return whether `text` has the words in order, none of them inside a Python list of parts."""
     position = 0
     for word in words:
         position = text.find(word, position)

@@ -9,6 +9,7 @@ class ContentFinder:
     """Finds where the content begins in one growing text.
 
     The content begins after `</think>` and the line breaks that follow it. Without thinking it begins with the text.
+    `thinking`: the text begins inside thinking (`open`), has none (`none`), or may begin with `<think>`.
     """
 
     def __init__(self, thinking: Thinking) -> None:

@@ -45,7 +45,7 @@ class TokenBytes:
 
 
 def _decoding_steps(backend: Any) -> Iterator[dict[str, Any]]:
-    """Yield the decoder's steps in order, as tokenizer.json describes them."""
+    """Yield the decoder's steps in order, as tokenizer.json describes them; none without a decoder."""
     if backend.decoder is None:
         return
     decoder = json.loads(backend.decoder.__getstate__())

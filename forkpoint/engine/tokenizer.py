@@ -72,14 +72,16 @@ class Tokenizer:
 
     @classmethod
     def writer(cls, backend: str) -> Tokenizer:
-        """Create a tokenizer from `backend.to_str()` that only converts ids to text. Does not import transformers."""
+        """Create a tokenizer, from the JSON that `backend.to_str()` returned, that only converts ids to text.
+
+        Does not import transformers.
+        """
         import tokenizers
 
         return cls(None, tokenizers.Tokenizer.from_str(backend))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text. Raises InvalidPromptError for a text with lone surrogates, which UTF-8 cannot
-        encode."""
+        """Return a text's ids. Raises InvalidPromptError for lone surrogates, which UTF-8 cannot encode."""
         _require_unicode(text)
         # not verbose, because the engine itself checks the prompt's length
         return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
@@ -94,7 +96,7 @@ class Tokenizer:
         return list(encoded["input_ids"]), [tuple(pair) for pair in encoded["offset_mapping"]]
 
     def is_special(self, text: str) -> bool:
-        """Return whether `text` is a single token that texts leave out with `skip_special_tokens`."""
+        """Return whether `text` is a single token that `skip_special_tokens` leaves out."""
         token = self.backend.token_to_id(text)
         return token is not None and not self.decode([token], skip_special_tokens=True)
 
@@ -125,8 +127,7 @@ class Tokenizer:
 def eos_token_ids(
     folder: str, tokenizer: Tokenizer | None, overrides: Mapping[str, Any] | None = None
 ) -> frozenset[int]:
-    """Return the ids that end a completion: those of generation_config.json, else of config.json, and the tokenizer's
-    own.
+    """Return the ids that end a completion: of generation_config.json, else config.json, and the tokenizer's.
 
     `overrides` change fields of config.json. Raises ModelFolderError for a file that is broken or has another value
     there.

@@ -29,7 +29,7 @@ class Video:
 
     @classmethod
     def read(cls, given: object) -> Video:
-        """Read frames, or a pair of frames and vLLM's metadata. Raises InvalidPromptError."""
+        """Read frames, or a pair of frames and vLLM's metadata (`fps`, `frames_indices`). Raises InvalidPromptError."""
         metadata: object = {}
         if isinstance(given, tuple) and len(given) == 2 and not hasattr(given[1], "shape"):
             given, metadata = given
@@ -37,9 +37,10 @@ class Video:
         return cls(frames, _times(metadata, len(frames)))
 
     def parts(self, settings: VideoSettings, encode: Callable[[str], Sequence[int]]) -> Parts:
-        """Return the spans of pairs of frames, each after the time as text, between the tokens that stand around it.
+        """Return the spans of groups of frames, each after the time as text, between the tokens that stand around it.
 
-        Raises InvalidPromptError for frames that are too narrow.
+        `encode` returns a text's ids. Frames are resized, and the last one fills up the last group. Raises
+        InvalidPromptError for frames that are too narrow.
         """
         from PIL import Image
 
@@ -60,7 +61,7 @@ class Video:
 
 
 def read_videos(given: object) -> list[Video]:
-    """Return the videos of `multi_modal_data`: one, or a list of them. Raises InvalidPromptError."""
+    """Return the videos of `multi_modal_data`: none, one, or a list of them. Raises InvalidPromptError."""
     if given is None:
         return []
     several = [given]
@@ -72,7 +73,7 @@ def read_videos(given: object) -> list[Video]:
 
 
 def check_videos(videos: Sequence[Video]) -> None:
-    """Raises InvalidPromptError if a prompt has too many frames or pixels."""
+    """Raise InvalidPromptError if a prompt has too many frames or pixels."""
     num_frames = sum(len(video.frames) for video in videos)
     num_pixels = sum(video.frames.size // 3 for video in videos)
     if num_frames > MAX_FRAMES or num_pixels > MAX_REQUEST_PIXELS:
@@ -95,7 +96,10 @@ def _frames(given: object) -> PixelArray:
 
 
 def _times(metadata: object, count: int) -> list[float]:
-    """Return the times of frames by their indices and the rate of the video."""
+    """Return the times of frames in seconds: index by rate. By default, frames follow each other at DEFAULT_FPS.
+
+    Raises InvalidPromptError.
+    """
     if not isinstance(metadata, Mapping):
         raise InvalidPromptError(f"the metadata of a video are {shown(metadata)}; give {EXAMPLE}")
     fps: Any = metadata.get("fps")

@@ -51,7 +51,7 @@ class Batch:
     def update(self, plan: StepPlan) -> None:
         """Remove, remap, add and replace rows, then give rows their new blocks, on the device too.
 
-        Call `prepare` for added rows before they sample.
+        KeyError if a removed row is not there. Call `prepare` for added rows before they sample.
         """
         for row in plan.removed:
             del self.rows[row]
@@ -83,7 +83,7 @@ class Batch:
             table.add(row.row, ids)
 
     def prepare(self, added: Iterable[AddedRow]) -> None:
-        """Prepare the sampling of added rows, before their first step.
+        """Prepare how added rows sample, before their first step.
 
         A request's parameters may make this raise. Then the rows have to be removed.
         """

@@ -55,7 +55,8 @@ class BlockTable:
     def append(self, rows: IntArray, pointers: IntArray, block_ids: IntArray) -> None:
         """Append blocks `[pointers[i], pointers[i + 1])` of `block_ids` to row `rows[i]`; the rows are distinct.
 
-        Raises BlockTableError, and changes nothing, if blocks do not fit or there is no such row.
+        The device gets them with `commit`. Raises BlockTableError, and changes nothing, if blocks do not fit or there
+        is no such row.
         """
         if not len(block_ids):
             return
@@ -81,7 +82,7 @@ class BlockTable:
         self._changed.append(places)
 
     def add(self, row: int, block_ids: IntArray) -> None:
-        """Set a row's blocks to exactly `block_ids`."""
+        """Set a row's blocks to exactly `block_ids`. Raises what `append` raises."""
         self.clear_row(row)
         self.append(np.full(1, row, np.int32), np.asarray([0, len(block_ids)], np.int32), block_ids)
 
@@ -90,7 +91,7 @@ class BlockTable:
         self._num_entries[row] = 0
 
     def remap(self, moves: Sequence[Move], group: int = 0) -> None:
-        """Follow compaction: replace the ids of moved blocks of this table's group in all rows.
+        """Follow compaction: replace the ids of blocks of this group that `moves` moved in the arena, in all rows.
 
         A block whose contents were moved away may be taken and moved again. Its contents are new then, and no row has
         them.
@@ -128,7 +129,7 @@ class BlockTable:
         return slots if self.deal.num_ranks == 1 else np.where(self.deal.owns(positions), slots, NO_SLOT)
 
     def commit(self) -> None:
-        """Copy all changes to the device, where entries past a row's blocks may be old ones."""
+        """Copy all changes since the last call to the device, where entries past a row's blocks may be old."""
         if self._changed and not self._platform.shares_memory:
             places = np.concatenate(self._changed)
             pair = self._platform.upload(np.stack([places, self.host.reshape(-1)[places].astype(np.int64)]))

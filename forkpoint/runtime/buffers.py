@@ -47,7 +47,10 @@ class ArenaBuffer:
         return self.num_pages * self.layout.slots_per_page
 
     def move(self, moves: Sequence[Move], sound: bool = True) -> None:
-        """Copy whole blocks and slots, in order. Unless the memory is `sound`, nothing is written to the disk."""
+        """Copy whole blocks and slots, in order, and hand the disk's moves to its thread.
+
+        Unless the memory is `sound`, nothing is written to the disk: such writes fail.
+        """
         for move in moves:
             if move.route in MEMORY_ROUTES:
                 source = self.host if move.route in (MoveRoute.HOST, MoveRoute.LOAD) else self.data
@@ -79,7 +82,7 @@ class ArenaBuffer:
             disk.submit_write(name, move.dst, self._bytes(room, move.kind, move.src), move.ticket)
 
     def unit_bytes(self, kind: MoveKind, group: int = 0) -> int:
-        """Return the bytes of a block of a group or a slot, including the gaps between kernel blocks."""
+        """Return the bytes of a group's block or of a slot, without padding at its end; 0 without groups."""
         layout = self.layout
         if kind is MoveKind.SLOT:
             return layout.slot_bytes
@@ -94,7 +97,7 @@ class ArenaBuffer:
         return slice(unit * stride, unit * stride + self.unit_bytes(kind, group))
 
     def _bytes(self, room: Tensor, kind: MoveKind, unit: int) -> memoryview:
-        """Return the bytes of a unit, which can be written. The room is memory of the host."""
+        """Return a unit's bytes in `room`, memory of the host. They can be written."""
         return room[self._extent(kind, unit)].numpy().data
 
     def _views(self) -> Iterator[LayerCache]:

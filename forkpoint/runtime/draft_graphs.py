@@ -34,7 +34,7 @@ class _Shape:
 
 
 class DraftGraphs:
-    """Makes the drafts that plans leave to the runner (TO_DRAFT).
+    """Makes the drafts that plans leave to the runner (TO_DRAFT), with the model's MTP layer.
 
     `drafted[row, i]` is the row's i-th draft of the newest such step. The layer's keys of the drafts go where the step
     itself will write its keys. A row that wants fewer drafts than others stores nothing for the rest. Before `record`
@@ -67,11 +67,10 @@ class DraftGraphs:
         self._graphs.record(self._issue)
 
     def close(self) -> None:
-        """Drop the graphs."""
         self._graphs.clear()
 
     def filled(self, plan: StepPlan, must_know: bool) -> StepPlan:
-        """Make the drafts that the plan leaves to the runner.
+        """Make the drafts that the plan leaves to the runner, on the device, and return the plan.
 
         Their ids enter the returned plan only if the host needs them (`must_know`), which then waits for the device, or
         if the device shares the host's memory.
@@ -87,13 +86,13 @@ class DraftGraphs:
         return self.with_drafts(plan) if must_know or self._platform.shares_memory else plan
 
     def with_drafts(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with the ids of the drafts that it left to the runner. Waits for them."""
+        """Return the plan with the ids of the drafts made for it. Waits for the device."""
         tokens, (at, row, number) = plan.rows.tokens.copy(), draft_places(plan)
         tokens[at] = self.drafted.cpu().numpy()[row, number]
         return replace(plan, rows=replace(plan.rows, tokens=tokens))
 
     def _make(self, *columns: IntArray) -> None:
-        """Make drafts; the columns are those of `_arrays`."""
+        """Make drafts for the rows of these columns, those of `_arrays`, by a graph if one fits."""
         row, _, counts, *_ = columns
         exact = _Shape(len(row), int(counts.max()))
         made = self._graphs.shapes

@@ -23,7 +23,7 @@ class EncodedImages:
         self.num_runs = 0  # of the tower
 
     def get(self, image: ImageSpan) -> Tensor:
-        """Return the embeddings `[tokens, H]` of an image, at all of its tokens: they depend on all of its pixels."""
+        """Return the embeddings `[tokens, H]` of an image. Runs the tower, and keeps them, if they are not there."""
         found = self._embeddings.get(image.digest)
         if found is None:
             found = self._embeddings[image.digest] = self._tower(self._platform.upload(image.pixels))

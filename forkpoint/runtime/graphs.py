@@ -32,6 +32,7 @@ def graph_shapes(
 ) -> tuple[StepShape, ...]:
     """Return all shapes to record, largest first, so that smaller graphs reuse the memory of larger ones.
 
+    Steps with drafts, of a row at most `max_num_drafts`, and steps that prefill have `max_num_tokens` tokens at most.
     With drafts, shapes that prefill verify them too.
     """
     counts = sorted({count for count in _DECODES if count < max_num_rows} | {max_num_rows})
@@ -96,7 +97,10 @@ class InputRegion:
         self._turn = 0
 
     def fill(self, arrays: Arrays, offsets: Mapping[str, int]) -> None:
-        """Copy the arrays to their places. An array may be shorter than its place."""
+        """Copy the arrays to their `offsets` in bytes. An array may be shorter than its place.
+
+        Waits only if all staged copies are in use.
+        """
         assert arrays.keys() == offsets.keys(), "a step's arrays are not those that its graph reads"
         self._turn = (self._turn + 1) % _NUM_STAGED
         mark = self._copied[self._turn]
@@ -133,7 +137,6 @@ class Graphs(Generic[Shape, Outputs]):
 
     @property
     def shapes(self) -> Collection[Shape]:
-        """The recorded shapes."""
         return self._graphs
 
     def record(
@@ -146,7 +149,10 @@ class Graphs(Generic[Shape, Outputs]):
             self._graphs[shape] = self._record(run, shape)
 
     def replay(self, shape: Shape, arrays: Arrays) -> Outputs:
-        """Issue the work of a recorded shape. Its outputs are void once the next work is issued."""
+        """Issue the work of a recorded shape on `arrays`, and return its outputs.
+
+        These are void once the next work is issued. KeyError for a shape without a graph.
+        """
         graph = self._graphs[shape]
         self._region.fill(arrays, graph.offsets)
         graph.replay()

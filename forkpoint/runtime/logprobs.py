@@ -39,9 +39,10 @@ class Scores:
 
 
 def score(logits: Tensor, token_ids: Tensor, asked: Mapping[int, int], ops: OpTable, platform: Platform) -> Scores:
-    """Start the copy of log-probabilities under `logits[N, V]` to the host: of `token_ids[N]`, and of the likeliest.
+    """Start the copy to the host of log-probabilities under `logits[N, V]`: of `token_ids[N]`, and of the likeliest.
 
-    A row's answer does not depend on what other rows ask for: of equally likely tokens the lower id comes first.
+    `asked`, by the number of each position, says how many of the likeliest; it is not empty. A row's result does not
+    depend on what other rows ask for: of equally likely tokens the lower id comes first.
     """
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     num_top = min(max(asked.values()), logits.shape[1])

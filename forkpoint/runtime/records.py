@@ -93,10 +93,10 @@ class TokenRecords:
         return bool(rows.num_drafts.any()) or bool(self._pending[rows.row[: plan.num_decodes]].any())
 
     def arrays(self, plan: StepPlan, pad: Pad, verifies: bool) -> Arrays:
-        """Return the columns of the step's decode rows, padded by `pad`, for RecordIndex and VerifyIndex.
+        """Return the columns of the step's decode rows, for RecordIndex and VerifyIndex.
 
-        Those of RecordIndex are there if some states are written every few tokens only, those of VerifyIndex if the
-        step `verifies` drafts. Both share src, dst and cu_tokens.
+        `pad(column, value)` pads each of them. Those of RecordIndex are there if some states are written every few
+        tokens only, those of VerifyIndex if the step `verifies` drafts. Both share src, dst and cu_tokens.
         """
         rows, decodes, found = plan.rows, plan.num_decodes, Arrays()
         row, start = rows.row[:decodes], rows.start[:decodes]
@@ -126,7 +126,10 @@ class TokenRecords:
         return found
 
     def _marks(self, plan: StepPlan, behind: IntArray, kind: str, pad: Pad) -> Arrays:
-        """Return after how many of its `behind` unwritten tokens each row stores a state elsewhere too, and where."""
+        """Return after how many of its `behind` unwritten tokens each row stores a state elsewhere too, and where.
+
+        Names begin with `kind`. 0 and NO_SLOT: the row stores none.
+        """
         rows, decodes = plan.rows, plan.num_decodes
         read, write, start = (column[:decodes] for column in (rows.read_slot, rows.write_slot, rows.start))
         # A row that turns to another slot leaves a checkpoint in the old one, which has to be complete.
@@ -140,8 +143,10 @@ class TokenRecords:
         return {f"{kind}_mark": pad(mark, 0), f"{kind}_mark_dst": pad(mark_slot, NO_SLOT)}
 
     def _written(self, row: IntArray, start: IntArray) -> IntArray:
-        """Return how many tokens the states in the rows' slots have; that of a row that was not decoded yet is
-        complete."""
+        """Return how many tokens the states in the rows' slots have.
+
+        The state of a row that was not decoded yet has all tokens before its `start`.
+        """
         before = self._start[row]
         return np.where(before < 0, start, np.maximum(self._whole[row], before // self.interval * self.interval))
 
@@ -167,7 +172,7 @@ class TokenRecords:
         return np.where(rows.optimistic, self._pending[rows.row] - 1, 0)
 
     def issued(self, plan: StepPlan) -> None:
-        """Note that the step was issued, as if all its drafts were accepted."""
+        """Note that the plan's step was issued, as if all its drafts were accepted. Call it after `arrays`."""
         rows, count = plan.rows, plan.num_decodes
         row, start, drafts = rows.row[:count], rows.start[:count], rows.num_drafts[:count]
         self._whole[row], self._start[row] = self._written(row, start), start
@@ -177,7 +182,10 @@ class TokenRecords:
         self._line[row] ^= 1
 
     def apply_counts(self, plan: StepPlan, counts: IntArray) -> None:
-        """Take off rejected drafts: `counts` says how many positions of each sampled row count."""
+        """Take rejected drafts off the rows of a plan, once its result is there.
+
+        `counts` says how many positions of each sampled row count.
+        """
         row, missed = plan.sampled_rows, 1 + plan.rows.num_drafts[plan.rows.samples] - counts
         is_last = self._step[row] == plan.step
         self._end[row] -= missed
@@ -185,7 +193,10 @@ class TokenRecords:
         self._start[row] -= np.where(is_last, 0, missed)
 
     def leave(self, removed: Iterable[int], moves: Iterable[Move]) -> None:
-        """Complete the states of rows that leave at a block boundary, remove the rows, then follow moves of slots."""
+        """Bring the states of `removed` rows that stand at a block boundary up to date on the device.
+
+        Then the rows are forgotten, and `moves` of slots followed.
+        """
         gone = np.asarray(list(removed), np.int64)
         gone_whole = gone[(self._start[gone] >= 0) & (self._end[gone] % BLOCK_SIZE == 0)]
         self._fold(gone_whole[self._pending[gone_whole] > 0])
@@ -227,14 +238,14 @@ class TokenRecords:
 
 
 def records_bytes(layout: CacheLayout, num_rows: int, most_tokens: int, interval: int) -> int:
-    """Return the bytes of the records of `num_rows` rows."""
+    """Return the bytes of the records of `num_rows` rows, with at most `most_tokens` tokens of a row in a step."""
     tensors = (tensor for spec in layout.states for tensor in spec.tensors)
     records = (each for tensor in tensors for each in _records(tensor, most_tokens, interval))
     return num_rows * sum(lines * length * record.num_bytes() for record, lines, length in records)
 
 
 def _records(tensor: TensorSpec, most_tokens: int, interval: int) -> Iterator[tuple[TensorSpec, int, int]]:
-    """Yield the records of a tensor: (spec, lines of each row, tokens of each line)."""
+    """Yield the records of a tensor: (spec, lines of each row, tokens of each line). None if it needs none."""
     if interval > 1 and tensor.spaced:
         for i, record in enumerate(tensor.spaced):
             # Records of updates (the first ones) are read and overwritten by one program. The others are read by many

@@ -27,8 +27,10 @@ class _Found(NamedTuple):
 
 
 class RowImages:
-    """The images of rows. With `has_axes`, tokens are rotated by other positions than they are stored at: those of
-    `forkpoint.images`."""
+    """The images of the batch's rows.
+
+    With `has_axes`, tokens are rotated by other positions than they are stored at: those of `forkpoint.images`.
+    """
 
     def __init__(self, num_rows: int, has_axes: bool) -> None:
         self._has_axes = has_axes
@@ -53,7 +55,7 @@ class RowImages:
         self._positions.pop(row, None)
 
     def shifts(self, rows: StepRows) -> npt.NDArray[np.int64]:
-        """Return for each token of a step what its position is changed by: to the time, for a token of an image."""
+        """Return for each token `[T]` what to add to its position before rotation; images' tokens: to get the time."""
         shifts = np.repeat(self.shift[rows.row], rows.num_tokens)
         if self._images:
             for row, start, begin, count in self._before_last_image(rows):
@@ -95,8 +97,10 @@ class RowImages:
         return ImageInputs(upload(np.concatenate(found.at)), torch.cat(found.parts), rope)
 
     def _before_last_image(self, rows: StepRows) -> list[tuple[int, int, int, int]]:
-        """Return (row, first position, first token in the step, number of tokens) for each row of a step that starts at
-        or before the end of its last image."""
+        """Return the rows of a step that start at or before the end of their last image.
+
+        Each is (row, first position, first token in the step, number of tokens).
+        """
         firsts = np.cumsum(rows.num_tokens) - rows.num_tokens
         which = np.flatnonzero((rows.start <= self._ends[rows.row]) & (self._ends[rows.row] > 0))
         columns = (rows.row, rows.start, firsts, rows.num_tokens)

@@ -28,7 +28,7 @@ class TokenCounts:
         self._num_rows, self._platform = num_rows, platform
 
     def restore(self, added: AddedRow) -> None:
-        """Count the ids of an added row, so that a resumed request continues as before."""
+        """Count all ids of an added row anew, so that a resumed request continues as before."""
         if not len(self.table):
             self.table = self.table.new_empty((self._num_rows, self.table.shape[1]))  # lines are cleared as rows come
         line = self.table[added.row]
@@ -39,11 +39,11 @@ class TokenCounts:
         line.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
 
     def record(self, lines: Tensor, token_ids: Tensor, kept: Tensor | None = None) -> None:
-        """Count output `token_ids[i]` of line `lines[i]` where `kept[i]`. All are `[M]` on the device, ids int64."""
+        """Count output `token_ids[i]` of line `lines[i]`, or only where `kept[i]`. All are `[M]` on the device."""
         _count_outputs(self.table, lines, token_ids, kept)
 
     def with_drafts(self, lines: list[int], index: Tensor, token_ids: Tensor) -> Tensor:
-        """Return copies of these lines, to which draft `token_ids[i]` is added in copy `index[i]`."""
+        """Return copies of these lines of the table, to which draft `token_ids[i]` is added in copy `index[i]`."""
         copies = self.table[lines]
         _count_outputs(copies, index, token_ids)
         return copies

@@ -82,7 +82,11 @@ class ModelRunner:
     def __init__(
         self, loaded: Loaded, num_pages: int, max_model_len: int | None = None, num_host_pages: int = 0
     ) -> None:
-        """Sequences have at most `max_model_len` tokens; by default as many as the model takes."""
+        """Allocate arena and batch; a host tier too with `num_host_pages`.
+
+        `num_pages` includes page 0. Sequences have at most `max_model_len` tokens; by default as many as the model
+        takes.
+        """
         model, ops, layout, platform = loaded.model, loaded.ops, loaded.layout, loaded.platform
         num_rows, most = loaded.sched.max_num_seqs, loaded.max_num_drafts
         shapes = loaded.shapes if platform.has_graphs else ()
@@ -118,7 +122,7 @@ class ModelRunner:
         self._failure: Exception | None = None
 
     def record_graphs(self, progress: Callable[[Sequence[StepShape]], Any] = lambda shapes: shapes) -> None:
-        """Record the graphs. `progress` wraps the sequence of shapes."""
+        """Record all graphs, and compile what steps with records need. `progress` wraps the shapes."""
         with torch.inference_mode():
             self._graphs.record(self._issue, progress)
             if self._drafts is not None:
@@ -136,7 +140,10 @@ class ModelRunner:
         self._accept(Windows(row + 1, row, row + NO_DRAFT), row + self.batch.table.num_rows, sampled)
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
-        """Issue a plan. Raises only if the plan contradicts the batch; errors of the model come from `result()`."""
+        """Issue a plan, and do not wait for it. A failure of the model is raised by the step's `result()`.
+
+        Raises only if the plan contradicts the batch.
+        """
         if self._records is None or not self._records.drafts:
             assert not plan.rows.num_drafts.any(), "made for plans without drafts"
             assert not plan.rows.save_ptr[plan.num_decodes], "the decode kernels save no states"
@@ -170,7 +177,6 @@ class ModelRunner:
         self._failure = None
 
     def _run(self, plan: StepPlan) -> RunningStep:
-        """Issue a step."""
         if plan.added:
             self.batch.prepare(plan.added)
         if not plan.num_tokens:
@@ -228,7 +234,10 @@ class ModelRunner:
     def _without_graph(
         self, plan: StepPlan, shape: StepShape, arrays: Arrays, images: ImageInputs | None, plain: bool
     ) -> tuple[Tensor, StepOutputs | None]:
-        """Return the hidden states `[T, D]`, and the outputs if rows are sampled."""
+        """Run the forward pass kernel by kernel.
+
+        Returns the hidden states `[T, D]`, and the outputs; None if no row is sampled. `plain`: as in `_sample`.
+        """
         tensors = self.platform.upload_all(arrays)
         lens: HostLens = ((), ())
         if not plan.rows.optimistic.any():  # otherwise only the device has the lengths
@@ -245,7 +254,10 @@ class ModelRunner:
         return (self._shapes is not None and plan.num_decodes < len(plan.rows)) or self._records.concern(plan)
 
     def _image_inputs(self, plan: StepPlan) -> ImageInputs | None:
-        """Return the embeddings and positions of a step's image tokens; None if it has none. May run the tower."""
+        """Return the embeddings and positions of a step's image tokens; None if it has none.
+
+        Runs the vision tower for images that are new.
+        """
         if self.batch.images is None or self._encoded is None:
             return None
         return self.batch.images.inputs(plan.rows, self._encoded.get, self.platform)
@@ -275,8 +287,10 @@ class ModelRunner:
         return self._model.forward(tensors["token_ids"], context)
 
     def _heads(self, hidden: Tensor, tensors: Tensors, greedy: bool = True) -> StepOutputs:
-        """Return the logits of the sampled rows and, if `greedy`, the likeliest ids, which become the last sampled
-        ones."""
+        """Return the logits of the sampled rows and, if `greedy`, the likeliest ids.
+
+        These become the last sampled ones of the rows.
+        """
         own = self._model.head.own(hidden.index_select(0, tensors["sampled"]))
         if not greedy:
             return StepOutputs(own, None)
@@ -295,6 +309,7 @@ class ModelRunner:
         """Sample each row of the logits: the sampled rows, or all positions of their windows.
 
         `sampling` has an element for each row of the logits. `plain`: all rows take the likeliest id and nothing else.
+        Without windows the ids become the last sampled ones of the rows.
         """
         rows, count = plan.rows, len(sampling)
         if outputs.likeliest is not None and plain:
@@ -326,7 +341,7 @@ class ModelRunner:
     ) -> tuple[Tensor, Verified]:
         """Accept or reject drafts on the device, so that the next step need not wait for the host.
 
-        One copy takes the answers and the counts to the host.
+        Returns what is copied to the host: the ids of all positions, and the counts in `Verified`.
         """
         assert self._records is not None
         found, there = self._accept(windows, plan.sampled_rows, sampled)
@@ -337,7 +352,7 @@ class ModelRunner:
         return on_host[:count], Verified(windows, on_host[count:], partial(self._records.apply_counts, plan))
 
     def _accept(self, windows: Windows, rows: IntArray, sampled: Sampled) -> tuple[Tensor, WindowColumns]:
-        """Call the operator `accept` for the windows of these rows. Returns its answer and the columns that it got."""
+        """Call the operator `accept` for the windows of these rows. Returns its result, and its columns."""
         assert self._records is not None
         columns, drafted = [windows.drafts, rows, windows.starts, windows.sizes], None
         if self._drafts is not None:  # where drafts are that only the device has
@@ -365,7 +380,10 @@ class ModelRunner:
         return out
 
     def _prompt_scores(self, added: AddedRow, start: int, end: int, first: int, hidden: Tensor) -> list[Scores]:
-        """Score the prompt tokens that the row's tokens `[start, end)` predict, in tiles."""
+        """Score the prompt tokens that the row's tokens `[start, end)` predict, in tiles.
+
+        `hidden` has the step's hidden states, the row's from index `first` on.
+        """
         num_top, tiles = added.params.prompt_logprobs or 0, []
         last = min(end, added.num_prompt_tokens - 1)  # the last prompt token predicts an output
         for begin in range(start, last, PROMPT_TILE_ROWS):

@@ -106,7 +106,10 @@ class Sampler:
         return Sampled(token_ids, finite, self._score(logits, rows, token_ids))
 
     def count(self, rows: Sequence[RowSampling], token_ids: Tensor, kept: Callable[[], Tensor] | None = None) -> None:
-        """Count sampled ids for penalties, on the device. With windows, `kept` returns which positions count `[N]`."""
+        """Count sampled ids `[N]` for the penalties of rows that have some, on the device.
+
+        With windows, `kept` returns which positions count `[N]`.
+        """
         counted = [(i, row.line, row.counts) for i, row in enumerate(rows) if row.counts is not None]
         if counted:
             index, lines = self._platform.upload(np.asarray([[i, line] for i, line, _ in counted], np.int64).T.copy())
@@ -121,8 +124,10 @@ class Sampler:
         masks: TokenMasks | None,
         windows: Windows | None,
     ) -> Tensor:
-        """Return the logits after bias, min_tokens, penalties and masks: an fp32 copy, or the logits if nothing
-        applies."""
+        """Return the logits after bias, min_tokens, penalties and masks.
+
+        That is an fp32 copy, or the logits themselves if nothing applies.
+        """
         biased = [(i, row.bias) for i, row in enumerate(rows) if row.bias is not None]
         stopped = [
             (i, row.stop_ids)

@@ -47,9 +47,10 @@ class StateOperators:
         )
 
     def place(self, arrays: Mapping[str, npt.NDArray[Any]], ops: OpTable, platform: Platform) -> int:
-        """Copy states for operators that cannot redirect, and return the number of bytes.
+        """Copy states for operators that cannot redirect to the slots that they write.
 
-        One launch serves all layers of the decode rows, another one all layers of the segments.
+        Returns the number of bytes. One launch serves all layers of the decode rows, another one all layers of the
+        segments.
         """
         copied = 0
         for kind in KINDS:

@@ -54,14 +54,14 @@ class StepShape:
 
     @classmethod
     def of(cls, plan: StepPlan, verifies: bool = False) -> StepShape:
-        """Return the exact shape of a plan."""
+        """Return the exact shape of a plan. `verifies`: operators that verify drafts serve its decode rows."""
         decodes = int(plan.rows.num_tokens[: plan.num_decodes].sum())
         segments = len(plan.rows.row) - plan.num_decodes
         return cls(decodes, plan.num_tokens - decodes, segments, plan.num_decodes if verifies else 0)
 
 
 class StepBuilder:
-    """Makes the arrays of plans. The block table has to be up to date with the plan.
+    """Makes the input arrays of plans. The block table has to be up to date with the plan.
 
     Padding consists of decode rows and segments without tokens, which read and write nothing; of tokens that are stored
     nowhere; of samples that go to the spare row `table.num_rows`; and of list entries of row -1.
@@ -166,7 +166,7 @@ class StepBuilder:
     def context(
         self, t: Tensors, shape: StepShape, caches: tuple[LayerCache, ...], operators: StateOperators, lens: HostLens
     ) -> ForwardContext:
-        """Return the model's context from the arrays on the device. `lens` are for operators on a CPU."""
+        """Return the model's context from the arrays `t` on the device. `lens` are for operators on a CPU."""
         (query_lens, kv_lens), work, verify, record = lens, None, None, None
         if "parts" in t:
             folded: tuple[Tensor, int] | tuple[()] = ()
@@ -211,8 +211,10 @@ class StepBuilder:
         return replace(context, windows=windows) if windows else context
 
     def late(self, t: Tensors) -> LateColumns | None:
-        """Return the tensors that the operator `catch_up` corrects in place, once for each step: it takes rejected
-        drafts off the positions of optimistic rows. None if the step has none."""
+        """Return the tensors that the operator `catch_up` corrects in place; None without optimistic rows.
+
+        It takes rejected drafts off positions and lengths, once for each step.
+        """
         if "late" not in t:
             return None
         assert self._records is not None
@@ -223,7 +225,10 @@ class StepBuilder:
         return LateColumns(self._records.missed, t["late"], positions, kv_lens, *keys, *records)
 
     def _segments(self, rows: StepRows, decodes: int, shape: StepShape, recorded: bool) -> Arrays:
-        """Return the slots that state operators read and write. TokenRecords has those that decode rows save to."""
+        """Return the slots that state operators read and write, and the segments' boundaries and saves.
+
+        TokenRecords has the slots that decode rows save to.
+        """
         count, lens, first = shape.num_segments, rows.num_tokens[decodes:], rows.save_ptr[decodes]
         pointers = rows.save_ptr[decodes:] - first
         saved = rows.save_positions[first:] - np.repeat(rows.start[decodes:], np.diff(pointers))
@@ -277,7 +282,10 @@ class StepBuilder:
 
 
 def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntArray]:
-    """Return the drafts that a plan leaves to the runner: the index of the token, its row, its number in the row."""
+    """Return the drafts that a plan leaves to the runner: the index of the token, its row, its number in the row.
+
+    Numbers count from 0.
+    """
     at = np.flatnonzero(plan.rows.tokens == TO_DRAFT)
     offsets = running_total(plan.rows.num_tokens)
     owner = np.searchsorted(offsets, at, side="right") - 1
@@ -290,14 +298,14 @@ def _most_tiles(shape: StepShape) -> int:
 
 
 def _tiles(tiles: IntArray, shape: StepShape, recorded: bool) -> IntArray:
-    """Return a list of tiles, padded to the most that a recorded step of this shape can have."""
+    """Return a list of tiles, in a recorded step padded to the most that its shape can have."""
     if not recorded:
         return tiles
     return padded(tiles, _most_tiles(shape), NO_ROW)
 
 
 def padded(values: npt.NDArray[Any], count: int, fill: int) -> npt.NDArray[Any]:
-    """Return `[count, ...]`: the values, then `fill`."""
+    """Return the values as `[count, ...]`, filled up with `fill`. There must not be more than `count`."""
     if len(values) == count:
         return np.ascontiguousarray(values)
     out = np.full((count, *values.shape[1:]), fill, values.dtype)
@@ -306,7 +314,10 @@ def padded(values: npt.NDArray[Any], count: int, fill: int) -> npt.NDArray[Any]:
 
 
 def sampled_tokens(rows: StepRows) -> npt.NDArray[np.int64]:
-    """Return the tokens after which the plan samples: each sampled row's last token, and the one before each draft."""
+    """Return the tokens after which the plan samples: each sampled row's last one, and that before each draft.
+
+    They are indices among the step's tokens.
+    """
     last = np.cumsum(rows.num_tokens)[rows.samples].astype(np.int64) - 1
     counts = 1 + rows.num_drafts[rows.samples]
     return last if len(last) == int(counts.sum()) else ranges(last + 1 - counts, counts)

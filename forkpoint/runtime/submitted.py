@@ -27,7 +27,7 @@ class Verified(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """A step that the device works on.
+    """A step that the device works on. `result` waits for it, and applies the counts of its drafts.
 
     `partial` is the part of its result that the host has already. `answers[i]` is the id sampled for `rows[i]`, or
     NOT_FINITE. In a step with drafts it has the ids of all positions, row after row.
@@ -70,7 +70,7 @@ class RunningStep:
 class FailedStep:
     """A step that raised, or that was not run because the failure of a step before it had not been seen yet.
 
-    `seen` is called when the caller gets the error.
+    `result` calls `seen` and raises the error.
     """
 
     error: Exception

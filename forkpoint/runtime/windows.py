@@ -41,7 +41,7 @@ class Windows:
         return cls(sizes, ends - sizes, drafts)
 
     def spread(self, values: IntArray) -> npt.NDArray[np.int64]:
-        """Return a value for each position: its row's value plus the number of the position in the window."""
+        """Return `[P]`: for each position its row's value, of `values[R]`, plus its number in the window."""
         return ranges(values, self.sizes)
 
     def accept(self, operator: Accept, token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
@@ -53,14 +53,17 @@ class Windows:
         return operator(token_ids, finite, columns)
 
     def mask(self, counts: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
-        """Return whether each position counts `[P]`, from the number that count in each row; all on the device."""
+        """Return whether each position counts, bool `[P]`, from the `counts[R]` of each row; all on the device.
+
+        `starts` and `sizes` are the windows' own.
+        """
         ends, num_positions = starts + counts, len(self.drafts)
         return torch.arange(num_positions, device=ends.device) < ends.repeat_interleave(
             sizes, output_size=num_positions
         )
 
     def kept(self, counts: IntArray) -> npt.NDArray[np.int64]:
-        """Return the positions that count, from the number that count in each row."""
+        """Return the positions that count, from the number of them `counts[R]` in each row."""
         return ranges(self.starts, counts)
 
     def drafts_before(self, positions: list[int]) -> npt.NDArray[np.int64]:

@@ -41,7 +41,9 @@ class Admission:
         only: ScheduledRequest | None = None,
     ) -> None:
         """Start waiting requests in their order, and add what they compute to the plan.
-        With `more_urgent_than`, start only those of a smaller priority value; with `only`, that request alone."""
+
+        With `more_urgent_than`, start only those of a smaller priority value; with `only`, that request alone.
+        """
         passed_over = 0
         candidates = list(self._waiting.requests) if only is None else [only]
         for scheduled in candidates:
@@ -82,7 +84,9 @@ class Admission:
 
     def try_jump(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
         """Continue a prefill from a longer prefix if another request has cached more of its prompt meanwhile.
-        The plan then resends the row's block table, and the request's cache report grows."""
+
+        The plan then resends the row's block table, and the request's cache report grows.
+        """
         lease, request = scheduled.lease, scheduled.request
         if lease.detached or request.wants_prompt_logprobs or not self._cache.continues(lease):
             return
@@ -95,8 +99,10 @@ class Admission:
 
     def _restored(self, scheduled: ScheduledRequest, hit: PrefixHit) -> PrefixHit | None:
         """Return the request's hit: `hit`, or the longer one that a tier's copy has completed by now.
+
         Begins or advances the copy. None: the request waits for it, or for a restore that comes first. A restore that
-        was dropped for want of memory is not tried again in this run of the request."""
+        was dropped for want of memory is not tried again in this run of the request.
+        """
         restoring, request, lease = self._cache.restoring, scheduled.request, scheduled.lease
         assert restoring is not None
         if not scheduled.restores or request.wants_prompt_logprobs:
@@ -143,7 +149,9 @@ class Admission:
 
     def _admit(self, builder: PlanBuilder, scheduled: ScheduledRequest, hit: PrefixHit) -> bool:
         """Give a request a row from `hit`, or from nothing if that does not fit, and plan its first tokens.
-        A later request's restore may be dropped for it. False: it has to wait for memory, and holds none."""
+
+        A later request's restore may be dropped for it. False: it has to wait for memory, and holds none.
+        """
         request, lease = scheduled.request, scheduled.lease
         if not self._cache.room.fits(hit, request.num_tokens + 1, self._running.num_requests):
             if self._drop_later_restore(scheduled):

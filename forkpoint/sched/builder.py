@@ -67,8 +67,10 @@ class PlanBuilder:
         self, scheduled: ScheduledRequest, drafts: IntArray | None = None, masks: Sequence[IntArray] = ()
     ) -> None:
         """Add the row's next token through the decode kernels, with `drafts` after it, to the plan.
+
         An earlier run of the request may have sampled that token already. `masks`: what a grammar allows after each
-        draft. The budget falls by one token and the drafts."""
+        draft. The budget falls by one token and the drafts.
+        """
         start, request = scheduled.lease.num_planned, scheduled.request
         if start < scheduled.num_tokens_at_admission:
             tokens = request.token_ids(start, start + 1)
@@ -97,8 +99,10 @@ class PlanBuilder:
         self, removed: tuple[int, ...], dropped_images: tuple[bytes, ...] = (), waits_for_disk: bool = False
     ) -> IssuedStep:
         """Return the plan with what to do once its result is there. Call it once, last.
+
         The leases' planned tokens advance past the plan, and the cache files what it computes. `removed` rows and
-        `dropped_images` (digests) go into the plan as they are."""
+        `dropped_images` (digests) go into the plan as they are.
+        """
         added = tuple(self._make_row(scheduled) for scheduled in self._added)
         replaced = tuple(self._make_replaced(scheduled) for scheduled in self._replaced)
         readers: list[Checkpoint] = []

@@ -41,10 +41,11 @@ class Chunks:
         return request.num_tokens
 
     def end(self, request: Request, start: int, prefill_end: int, budget: int) -> int:
-        """Return where a chunk from `start`, of `budget` tokens at most, ends: at `prefill_end`, or else on a block
-        boundary.
+        """Return where a chunk from `start` of at most `budget` tokens ends: at `prefill_end` or a block boundary.
+
         Images whose turn in the vision tower has not come end it earlier. The chunk is empty if the end is not after
-        `start`: then the request has to wait for another step."""
+        `start`: then the request has to wait for another step.
+        """
         end = min(prefill_end, start + budget)
         if end != prefill_end:
             end = end // BLOCK_SIZE * BLOCK_SIZE
@@ -54,7 +55,9 @@ class Chunks:
 
     def add(self, builder: PlanBuilder, scheduled: ScheduledRequest, start: int, end: int) -> None:
         """Add the chunk `[start, end)` of a running request, which has blocks for it, to the plan.
-        Its images are taken off the encoder's budget, and slots are taken for the states that it saves."""
+
+        Its images are taken off the encoder's budget, and slots are taken for the states that it saves.
+        """
         lease = scheduled.lease
         context = CaptureContext(
             start=start,

@@ -19,6 +19,7 @@ MOST_WAIT = 64  # steps, at most, between two tries of a row whose drafts do not
 
 class StepTimes:
     """Fits a line to the seconds of decode steps over their tokens; newer steps weigh more. Also counts throughput.
+
     While all steps have about as many tokens, which says nothing about the slope, the last slope is kept for a while.
     """
 
@@ -47,7 +48,9 @@ class StepTimes:
     @property
     def price(self) -> float | None:
         """The time of one more token in a step, in confirmed tokens per that time; None: not known yet.
-        Steps with more and with fewer tokens are needed to find it. It is 0 before the first step."""
+
+        Steps with more and with fewer tokens are needed to find it. It is 0 before the first step.
+        """
         _, _, y, *_, confirmed = self._sums
         if not confirmed or not y:
             return 0.0
@@ -63,10 +66,12 @@ class _Row:
 
 class DraftLength:
     """Decides how many drafts a row may have; rows go by their request's id. The Speculator writes it.
+
     The acceptance rate of a row's i-th draft, given that the drafts before it are accepted, is the global rate of i-th
     drafts plus the row's own deviation: a row alone has too few drafts for a rate of its own. Rows whose drafts do not
     pay try one draft now and then, all in the same steps, because a step with few drafts costs nearly as much as one in
-    which every row has one."""
+    which every row has one.
+    """
 
     def __init__(self) -> None:
         self._times, self._num_steps = StepTimes(), 0
@@ -76,8 +81,10 @@ class DraftLength:
 
     def choose(self, name: str, most: int) -> int:
         """Return how many drafts, at most `most`, the row gets: while they are likelier accepted than they cost.
+
         A row whose drafts do not pay gets one now and then, to notice a change; then its next try is scheduled. While
-        the cost is unknown, steps with `most` drafts and with half of them alternate."""
+        the cost is unknown, steps with `most` drafts and with half of them alternate.
+        """
         row, price = self._rows.setdefault(name, _Row()), self._times.price
         if price is None:
             return most if self._num_steps % 2 else most // 2
@@ -105,7 +112,9 @@ class DraftLength:
 
     def judged(self, name: str, num_drafts: int, num_accepted: int) -> None:
         """Count the outcome of a row's drafts. Those after the first rejected one say nothing.
-        A row that has ended is ignored. If all were accepted, the row may try again at once."""
+
+        A row that has ended is ignored. If all were accepted, the row may try again at once.
+        """
         row = self._rows.get(name)
         if row is None:  # it ended while they were in flight
             return

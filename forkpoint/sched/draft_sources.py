@@ -82,8 +82,7 @@ class NgramSource:
         self._histories.pop(request.id, None)
 
     def _match(self, ids: IntArray) -> tuple[int, int]:
-        """Return the position after the best earlier match of the last tokens, and the match's length; (0, 0) without
-        one."""
+        """Return (position after the best earlier match of the last tokens, its length); (0, 0) without one."""
         ends = np.flatnonzero(ids[:-1] == ids[-1])  # positions of the last token
         length, found = min(1, len(ends)), ends
         while len(ends) and length < self.most_matched:
@@ -121,8 +120,10 @@ class SuffixSource:
 
 def _usual(following: IntArray, least_share: float) -> list[int]:
     """Return, position by position, the id that most of the rows left have there; only these rows stay.
+
     `following` is `[matches, positions]`. The list ends before END, and where fewer than `least_share` of all rows
-    agree."""
+    agree.
+    """
     ids: list[int] = []
     left = following
     for column in range(following.shape[1]):

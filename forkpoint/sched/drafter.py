@@ -12,8 +12,10 @@ class Drafter:
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         """Return up to `most` ids that may follow the request's newest token; None or empty: there are none.
+
         If the row is planned early, the newest token is the last one that its step in flight samples. TO_DRAFT stands
-        for an id that the runner guesses."""
+        for an id that the runner guesses.
+        """
         return None
 
     def plans_early(self, request: Request, lease: Lease) -> bool:
@@ -25,7 +27,9 @@ class Drafter:
 
     def stepped(self, num_tokens: int, num_confirmed: int, elapsed_s: float | None) -> None:
         """Learn that a step computed `num_tokens` tokens and confirmed `num_confirmed`, in `elapsed_s` seconds.
-        `elapsed_s` is None if the step had other rows than decode rows."""
+
+        `elapsed_s` is None if the step had other rows than decode rows.
+        """
 
     def forget(self, request: Request) -> None:
         """Learn that the request has ended."""

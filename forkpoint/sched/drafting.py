@@ -29,8 +29,10 @@ class DraftPlanner:
 
     def early_rows(self, running: Iterable[ScheduledRequest]) -> set[ScheduledRequest] | None:
         """Return the rows that may be planned before the result of their step in flight.
+
         None: too many rows cannot be planned early or would get better drafts later. Then it is better to plan all rows
-        together once the result is there."""
+        together once the result is there.
+        """
         decoding = [
             scheduled
             for scheduled in running
@@ -68,9 +70,11 @@ class DraftPlanner:
         self, builder: PlanBuilder, scheduled: ScheduledRequest, num_running: int
     ) -> tuple[IntArray | None, Sequence[IntArray]]:
         """Return drafts for the row's next step and the grammar's masks after each of them; None: no drafts.
+
         Blocks for them are taken. Drafts leave budget for every other row and for one chunk of a prompt, and pass at
         most one block boundary. In deterministic mode the drafts of an optimistic row stay in its block, because the
-        split of the keys follows from their number, which is not known yet."""
+        split of the keys follows from their number, which is not known yet.
+        """
         request, start = scheduled.request, scheduled.lease.num_planned
         if start + 1 < request.num_tokens:
             return None, ()
@@ -99,7 +103,9 @@ class DraftPlanner:
 
     def count_accepted(self, issued: IssuedStep, result: StepResult) -> None:
         """Count the drafts of a step whose result is there, accepted or not, and how long it took.
-        The requests' counters grow, and the drafter learns both."""
+
+        The requests' counters grow, and the drafter learns both.
+        """
         rows, counts = issued.plan.rows, result.counts
         assert counts is not None or not rows.num_drafts.any(), f"result {result.step} says nothing of its drafts"
         if counts is not None:
@@ -132,7 +138,9 @@ class DraftPlanner:
 
 def _masks_after(grammar: Grammar, token_ids: Sequence[int]) -> list[IntArray]:
     """Return the grammar's mask after each of these ids, as bits like in TokenMasks. The grammar stays as it is.
-    The list ends before the first id that is not allowed, that cannot be followed, or that makes the output whole."""
+
+    The list ends before the first id that is not allowed, that cannot be followed, or that makes the output whole.
+    """
     follower, masks, mask = grammar.copy(), list[IntArray](), grammar.mask
     for token_id in token_ids:
         if mask is None or not mask[token_id // 32] >> token_id % 32 & 1:

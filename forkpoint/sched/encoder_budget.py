@@ -37,8 +37,10 @@ class EncoderBudget:
             self._drop(next(iter(self._kept)))
 
     def end(self, images: Sequence[ImageSpan], start: int, end: int) -> int:
-        """Return where the chunk `[start, end)` has to end for the images that it needs; `start` if it has to wait. If
-        it does, later requests of the step have to wait too."""
+        """Return where the chunk `[start, end)` has to end for the images that it needs; `start` if it must wait.
+
+        Then later requests of the step have to wait too.
+        """
         left, first_block_end = self._left, (start // BLOCK_SIZE + 1) * BLOCK_SIZE
         is_first = left == self._max_tokens
         for image in self._to_encode(images, start, end).values():
@@ -52,7 +54,9 @@ class EncoderBudget:
 
     def take(self, images: Sequence[ImageSpan], start: int, end: int) -> None:
         """Deduct the images that a planned chunk `[start, end)` needs and that the runner has to encode.
-        Their embeddings count as kept from now on, and those kept already as used. Counts both in `stats`."""
+
+        Their embeddings count as kept from now on, and those kept already as used. Counts both in `stats`.
+        """
         for image in images:
             if image.start < end and start < image.end and image.digest in self._kept:
                 self._kept.move_to_end(image.digest)
@@ -90,6 +94,8 @@ class EncoderBudget:
 
     def drain_dropped(self) -> tuple[bytes, ...]:
         """Return the digests dropped since the last call, and forget them.
-        The runner drops them before it encodes anything."""
+
+        The runner drops them before it encodes anything.
+        """
         dropped, self._dropped = tuple(self._dropped), []
         return dropped

@@ -122,12 +122,12 @@ class TokenMasks:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass. The runner handles `removed` rows, `dropped_images`, `moves`, `added` and `replaced` rows, then
-    `rows`.
+    """One forward pass, and what the runner does before it.
 
-    `moves` run one after the other: compaction and copies from and to the tiers depend on their order. All block
-    and slot ids are those after the moves. A plan without rows has copies alone. The first `num_decodes` rows go
-    through the decode kernels, the others through the prefill kernels, whose results differ in their last bits.
+    The runner handles `removed` rows, `dropped_images`, `moves`, `added` and `replaced` rows, then `rows`. `moves` run
+    one after the other: compaction and copies from and to the tiers depend on their order. All block and slot ids are
+    those after the moves. A plan without rows has copies alone. The first `num_decodes` rows go through the decode
+    kernels, the others through the prefill kernels, whose results differ in their last bits.
     """
 
     step: int

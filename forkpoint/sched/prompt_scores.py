@@ -9,7 +9,9 @@ from forkpoint.sched.scheduled_request import IssuedStep
 
 def take_prompt_logprobs(issued: IssuedStep, result: StepResult) -> list[RequestUpdate]:
     """Return updates with the log-probabilities of prompt tokens, for the requests that want them.
-    A request whose last prompt token is among them wants no more."""
+
+    A request whose last prompt token is among them wants no more.
+    """
     updates = []
     for scheduled in issued.requests:
         request, found = scheduled.request, result.prompt_logprobs.get(scheduled.row)

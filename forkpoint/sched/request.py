@@ -29,7 +29,9 @@ class Grammar(Protocol):
 
     def accept(self, token_id: int) -> None:
         """Follow one more output, after which `mask` and `is_free` change. Not called once the mask is None.
-        Raises StructuredOutputError if the output is not allowed, or nothing may come after it."""
+
+        Raises StructuredOutputError if the output is not allowed, or nothing may come after it.
+        """
 
     def copy(self) -> Grammar:
         """Return a copy that follows outputs of its own."""
@@ -113,6 +115,7 @@ class RequestEnding(NamedTuple):
 
 def follow(request: Request, token_id: int) -> RequestEnding | None:
     """Let the request's grammar follow `token_id`, its newest output.
+
     Returns how the request ends with it (a stop token, an error, a whole output or `max_tokens`); None if it goes on.
     """
     num_outputs = len(request.output_token_ids)

@@ -28,7 +28,9 @@ class Retries:
 
     def next(self) -> ScheduledRequest | None:
         """Return the request to plan alone; None if every request has ended or passed its point of failure.
-        Requests that have are no suspects any more."""
+
+        Requests that have are no suspects any more.
+        """
         while self.suspects:
             scheduled = self.suspects[0]
             if not scheduled.ended and scheduled.lease.num_planned < scheduled.suspect_until:

@@ -35,7 +35,9 @@ class RunningSet:
 
     def leave(self, scheduled: ScheduledRequest) -> bool:
         """Stop planning the request. True if none of its steps is in flight, so that it can `vacate` now.
-        Otherwise it joins `leaving` until `take_ready` returns it."""
+
+        Otherwise it joins `leaving` until `take_ready` returns it.
+        """
         self.requests.remove(scheduled)
         scheduled.leaving = True
         if self._in_flight(scheduled):
@@ -66,5 +68,7 @@ class RunningSet:
 
     def last_unplanned(self, step: int) -> ScheduledRequest | None:
         """Return the last request in order without a row in step `step`, the one to preempt first.
-        None if all of them have one."""
+
+        None if all of them have one.
+        """
         return next((each for each in reversed(self.requests) if each.last_step != step), None)

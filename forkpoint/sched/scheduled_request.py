@@ -72,8 +72,10 @@ class ScheduledRequest:
 @dataclass(slots=True, eq=False)
 class IssuedStep:
     """A step in flight: what to do when its result arrives, or to undo when it fails.
+
     `requests` are those of the plan's rows, `sampled` those whose rows sample. `readers` are the checkpoints that its
-    rows read. `filed` entered the tree since the plan before: this plan, or an earlier one, computes it."""
+    rows read. `filed` entered the tree since the plan before: this plan, or an earlier one, computes it.
+    """
 
     plan: StepPlan
     requests: list[ScheduledRequest]

@@ -84,7 +84,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request, whose `max_tokens` is cut to what the arena holds if the caller gave none.
-        Raises QueueFullError, or RequestTooLargeError if the arena can never hold it."""
+
+        Raises QueueFullError, or RequestTooLargeError if the arena can never hold it.
+        """
         if self.is_full:
             raise QueueFullError(
                 f"{len(self._waiting.requests)} requests are waiting, the limit is "
@@ -152,7 +154,9 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Return the next step's plan, which is in flight from then on.
-        None if nothing can be planned before a result arrives or a request is added."""
+
+        None if nothing can be planned before a result arrives or a request is added.
+        """
         self._preempted_now = False
         self._encoder.begin_step()
         suspect: ScheduledRequest | None = None
@@ -194,6 +198,7 @@ class Scheduler:
 
     def plan_save(self) -> StepPlan | None:
         """Return a plan that stores cached entries in the disk tier before the engine closes; None: all are.
+
         Call it until then, and apply each plan's result first, as those of earlier plans. Plan nothing else afterwards.
         """
         if not self.cache.save_to_disk():
@@ -226,7 +231,9 @@ class Scheduler:
         early: Collection[ScheduledRequest] = (),
     ) -> list[ScheduledRequest]:
         """Plan every running row that can decode, and return the requests that are still in prefill.
-        A row that waits for its last output is planned only if it is among the `early` ones."""
+
+        A row that waits for its last output is planned only if it is among the `early` ones.
+        """
         step = builder.step
         in_prefill: list[ScheduledRequest] = []
         steady: list[ScheduledRequest] = []
@@ -252,7 +259,9 @@ class Scheduler:
 
     def _plan_decode(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
         """Plan a decode step that may come to a block boundary, replay an earlier output or have drafts.
-        Requests may be preempted for its blocks. Nothing is planned if the row has to wait."""
+
+        Requests may be preempted for its blocks. Nothing is planned if the row has to wait.
+        """
         lease = scheduled.lease
         start = lease.num_planned
         if lease.in_reach:
@@ -294,7 +303,9 @@ class Scheduler:
 
     def _make_room(self, scheduled: ScheduledRequest, builder: PlanBuilder, may_preempt_itself: bool) -> bool:
         """Stop the restore, or else preempt the last request not planned yet that comes after `scheduled`.
-        False: `scheduled` has to wait, or was preempted itself."""
+
+        False: `scheduled` has to wait, or was preempted itself.
+        """
         if self.cache.drop_restore():
             return True
         if self._running.leaving:
@@ -366,7 +377,9 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> list[RequestUpdate]:
         """Apply the result of the oldest step in flight, and return what it means for each request.
-        Requests that it ends give back what they hold. AssertionError if it is another step's result."""
+
+        Requests that it ends give back what they hold. AssertionError if it is another step's result.
+        """
         issued = self._issued.popleft()
         assert issued.plan.step == result.step, f"result of step {result.step}, expected {issued.plan.step}"
         self.note_disk(result)

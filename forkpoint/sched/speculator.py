@@ -46,7 +46,9 @@ class Speculator(Drafter):
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         """Return what lookups find, or else `TO_DRAFT` with a model that guesses; None or empty: no drafts.
-        Under a grammar, which has to see the drafts' ids, the model does not guess."""
+
+        Under a grammar, which has to see the drafts' ids, the model does not guess.
+        """
         count = self._length.choose(request.id, min(most, self._most))
         drafts: IntArray | None = None
         if count:

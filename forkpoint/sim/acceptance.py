@@ -18,7 +18,8 @@ class SetAcceptance(Drafter):
     """Gives every row `num_drafts` drafts where there is room, of which a fixed number is accepted.
 
     A row's steps produce `length` tokens on average, its own included: 2.5 alternates between 2 and 3 tokens. Drafting
-    takes no time. Raises ConfigError."""
+    takes no time. Raises ConfigError.
+    """
 
     def __init__(self, length: float, num_drafts: int) -> None:
         if not 1 <= num_drafts <= MAX_DRAFTS:
@@ -35,7 +36,7 @@ class SetAcceptance(Drafter):
         return np.zeros(min(most, self._num_drafts), np.int32)
 
     def accept(self, request_id: str, num_drafts: int) -> int:
-        """Return the number of a row's drafts that are accepted."""
+        """Return how many of a row's drafts are accepted in its next step. Fractions are carried over."""
         owed = self._owed.get(request_id, 0.0) + self._length - 1
         whole = math.floor(owed + 1e-9)
         self._owed[request_id] = owed - whole

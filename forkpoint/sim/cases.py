@@ -80,7 +80,7 @@ class CaseResult(ReplicaCounters):
 
 
 def run_case(case: Case, progress: Progress | None = None) -> CaseResult:
-    """Simulate one case."""
+    """Simulate one case. `progress` gets the numbers of requests that ended. TraceError if all were refused."""
     return _summary(case, _simulate(case, progress))
 
 
@@ -140,7 +140,8 @@ def _summary(case: Case, result: SimulationResult) -> CaseResult:
 def run_cases(cases: Sequence[Case], jobs: int, progress: Progress | None = None) -> list[CaseResult]:
     """Simulate many cases, `jobs` processes at a time; return results in the order of the cases.
 
-    `progress` gets the number of newly finished requests. An exception of a case is raised here.
+    `progress` gets the number of newly finished requests. An exception of a case is raised here; ConfigError if `jobs`
+    is below 1.
     """
     if jobs < 1:
         raise ConfigError(f"jobs={jobs} is not allowed; give 1 or more")

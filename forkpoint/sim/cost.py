@@ -103,7 +103,7 @@ class CostModel:
         )
 
     def step_s(self, load: StepLoad) -> float:
-        """Return the duration of the step in seconds."""
+        """Return the duration of the step in seconds: all parts, slower than the ceilings, one after the other."""
         device = self.device
         seconds = device.step_s
         for name, part in self.parts(load)._asdict().items():  # not `sum`, which rounds differently from Python 3.12 on

@@ -22,7 +22,7 @@ class SimulatedDisk:
         self._due_s: dict[int, float] = {}  # by ticket
 
     def start(self, moves: tuple[Move, ...], now_s: float) -> None:
-        """Start what the moves of a plan ask of the disk."""
+        """Start, at `now_s`, what the moves of a plan ask of the disk. Other moves are ignored."""
         for move in moves:
             size = self._layout.slot_bytes if move.kind is MoveKind.SLOT else self._layout.block_bytes
             if move.route is MoveRoute.READ:
@@ -39,7 +39,7 @@ class SimulatedDisk:
         return max(now_s, min(self._due_s.values(), default=now_s))
 
     def news(self, now_s: float) -> DiskNews | None:
-        """Return what was done by now and was not reported before."""
+        """Return the tickets that were done by `now_s` and not reported before; None if there are none."""
         done = tuple(ticket for ticket, due_s in self._due_s.items() if due_s <= now_s)
         for ticket in done:
             del self._due_s[ticket]

@@ -84,7 +84,7 @@ class EngineReplica:
         return True
 
     def plan(self, now_s: float) -> StepLoad | None:
-        """Plan the next step. Return None if there is nothing to do."""
+        """Plan the next step and return its work; None if there is nothing to do."""
         self._now = now_s
         self._plan = plan = self.sched.schedule()
         if plan is None:
@@ -135,7 +135,7 @@ class EngineReplica:
         return sampled, np.asarray(counts, np.int32)
 
     def restorable(self, request: TraceRequest) -> int:
-        """Return the number of tokens that a hit would cover now."""
+        """Return how many tokens of a request the arena's cache would give it now."""
         cache, prompt = self.sched.cache, request.prompt.array()
         return cache.lookup(cache.new_lease(request.id, "", prompt), len(prompt)).num_tokens
 
@@ -155,7 +155,7 @@ class EngineReplica:
 
 
 def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
-    """Return the work of a plan."""
+    """Return the work of a plan, as the cost model counts it."""
     rows, num_decodes = plan.rows, plan.num_decodes
     start, lens = rows.start[num_decodes:].astype(np.int64), rows.num_tokens[num_decodes:]
     decoded, ends = rows.num_tokens[:num_decodes], (rows.start + rows.num_tokens)[:num_decodes].astype(np.int64)
@@ -175,6 +175,6 @@ def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
 
 
 def _num_bytes(moves: Iterable[Move], layout: CacheLayout) -> int:
-    """Return the bytes of the units that are copied."""
+    """Return the bytes of the units that these moves copy."""
     blocks = [group.block_bytes for group in layout.groups]
     return sum(layout.slot_bytes if move.kind is MoveKind.SLOT else blocks[move.group] for move in moves)

@@ -31,7 +31,8 @@ def make_system(
     """Create a replica with `memory_bytes` for keys, values and states.
 
     The name is `forkpoint`, or `forkpoint` with options, as in `forkpoint:capture=dense,eviction=lru`. `trace` serves
-    systems that know all requests beforehand. Raises ConfigError."""
+    systems that know all requests beforehand. Raises ConfigError.
+    """
     head, _, options = name.partition(":")
     if head != ENGINE:
         raise ConfigError(f"no system {name!r}; give {ENGINE} or {ENGINE}:OPTION=...,OPTION=...")
@@ -43,7 +44,8 @@ def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler
 
     A name may also be `module:Class`. With `acceptance_length=2.4`, rows have `num_speculative_tokens=3` drafts.
     `host_memory=64` is the size of a host tier in GiB, `disk_memory=400` that of a disk tier, whose disk reads and
-    writes `disk_rate=6` GB a second. Raises ConfigError."""
+    writes `disk_rate=6` GB a second. Raises ConfigError.
+    """
     config, layout = CacheConfig(), shape.layout
     chosen = {"capture": config.capture_policy, "eviction": config.eviction_policy, **TIERS, **DRAFTS}
     for option in filter(None, options.split(",")):
@@ -69,7 +71,10 @@ def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler
 
 
 def _num_pages(name: str, chosen: Mapping[str, str], page_bytes: int) -> int:
-    """Return the pages of a tier of so many GiB, as text; 0: there is none. Raises ConfigError."""
+    """Return the pages of the tier `name`, whose size is given as text in GiB; 0: there is none.
+
+    Raises ConfigError.
+    """
     gib = chosen[name]
     try:
         size = float(gib)

@@ -66,12 +66,11 @@ def read_azure(path: Path, limit: int | None = None) -> Trace:
 
 
 def read_mooncake(path: Path, limit: int | None = None) -> Trace:
-    """Read Mooncake's traces: ids of 512-token blocks that depend on their prefix; a prompt's last block may be
-    partial.
+    """Read Mooncake's traces: ids of 512-token blocks, which name all tokens up to the block's end.
 
-    A partial block has an id of its own, so a conversation's next turn repeats all ids of its previous turn except the
-    last one. A prompt that stops sharing exactly there is read as the next turn: it repeats the rest of that prompt,
-    and its output where the length allows.
+    A prompt's last block may be partial; it has an id of its own. So a conversation's next turn repeats all ids of its
+    previous turn except the last one. A prompt that stops sharing exactly there is read as the next turn: it repeats
+    the rest of that prompt, and its output where the length allows.
     """
     records = list(_lines(path, limit))
     return Trace(path.stem, tuple(_MooncakeTokens(len(records)).requests(records)))
@@ -113,7 +112,7 @@ class _MooncakeTokens:
             yield TraceRequest(f"mooncake-{index}", session, prompts[index], output, record["timestamp"] / 1000)
 
     def _place(self, index: int, record: dict[str, Any]) -> int | None:
-        """Assign tokens to the record's new blocks; return the record that it continues."""
+        """Assign tokens to the record's new blocks. Returns the record that it continues, or None."""
         ids, length = record["hash_ids"], record["input_length"]
         known = next((i for i, block in enumerate(ids) if block not in self._blocks), len(ids))
         before, tail = self._ends.get(ids[known - 1], (None, TokenSpans())) if known else (None, TokenSpans())
@@ -168,7 +167,10 @@ def _conversations(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _threads(conversation: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield the conversation's own requests, then those of each subagent, which runs in parallel."""
+    """Yield the conversation's own requests, then those of each subagent, which runs in parallel.
+
+    Each comes with a suffix of its session's name, empty for the conversation's own. Times are the conversation's.
+    """
     nested = [entry for entry in conversation["requests"] if "requests" in entry]
     yield "", [entry for entry in conversation["requests"] if "hash_ids" in entry]
     for number, agent in enumerate(nested):
@@ -216,7 +218,10 @@ def _claude_requests(
 
 
 def read_request_log(path: Path, limit: int | None = None) -> Trace:
-    """Read the engine's request log (`--log-requests`): one JSON line per request, with block hashes or token ids."""
+    """Read the engine's request log (`--log-requests`): one JSON line per request, with block hashes or ids.
+
+    Requests come in the order of arrival; the first one arrives at 0.
+    """
     mint, requests = TokenMint(), []
     seen: dict[str | int, TokenSpans] = {}  # by hash or token id
     for index, record in enumerate(_lines(path, limit)):

@@ -14,8 +14,9 @@ from forkpoint.sim.trace import TraceRequest
 class StepNews:
     """The news of a finished step.
 
-    They are: requests whose prompts it finished (again, after a preemption) and whose first token it sampled, and the
-    cache reports of requests that ended."""
+    `first_tokens` are requests whose prompts it finished (again, after a preemption), `finished` the cache reports of
+    requests that ended.
+    """
 
     first_tokens: tuple[str, ...]
     finished: dict[str, CacheReport]
@@ -42,16 +43,16 @@ class SimulatedReplica(Protocol):
         """Queue a request. Return False if even an empty cache could not hold it."""
 
     def restorable(self, request: TraceRequest) -> int:
-        """Return the prompt tokens that a request added now would not have to compute."""
+        """Return how many prompt tokens a request added now would not have to compute."""
 
     def num_unfinished(self) -> int:
         """Return the number of queued and running requests."""
 
     def plan(self, now_s: float) -> StepLoad | None:
-        """Plan and issue the next step. Return None if there is nothing to do."""
+        """Plan and issue the next step, and return its work; None if there is nothing to do."""
 
     def finish(self, now_s: float) -> StepNews:
-        """Finish the last planned step."""
+        """Finish the last planned step at `now_s`, and return its news."""
 
     def counters(self) -> ReplicaCounters:
         """Return the counters so far."""

@@ -73,14 +73,19 @@ class ModelShape:
         return HIDDEN_VECTORS_MOVED * self.hidden_size * WEIGHT_BYTES * len(self.layers)
 
     def weight_bytes(self, num_tokens: int) -> float:
-        """Return the bytes of weights that a step reads: all dense weights, and the experts that some token chose."""
+        """Return the expected bytes of weights that a step reads, without the head.
+
+        These are all dense weights, and the experts that some of `num_tokens` tokens chose.
+        """
         met = 1 - (1 - self.top_k / self.num_experts) ** num_tokens
         return self.weight_bytes_each * (self.num_weights + self.num_expert_weights * met)
 
     def kept_as(self, kv_cache_dtype: str, state_dtype: str, quantization: str | None) -> ModelShape:
         """Return the shape with other dtypes of keys and values, recurrent matrices and weights.
 
-        Raises UnsupportedModelError."""
+        Only `fp8` changes keys and values, or weights (`quantization`). UnsupportedModelError if attention cannot read
+        it.
+        """
         layers = tuple(tuple(_in_state_dtype(spec, state_dtype) for spec in layer) for layer in self.layers)
         weight_bytes: float = self.weight_bytes_each
         if kv_cache_dtype == "fp8":
@@ -151,7 +156,7 @@ SHAPES: Final[Mapping[str, ModelShape]] = MappingProxyType(
 
 
 def find_shape(name: str) -> ModelShape:
-    """Return the preset of that name, ignoring case. Raises ConfigError."""
+    """Return the preset of that name, ignoring case. Raises ConfigError if there is none."""
     shape = SHAPES.get(name.lower())
     if shape is None:
         raise ConfigError(f"no model shape {name!r}; give one of {', '.join(SHAPES)}, or a model folder")

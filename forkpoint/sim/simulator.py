@@ -16,7 +16,10 @@ from forkpoint.sim.trace import Trace, TraceRequest
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The record of one request. Times are simulated seconds."""
+    """The record of one request on replica number `replica`. Times are simulated seconds.
+
+    A refused request never ends.
+    """
 
     request: TraceRequest
     arrival_s: float
@@ -27,7 +30,7 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token."""
+        """Time to first token from its arrival; None before it, or if there is none."""
         if self.first_token_s is None:
             return None
         return self.first_token_s - self.arrival_s
@@ -35,7 +38,10 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Records in the order of arrival, the replicas' counters, and the simulated duration."""
+    """Records in the order of arrival, the replicas' counters, and the simulated duration in seconds.
+
+    `busy_s` sums the steps of all replicas.
+    """
 
     records: tuple[RequestRecord, ...]
     counters: tuple[ReplicaCounters, ...]
@@ -45,7 +51,10 @@ class SimulationResult:
 
 
 class Simulator:
-    """Runs a trace on replicas of one system. A replica runs one step at a time, which takes as long as `cost` says."""
+    """Runs a trace on replicas of one system. A replica runs one step at a time, which takes as long as `cost` says.
+
+    `on_finish` gets the number of requests that ended in a step.
+    """
 
     def __init__(
         self,
@@ -72,7 +81,7 @@ class Simulator:
                 self._followers.setdefault(request.after, []).append(request)
 
     def run(self) -> SimulationResult:
-        """Run the whole trace."""
+        """Run the whole trace, once, and return what happened."""
         now = 0.0
         while self._arrivals or self._steps:
             if self._arrivals and (not self._steps or self._arrivals[0][0] <= self._steps[0][0]):

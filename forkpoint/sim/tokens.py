@@ -1,5 +1,4 @@
-"""Token sequences of traces, as runs of consecutive invented ids. Traces say which tokens are equal, not their
-values."""
+"""Token sequences of traces, as runs of invented ids: traces say which tokens are equal, not what they are."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class TokenSpans:
         return cls(tuple(runs))
 
     def part(self, start: int, end: int) -> TokenSpans:
-        """Return tokens `[start, end)`, cut at the end of the sequence."""
+        """Return tokens `[start, end)`, as far as the sequence has them."""
         if start <= 0 and end >= self.num_tokens:
             return self
         runs: list[tuple[int, int]] = []
@@ -65,7 +64,7 @@ class TokenMint:
     next_id: int = 0
 
     def fresh(self, count: int) -> TokenSpans:
-        """Return `count` new ids. Raises OverflowError beyond int32."""
+        """Return `count` ids that were not returned before. Raises OverflowError beyond int32."""
         first = self.next_id
         self.next_id += count
         if self.next_id >= 2**31:

@@ -30,7 +30,10 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of the file. A request that follows another comes after it."""
+    """Requests in the order of the file, with distinct ids. A request that follows another comes after it.
+
+    Raises TraceError otherwise, and for an empty prompt or output.
+    """
 
     name: str
     requests: tuple[TraceRequest, ...]
@@ -52,7 +55,10 @@ class Trace:
         return Trace(self.name, tuple(requests))
 
     def sample(self, share: float, seed: int = 0) -> Trace:
-        """Return a random share of the sessions, each with all its requests at their own times."""
+        """Return a random `share`, in (0, 1], of the sessions, each with all its requests at their own times.
+
+        Raises TraceError for another share.
+        """
         if not 0 < share <= 1:
             raise TraceError(f"a share of {share} of the sessions of {self.name} is not possible; give 0 < share <= 1")
         rng = random.Random(seed)
@@ -60,8 +66,7 @@ class Trace:
         return Trace(self.name, tuple(r for r in self.requests if drawn[r.session]))
 
     def within(self, max_tokens: int) -> Trace:
-        """Return the trace without requests of more than `max_tokens` tokens, output included, and without their
-        followers."""
+        """Return the trace without requests over `max_tokens` tokens, output included, and all that follow them."""
         dropped: set[str] = set()
         kept = []
         for request in self.requests:

@@ -56,7 +56,10 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDocuments:
-    """Questions over `per_prompt` of `documents` documents each, drawn by Zipf's law."""
+    """Questions over `per_prompt` of `documents` documents each, drawn by Zipf's law, which may repeat one.
+
+    They come `gap_s` seconds apart on average; lengths are exponential with the given means.
+    """
 
     questions: int = 500
     documents: int = 50
@@ -86,7 +89,10 @@ class SharedDocuments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeSearch:
-    """Tree search: every kept answer of a level is continued `branching` times."""
+    """Tree search over `depth` levels: each of `problems` is answered `branching` times, and `kept` answers go on.
+
+    Answers have `step` tokens on average; problems start `gap_s` seconds apart.
+    """
 
     problems: int = 20
     problem: int = 1500

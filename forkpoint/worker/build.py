@@ -42,7 +42,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     """Load the model, or this rank's share of it, allocate the arena and record graphs.
 
     Several ranks meet at `place`. Without a device number from the user, rank r takes device r of its kind. Raises
-    ConfigError, ModelFolderError or UnsupportedModelError.
+    ConfigError, ModelFolderError or UnsupportedModelError, also if memory runs out or the ranks differ.
     """
     size = config.tensor_parallel_size
     platform = resolve_platform(config.device, rank, size)
@@ -111,7 +111,10 @@ def _set_num_threads(config: EngineConfig, platform: Platform) -> None:
 
 
 def _max_num_drafts(config: EngineConfig, layout: CacheLayout, ops: OpTable) -> int:
-    """Return the most drafts of a row in a step. Raises ConfigError if the model's drafts cannot be verified."""
+    """Return the most drafts of a row in a step; 0 without speculative decoding.
+
+    Raises ConfigError if the model's drafts cannot be verified.
+    """
     if config.speculative_config is None:
         return 0
     remedy = "leave --speculative-config out"
@@ -185,7 +188,10 @@ def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) 
 
 
 def _size_arena(config: EngineConfig, loaded: Loaded) -> int:
-    """Return the number of pages: as the user says, or what the device's memory leaves next to weights and steps."""
+    """Return the number of pages: as the user says, or what the device's memory leaves next to weights and steps.
+
+    Raises ConfigError if that is too little.
+    """
     platform, given = loaded.platform, config.kv_cache_memory_bytes
     share = platform.arena_bytes(config.gpu_memory_utilization)
     if share is not None and given is None:

@@ -22,7 +22,10 @@ UNGUARDED = (
 
 
 def start_child(target: Callable[..., None], *arguments: Any, name: str) -> SpawnProcess:
-    """Spawn a process that runs `target`, which has to call `begin_child` first."""
+    """Spawn a process that runs `target(*arguments)`, which has to call `begin_child` first.
+
+    SystemExit with an explanation if the program's main module starts processes when it is imported.
+    """
     process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, name=name)
     resource_tracker.ensure_running()  # otherwise `start` does it, which unblocks the signals again
     with signals_blocked():  # the child inherits the mask, so that no signal reaches it before `begin_child`
@@ -36,7 +39,7 @@ def start_child(target: Callable[..., None], *arguments: Any, name: str) -> Spaw
 
 
 def begin_child() -> None:
-    """Make this process a child: ignore the signals that the parent handles, and end as soon as the parent ends."""
+    """Ignore the signals that the parent handles, and end this process as soon as the parent ends."""
     for number in HANDLED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
@@ -61,7 +64,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def how_it_ended(exit_code: int | None) -> str:
-    """Return the words of an error message about a child that has ended."""
+    """Return the words of an error message about a child that has ended, with its exit code or signal."""
     if exit_code is None or exit_code >= 0:
         return f"ended with exit code {exit_code}; its last lines in the log say why"
     name = signal.Signals(-exit_code).name

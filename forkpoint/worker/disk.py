@@ -26,7 +26,7 @@ LEAST_PAGES = 3  # page 0, which stays empty, a page of blocks and one of slots
 
 
 def open_disk_tier(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ranks: Ranks) -> DiskFacts | None:
-    """Open the rank's disk tier and give it to `arena`. None: it cannot be used, which the log explains.
+    """Open the rank's disk tier and give it to `arena`. None: some rank cannot use one, which the log explains.
 
     Raises ConfigError for a size that holds nothing, and for models without keys and values.
     """

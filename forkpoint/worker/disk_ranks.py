@@ -24,7 +24,7 @@ class DiskTickets:
         self._writes = True
 
     def merge(self, news: Sequence[DiskNews]) -> DiskNews | None:
-        """Return what all ranks have reported by now and had not before; None if that is nothing."""
+        """Return the tickets that all ranks have reported with `news` and earlier; each once. None: there are none."""
         for each in news:
             self._writes = self._writes and each.writes
             self._reported.update((*each.done, *each.failed))
@@ -41,7 +41,10 @@ class DiskTickets:
 
 
 def common_disk(disks: Sequence[DiskFacts | None]) -> DiskFacts | None:
-    """Return the disk tier with the entries that all ranks have in the same unit; None if a rank has no disk tier."""
+    """Return the disk tier with the entries that all ranks have in the same unit; None if a rank has no disk tier.
+
+    Written bytes are those of the rank that wrote most.
+    """
     found = [disk for disk in disks if disk is not None]
     if len(found) < len(disks):
         return None

@@ -24,7 +24,7 @@ SLACK_BYTES = 256 << 20  # for workspaces of libraries and the rounding of alloc
 
 @contextmanager
 def explained_exhaustion(doing: str, remedy: str) -> Iterator[None]:
-    """Turn a lack of memory into a ConfigError that says what was going on and what to change."""
+    """Turn a lack of memory in a `with` block into a ConfigError that names `doing` and the `remedy`."""
     try:
         yield
     except RuntimeError as error:
@@ -67,7 +67,10 @@ def bytes_beside_arena(loaded: Loaded) -> int:
 
 
 def graph_bytes(loaded: Loaded) -> int:
-    """Return the bytes that a graph of the `shapes` keeps, found by recording a few of them."""
+    """Return the bytes of device memory that a graph of the `shapes` keeps, on average.
+
+    Found by recording a few of them twice.
+    """
     layout, platform = loaded.layout, loaded.platform
     trials = loaded.shapes[:: max(1, len(loaded.shapes) // NUM_TRIALS)]
 

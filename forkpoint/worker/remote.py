@@ -62,13 +62,13 @@ class RankProcess:
 def start_worker(config: EngineConfig) -> Worker:
     """Start a process for each rank, and wait until all have built their worker.
 
-    Raises what `build_worker` raises there.
+    Raises what `build_worker` raises there, or EngineStoppedError if a process ends.
     """
     return start_ranks([config] * config.tensor_parallel_size)
 
 
 def start_ranks(configs: Sequence[EngineConfig]) -> Worker:
-    """Start ranks that have options of their own, one for each; see `start_worker`."""
+    """Start ranks that have options of their own, one for each, and wait; see `start_worker`."""
     with contextlib.ExitStack() as stack:
         place, names = None, ["worker"]
         if len(configs) > 1:
@@ -98,7 +98,10 @@ class RemoteRunner:
         self._end = Finalize(self, _end, (ranks,), exitpriority=1)  # runs when this process ends, at the latest
 
     def wait_until_built(self) -> WorkerFacts:
-        """Wait for all ranks and return the first one's facts. Raises what building a worker raised."""
+        """Wait for all ranks, and return the first one's facts with the disk that all share.
+
+        Raises what building a worker raised; all ranks have ended then.
+        """
         facts: dict[str, WorkerFacts] = {}
         waiting = {rank.socket: rank for rank in self._ranks}
         while waiting:
@@ -123,9 +126,9 @@ class RemoteRunner:
         return _RemoteStep(self, plan.step)
 
     def answer(self) -> StepAnswer:
-        """Return the first rank's answer to the oldest plan without one.
+        """Return the first rank's answer to the oldest plan without one, with the news of all disks.
 
-        Raises EngineStoppedError if a rank has ended, or the ranks disagree.
+        Raises EngineStoppedError, after ending all ranks, if one has ended or they disagree.
         """
         self._send(b"")
         answers: dict[str, StepAnswer] = {}
@@ -163,7 +166,7 @@ class RemoteRunner:
         return first
 
     def check(self) -> None:
-        """Raise EngineStoppedError if a rank has ended."""
+        """Raise EngineStoppedError, after ending all ranks, if one has ended."""
         for rank in self._ranks:
             if not rank.process.is_alive():
                 raise self._gone(rank)
@@ -216,7 +219,10 @@ class _RemoteStep:
 
 
 def serve_worker(config: EngineConfig, rank: int, place: Path | None, socket: Connection) -> None:
-    """Run in a rank's process: build the worker, send its facts, and run plans until the engine has ended."""
+    """Run in a rank's process: build the worker, send its facts or its Failure, and run plans.
+
+    Returns when `socket` is closed, or if building failed.
+    """
     begin_child()
     set_up_logging(config.log_level if rank == 0 else "error")
     try:

@@ -42,7 +42,7 @@ def run_full_step(loaded: Loaded) -> None:
 
 
 def encode_largest_image(tower: VisionTower) -> None:
-    """Encode a black image of as many tokens as an image may have."""
+    """Encode a black image of about as many tokens as an image may have."""
     settings = tower.config.settings
     num_rows = math.isqrt(settings.max_tokens)
     height, width = num_rows * settings.token_side, settings.max_tokens // num_rows * settings.token_side
@@ -50,7 +50,7 @@ def encode_largest_image(tower: VisionTower) -> None:
 
 
 def compile_ahead(loaded: Loaded, most_pages: int | None = None) -> None:
-    """Compile kernels, so that no request has to wait for a compiler.
+    """Compile kernels, so that no request has to wait for a compiler. Runs in an arena of its own.
 
     Runs prompts of ever fewer tokens next to a row that decodes, with each way of sampling. The first prompt makes a
     full step, or what `most_pages` hold. Without `most_pages` it makes half a step, because `run_full_step` comes
@@ -90,7 +90,7 @@ def _pages(layout: CacheLayout, prompts: Sequence[int]) -> int:
 
 
 def _full_step(sched: SchedulerConfig, max_model_len: int) -> list[int]:
-    """Return the lengths of as few prompts as make up a full step."""
+    """Return the lengths of as few prompts as make up a full step, or as the rows allow."""
     longest = max(1, min(sched.max_num_batched_tokens, max_model_len - 1))
     count = min(sched.max_num_seqs, -(-sched.max_num_batched_tokens // longest))
     return [min(longest, sched.max_num_batched_tokens - i * longest) for i in range(count)]

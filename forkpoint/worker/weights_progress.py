@@ -15,7 +15,10 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 class WeightsProgress:
-    """Call it with (bytes read, total bytes). Use it as a context manager, whose end removes the bar."""
+    """Reports the progress of a load: call it with (bytes read, total bytes), first with 0.
+
+    Use it as a context manager, whose end removes the bar.
+    """
 
     def __init__(self, *, show_bar: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self._show_bar = show_bar
