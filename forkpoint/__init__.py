@@ -61,9 +61,10 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used.
+    """Import a public name when it is first used. AttributeError for any other name.
 
-    `LLM` imports torch, which takes seconds. The command line must be able to print and to react to Ctrl-C before."""
+    `LLM` imports torch, which takes seconds. The command line must be able to print and to react to Ctrl-C before.
+    """
     if name in __all__:
         for module in (_MODULES[name],) if name in _MODULES else ("errors", "params", "outputs"):
             found = getattr(import_module(f"forkpoint.{module}"), name, None)

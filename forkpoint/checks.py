@@ -42,7 +42,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checker:
-    """Raises `error` for a value of a wrong type or out of range. `kind` says what the names are names of.
+    """Returns checked values, or raises `error` for a wrong type or range. `kind` precedes names in messages.
 
     numpy's numbers and booleans count as Python's. A boolean is not a number, and a text is not a list.
     """
@@ -58,7 +58,7 @@ class Checker:
             self.refuse(name, given, allowed)
 
     def integer(self, name: str, value: object, low: int, high: int, allowed: str = "") -> int:
-        """Return an integer in `[low, high]`."""
+        """Return an integer in `[low, high]`. `allowed` describes it in the error in place of the bounds."""
         # Check bool first, because it is an integer in Python. numpy's bool is not.
         if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
             self.refuse(name, value, allowed or f"an integer from {low} to {high}")
@@ -85,7 +85,7 @@ class Checker:
         return str(value)
 
     def items(self, name: str, value: object, most: int, allowed: str = "") -> tuple[object, ...]:
-        """Return the members of a list, tuple, set, array or similar. None has no members."""
+        """Return at most `most` members of a list, tuple, set, array or similar. None has no members."""
         if value is None:
             return ()
         allowed = allowed or f"a list of at most {most}"
@@ -98,16 +98,16 @@ class Checker:
             self.refuse(name, value, allowed)
 
     def integers(self, name: str, value: object, most: int, low: int, high: int) -> tuple[int, ...]:
-        """Return a list of integers in `[low, high]`."""
+        """Return at most `most` integers in `[low, high]`."""
         allowed = f"a list of at most {most} integers from {low} to {high}"
         return tuple(self.integer(name, item, low, high, allowed) for item in self.items(name, value, most))
 
 
 def option(default: Any = MISSING, help: str | None = None, bounds: Bounds | None = None, **extra: Any) -> Any:
-    """Declare a dataclass field with its bounds.
+    """Declare a dataclass field for `checked_fields`, with its bounds.
 
-    With `help` it is also a command-line flag. `allowed` describes the allowed integers if the bounds do not
-    suffice."""
+    With `help` it is also a command-line flag. `allowed` describes the allowed integers if the bounds do not suffice.
+    """
     return field(default=default, metadata={"help": help, "bounds": bounds, **extra})
 
 
@@ -127,7 +127,7 @@ def checked_fields(given: object, check: Checker, none: str = "") -> dict[str, A
 
 @cache
 def _plain_fields(owner: type[Any]) -> tuple[tuple[Field[Any], Any, bool], ...]:
-    """Return each plain field with its type and whether it may be None."""
+    """Return each flag, number or text field with its type and whether it may be None."""
     found, hints = [], get_type_hints(owner)
     for item in fields(owner):
         hint = hints[item.name]
@@ -171,7 +171,7 @@ def shown(value: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class if the message is empty."""
+    """Return the first line of an error's message, or its class's name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -195,8 +195,10 @@ def _overridden(values: Mapping[str, Any], overrides: Mapping[str, Any], is_oute
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of a model folder. Raises ModelFolderError if the file is missing, is not a
-    regular one, is too large, or does not hold a JSON object."""
+    """Read a JSON object from a file of a model folder.
+
+    Raises ModelFolderError if the file is missing, is not a regular one, is too large, or holds something else.
+    """
     try:
         if path.exists() and not path.is_file():
             raise ModelFolderError(f"{path} is not a regular file; give a Hugging Face model folder")
@@ -255,7 +257,7 @@ def is_ipv6(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address can only mean this machine."""
+    """Return whether a host name or an address can only mean this machine."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:

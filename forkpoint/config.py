@@ -42,7 +42,7 @@ Options = TypeVar("Options")
 
 
 def mapping_option(help: str, default: Callable[[], Any] = dict) -> Any:
-    """Declare an option that is a mapping, given as JSON. The default is empty, or the result of `default`."""
+    """Declare an option that is a mapping, given as JSON, which `help` continues. `default` creates its default."""
     return field(default_factory=default, metadata={"help": f"JSON{help}", "metavar": "JSON"})
 
 
@@ -135,7 +135,7 @@ Quantization = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All options that `LLM(...)` and the command line accept."""
+    """All options that `LLM(...)` and the command line accept. Create it with `from_flat`, which checks them."""
 
     model: str = option(
         "",
@@ -354,11 +354,11 @@ class EngineConfig:
 
     @property
     def max_images(self) -> int:
-        """The most images of a prompt."""
+        """The most images that a prompt may have."""
         return int((self.limit_mm_per_prompt or {}).get("image", MAX_IMAGES))
 
     def validate(self) -> None:
-        """Raise a ConfigError that names the option, what was given and what is allowed."""
+        """Raise a ConfigError for options that contradict each other or that bounds alone cannot check."""
         sched, cache = self.scheduler, self.cache
         budget, rows = sched.get("max_num_batched_tokens"), sched.get("max_num_seqs")
         if cache.checkpoint_interval % BLOCK_SIZE:
@@ -408,8 +408,7 @@ class EngineConfig:
 
 
 def image_limit(given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the limit for images. Other kinds of media are never read, so a limit of theirs changes nothing. Raises
-    ConfigError."""
+    """Return the limit for images, empty without one. Limits of other media change nothing. Raises ConfigError."""
     if "image" not in given:
         return {}
     limit = given["image"]
@@ -426,6 +425,5 @@ def media_limits(name: str, given: Any) -> dict[str, Any]:
 
 
 def checked(options: Options) -> Options:
-    """Return the options with plain values, checked against the types and bounds of their fields. Raises
-    ConfigError."""
+    """Return the options with plain values, checked against their fields' types and bounds. Raises ConfigError."""
     return replace(options, **checked_fields(options, _CHECK))  # type: ignore[type-var]

@@ -33,7 +33,7 @@ class ImageSpan:
 
     @classmethod
     def of(cls, start: int, pixels: PixelArray, token_side: int) -> ImageSpan:
-        """Return the span of an image whose tokens stand for squares of `token_side` pixels."""
+        """Return the span from token `start` of an image whose tokens stand for squares of `token_side` pixels."""
         *_, height, width, _ = pixels.shape
         content = struct.pack(f"<{pixels.ndim}I", pixels.ndim, *pixels.shape[:-1]) + pixels.tobytes()
         digest = blake2b(content, digest_size=DIGEST_BYTES, person=b"forkpoint-image").digest()
@@ -49,8 +49,10 @@ class ImageSpan:
 
 
 def block_marks(images: Sequence[ImageSpan], start: int, end: int) -> bytes:
-    """Return the bytes that a block of tokens `[start, end)` is hashed with besides its token ids: for each image in
-    the block its digest, and where it starts relative to the block."""
+    """Return the bytes that a block of tokens `[start, end)` is hashed with besides its token ids.
+
+    These are, for each image in the block, its digest, and where it starts relative to the block. None: empty.
+    """
     touching = (image for image in images if image.start < end and start < image.end)
     return b"".join(image.digest + struct.pack("<i", image.start - start) for image in touching)
 
@@ -77,5 +79,5 @@ def rope_positions(images: Sequence[ImageSpan]) -> PositionArray:
 
 
 def rope_shift(images: Sequence[ImageSpan]) -> int:
-    """Return what is added to the positions of tokens after the last image: 0 or less."""
+    """Return what is added to the positions of tokens after the last image, before rotation: 0 or less."""
     return sum(max(image.num_rows, image.num_columns) - image.num_tokens for image in images)

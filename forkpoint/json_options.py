@@ -35,7 +35,7 @@ _CHECK: Final = Checker(ConfigError)
 
 
 def bounded(low: float, high: float, default: Any = MISSING) -> Any:
-    """Declare a number that has no command-line flag of its own."""
+    """Declare a number in `[low, high]` that has no command-line flag of its own."""
     return option(default, bounds=Bounds(low, high))
 
 
@@ -133,7 +133,10 @@ class SpeculativeConfig(JsonConfig):
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
-        """Read the options. Without a number of tokens, `suffix` drafts as many as its depth allows."""
+        """Read the options, also under vLLM's older names; fields without an effect are `ignored`.
+
+        Without a number of tokens, `suffix` drafts as many as its depth allows. Raises ConfigError.
+        """
         if given.get("method") in MTP_NAMES:
             given = {**given, "method": "mtp"}
         ignored = tuple(name for name in WITHOUT_EFFECT if name in given)
@@ -156,8 +159,8 @@ class SpeculativeConfig(JsonConfig):
     def lookup_range(self) -> tuple[int, int]:
         """The fewest and the most tokens that must match.
 
-        As in vLLM, one option stands for both. Without either, both are 5, or the range of past outputs for
-        `suffix`."""
+        As in vLLM, one option stands for both. Without either, both are 5, or the range of past outputs for `suffix`.
+        """
         given = [length for length in (self.prompt_lookup_min, self.prompt_lookup_max) if length is not None]
         if given:
             return given[0], given[-1]
@@ -168,8 +171,7 @@ class SpeculativeConfig(JsonConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig(JsonConfig):
-    """Options for keeping evicted cache entries. Names are vLLM's, and its connector to the host's memory is the only
-    one here."""
+    """Options for keeping evicted cache entries in the host's memory, in the form of vLLM's connector."""
 
     option_name = "kv_transfer_config"
     kv_connector: Literal["OffloadingConnector"]

@@ -64,7 +64,11 @@ class RequestTimings:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One of the `n` completions of a request. `stop_reason` is the stop string or token id that ended it."""
+    """One of the `n` completions of a request, whole or the news of it.
+
+    `stop_reason` is the stop string or token id that ended it; None if nothing of the caller's did. `error` is set if
+    it failed. Log-probabilities are None unless they were requested.
+    """
 
     index: int
     text: str
@@ -78,7 +82,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The output of a request so far. `finished`: nothing more will come."""
+    """The output of a request so far. `finished`: nothing more will come. Log-probabilities may be None."""
 
     request_id: str
     prompt: str | None

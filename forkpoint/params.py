@@ -186,7 +186,7 @@ class SamplingParams:
 
     @property
     def restricts_tokens(self) -> bool:
-        """Whether some token ids are excluded."""
+        """Whether some token ids may be excluded, so that the request needs TokenRules."""
         named = self.allowed_token_ids is not None or bool(self.bad_words)
         return self.structured_outputs is not None or named or self.limits_thinking
 
@@ -240,7 +240,7 @@ def _texts(name: str, value: object, most: int, most_chars: int) -> tuple[str, .
 
 
 def _logit_bias(given: object) -> dict[int, float]:
-    """Read a mapping from ids, which may be texts as in JSON, to biases."""
+    """Return biases by token id. Keys may be texts, as in JSON; None is empty. Raises InvalidParamsError."""
     if given is None:
         return {}
     allowed = f"at most {MAX_BIASED_TOKENS} token ids, each with a number from -100 to 100"

@@ -67,7 +67,7 @@ class Registry(Generic[Thing]):
         return _installed(self._group, tuple(sys.path))
 
     def _load(self, place: str, what: str) -> Thing:
-        """Import `module:name`."""
+        """Import `module:name`. Raises the registry's error, which names `what`, if it fails or does not fit."""
         module, _, path = place.partition(":")
         try:
             found: Any = import_module(module)

@@ -59,9 +59,10 @@ def application(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) 
 
 
 def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> int:
-    """Start the application. On a local cluster, serve until Ctrl-C or SIGTERM. Return the exit code.
+    """Start the application. On a local cluster, serve until Ctrl-C or SIGTERM. Returns the exit code, 0.
 
-    On a running cluster the application stays. Deploying again replaces its replicas one after another.
+    On a running cluster the application stays. Deploying again replaces its replicas one after another. Raises
+    ConfigError.
     """
     check_rays_options(fleet)
     root = str(Path(forkpoint.__file__).parents[1])
@@ -100,7 +101,7 @@ def check_rays_options(fleet: FleetConfig) -> None:
 
 
 def _devices(count: int) -> dict[str, Any]:
-    """Return one device for each rank of a replica."""
+    """Return the resources of a replica: a GPU for each of `count` ranks, or a CPU if the cluster has no GPU."""
     return {"num_gpus": count} if ray.cluster_resources().get("GPU") else {"num_cpus": count}
 
 

@@ -80,10 +80,10 @@ class Gateway:
         return (await self._answer(forwarded)).response()
 
     async def _answer(self, forwarded: ForwardedRequest) -> ReplicaAnswer:
-        """Return the first answer that does not depend on the replica. If every replica refuses, return the last
-        refusal.
+        """Return the first answer that does not depend on the replica, or the last refusal if all refuse.
 
-        Replicas that are lost before they answer are skipped.
+        Replicas that are lost before they answer are skipped, for MAX_TRIES tries in all. After MAX_STOPPED engines
+        have stopped, the request may be the cause, and that answer is returned.
         """
         route = RoutingHint(await self._prefix(forwarded))
         last: ReplicaAnswer | None = None
@@ -129,7 +129,10 @@ class Gateway:
             return ()
 
     async def _answer_of_all(self, forwarded: ForwardedRequest) -> Response:
-        """Send the request to each replica. Return their metrics as one text, or the answer with the highest status."""
+        """Send the request to each replica. Return their metrics as one text, or the worst answer.
+
+        That is the one with the highest status; 503 if a replica is lost.
+        """
         answers: dict[str, ReplicaAnswer] = {}
         while True:
             try:

@@ -9,7 +9,7 @@ SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.*)")
 
 
 def joined_metrics(texts: Mapping[str, str]) -> str:
-    """Join Prometheus texts, keyed by the name of their replica.
+    """Return Prometheus texts, keyed by the name of their replica, as one text.
 
     Each sample gets a label `replica`. The samples of a metric are grouped, as the format demands.
     """

@@ -58,8 +58,10 @@ class Replica:
             raise EngineStoppedError("the replica's server reports that its engine has stopped")
 
     async def prefix(self, route: RoutingHint, forwarded: ForwardedRequest) -> tuple[int, ...]:
-        """Return the hashes of the blocks that the request's prompt begins with; none for a request that will be
-        refused."""
+        """Return the published hashes of the blocks that the request's prompt begins with.
+
+        None for a request that will be refused.
+        """
         try:
             async with self._send(forwarded, f"/prefix{forwarded.path}") as response:
                 if response.status != 200:
@@ -69,7 +71,10 @@ class Replica:
             return ()
 
     async def answer(self, route: RoutingHint, forwarded: ForwardedRequest) -> AsyncIterator[Head | bytes]:
-        """Yield the head of the server's answer, then the pieces of its body as they arrive."""
+        """Yield the head of the server's answer, then the pieces of its body as they arrive.
+
+        That is a 503 if the server cannot be reached.
+        """
         try:
             response = await self._send(forwarded, forwarded.path)
         except aiohttp.ClientError:

@@ -14,8 +14,10 @@ from forkpoint.routing.router import Router
 
 
 class RestorableRouter(RequestRouter):
-    """Applies a rule of `routing.router` to Ray's replicas. The first argument of every call to a replica is a
-    RoutingHint."""
+    """Applies a rule of `routing.router` to Ray's replicas.
+
+    The first argument of every call to a replica is a RoutingHint.
+    """
 
     def initialize_state(self, router: str) -> None:
         self._router = Router(router)
@@ -23,7 +25,7 @@ class RestorableRouter(RequestRouter):
         self._open: dict[str, tuple[PendingRequest, ReplicaID]] = {}  # Ray's id -> a request that has not ended
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Replace the list of replicas."""
+        """Replace the list of replicas; subscribe to the events of new ones, leave lost ones."""
         super().update_replicas(replicas)
         running = {replica.replica_id: replica for replica in replicas}
         for gone in self._feeds.keys() - running.keys():
@@ -42,9 +44,9 @@ class RestorableRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the best replica, the others that were not tried, and those that were.
+        """Return ranks of replicas: the best one, the others that were not tried, those that were.
 
-        If any replica will do, Ray takes the one with the fewest requests.
+        If any replica will do, all fresh ones share a rank, and Ray takes the one with the fewest requests.
         """
         if pending_request is None or not pending_request.args:
             return [candidate_replicas]

@@ -16,7 +16,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def run_server(engine: EngineConfig, server: ServerConfig) -> None:
-    """Serve until SIGTERM. Ends at once when the parent does. Exit code 1 means that the engine died."""
+    """Serve until SIGTERM, then exit; with code 1 if the engine died. Ends at once when the parent does."""
     begin_child()
     from forkpoint.server.run import serve
 

@@ -19,9 +19,9 @@ MAX_CHARACTER_BYTES: Final = 4
 class ThinkingBudget:
     """Follows the tokens of one answer. `forced_id` is the id that has to come next, or None.
 
-    Once there are `limit` tokens of thinking, the ids of a text that ends the thinking are forced, one after another.
-    A character that consists of several tokens is completed first. The ids `openings` begin a tool call, which also
-    ends thinking.
+    Once there are as many tokens of thinking as `params` allow, the ids of a text that ends the thinking are forced,
+    one after another. A character that consists of several tokens is completed first. The ids `openings` begin a tool
+    call, which also ends thinking.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer, openings: Collection[int]) -> None:
@@ -49,11 +49,11 @@ class ThinkingBudget:
         return copy(self)
 
     def stop(self) -> None:
-        """Force nothing more, because `forced_id` cannot come."""
+        """Force nothing more in this answer, because `forced_id` cannot come."""
         self._state, self._forced = CONTENT, ()
 
     def accept(self, token_id: int) -> None:
-        """Follow one more token."""
+        """Follow one more token, which is `forced_id` if there is one. May force the end of the thinking."""
         if self._forced:
             self._forced = self._forced[1:]
         elif self._state == OPENING:
@@ -97,7 +97,10 @@ class ThinkingBudget:
 
 
 def _ids_of(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return ids for exactly this text. Some tokenizers would put a space before it, so they get byte tokens."""
+    """Return ids whose bytes are exactly this text, if the vocabulary allows that.
+
+    Some tokenizers would put a space before it, so they get byte tokens.
+    """
     backend = tokenizer.backend
     ids = tuple(backend.encode(text, add_special_tokens=False).ids)
     if b"".join(map(tokenizer.token_bytes, ids)) == text.encode():

@@ -9,7 +9,7 @@ from forkpoint.grammar.tags import HEADER
 
 
 def grammar_of_calls(content: str, openings: Sequence[str], special_ids: Mapping[str, int]) -> dict[str, str]:
-    """Return the grammar of an answer that is either the content or begins with one of `openings`.
+    """Return the llguidance grammar of an answer that is either content or begins with one of `openings`.
 
     `content` is the name of the content's grammar. Any text and any token of `special_ids` may follow an opening,
     because each family writes its calls in its own way, and values may hold the tags that end a call.

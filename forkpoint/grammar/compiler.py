@@ -24,7 +24,7 @@ MAX_COPIES = 64  # copies of a matcher share its lexer, which grows with every t
 
 @dataclass(slots=True)
 class _Kept:
-    """An llguidance.LLMatcher that has not consumed a token."""
+    """An llguidance.LLMatcher that has not consumed a token, and how often it was copied."""
 
     matcher: Any
     num_copies: int = 0
@@ -49,7 +49,7 @@ class GrammarCompiler:
         self._matchers: dict[Description, _Kept] = {}  # oldest first
 
     def prepare(self) -> None:
-        """Read the vocabulary now. A large one blocks all threads for seconds."""
+        """Read the vocabulary now rather than with the first request. A large one takes seconds."""
         if self._tokenizer is not None:
             with suppress(InvalidParamsError):  # reported to the first request that needs it
                 self._loaded()
@@ -58,7 +58,7 @@ class GrammarCompiler:
         """Return the rules of all that `params` require of output ids; None if they require nothing.
 
         `stop_token_ids` end the request. Of the end-of-sequence ids, only these may follow a complete output. Raises
-        InvalidParamsError for what cannot be compiled, and if no token can come first.
+        InvalidParamsError for what cannot be compiled, without a tokenizer, and if no token can come first.
         """
         if not params.restricts_tokens:
             return None
@@ -119,12 +119,14 @@ class GrammarCompiler:
         return rules(matcher=self._matcher(description))  # other requests had used up the limits of their shared lexer
 
     def slow_name(self, wanted: StructuredOutputsParams) -> str | None:
-        """Return the parameter's name if compiling it may take long, so that `check` should run in another process
-        first."""
+        """Return the parameter's name if compiling it may take long; None if it is always quick.
+
+        Run `check` in another process first if it may.
+        """
         return slow_name(wanted)
 
     def check(self, wanted: StructuredOutputsParams) -> None:
-        """Compile it once. Raises InvalidParamsError. The process may be killed by it."""
+        """Compile what is wanted once. Raises InvalidParamsError. May take long, or crash the process."""
         if self._tokenizer is not None:
             special_ids: dict[str, int] = {}
             if wanted.structural_tag:
@@ -134,7 +136,7 @@ class GrammarCompiler:
     def _description(
         self, params: SamplingParams, wanted: StructuredOutputsParams, ends: Collection[int]
     ) -> Description:
-        """Describe what `params` require, with the special tokens that its grammar names."""
+        """Describe what `params` require, with the special tokens that its grammar may name."""
         special_ids, openings = self._special_ids(), tuple(params.call_openings)
         if wanted.structural_tag:
             openings = ()  # a structural tag describes calls itself
@@ -165,7 +167,7 @@ class GrammarCompiler:
         return {text: token for text, token in self._added_tokens().items() if loaded.is_special_token(token)}
 
     def _matcher(self, description: Description) -> Any:
-        """Return an llguidance.LLMatcher that has not consumed a token."""
+        """Return an llguidance.LLMatcher that has not consumed a token, a copy of a kept one."""
         with self._lock:
             kept = self._matchers.get(description)
         if kept is None:
@@ -188,7 +190,7 @@ class GrammarCompiler:
 
 
 def _read(backend: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:
-    """Load the tokenizer into llguidance. Raises InvalidParamsError if llguidance does not support it."""
+    """Return the tokenizer as llguidance's LLTokenizer. Raises InvalidParamsError if it is not supported."""
     from llguidance import LLTokenizer
 
     num_ids = max(vocab_size, backend.get_vocab_size())

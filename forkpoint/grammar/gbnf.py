@@ -15,7 +15,7 @@ _LONG_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-
 
 
 def lark_of_gbnf(text: str) -> str:
-    """Convert a grammar. Raises an Exception of any kind if the text is not a grammar with a rule `root`.
+    """Return a GBNF grammar in the parser's syntax. Raises any Exception for a text without a rule `root`.
 
     Regular parts become one terminal each, as large as possible, because the parser matches terminals greedily.
     """
@@ -36,19 +36,21 @@ def lark_of_gbnf(text: str) -> str:
 
 
 def literal(text: str) -> str:
-    """Write a text as a string of the parser's syntax. `/`, `#` and line breaks need no escapes."""
+    """Return a text as a string of the parser's syntax. `/`, `#` and line breaks need no escapes."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def regex_literal(pattern: str) -> str:
-    """Write a request's regular expression between slashes. Raises ValueError."""
+    """Return a request's regular expression between slashes. Raises ValueError if it cannot be enforced."""
     plain = plain_classes(pattern)
     return "/" + re.sub(r"\\[\s\S]|[/\n\r\t]", lambda sign: _IN_REGEX.get(sign[0], sign[0]), plain) + "/"
 
 
 def _one_line_each(text: str) -> str:
-    """Put each rule in brackets, inside which lines may break. Remove comments and escapes that the converter gets
-    wrong."""
+    """Return a grammar with each rule in brackets, inside which lines may break.
+
+    Comments, and escapes that the converter gets wrong, are removed.
+    """
     found, end, close = [], 0, ""
     for token in _TOKEN.finditer(text):
         found.append(text[end : token.start()])

@@ -73,7 +73,7 @@ class TokenRules:
         return self._has_only_budget and (self._budget is None or self._budget.is_far(NUM_LOOK_AHEAD))
 
     def accept(self, token_id: int) -> None:
-        """Follow one more token. One of `ends` completes the output.
+        """Follow one more token, after which `mask` has changed. One of `ends` completes the output.
 
         Raises StructuredOutputError if the token may not come, nothing can come after it, or following it takes too
         long.
@@ -101,7 +101,7 @@ class TokenRules:
             )
 
     def copy(self) -> TokenRules:
-        """Return an independent copy."""
+        """Return a copy that follows tokens of its own."""
         other = copy(self)
         if self._matcher is not None:
             other._matcher = self._matcher.deep_copy()
@@ -154,7 +154,10 @@ class TokenRules:
         return mask
 
     def _forced(self, matched: Bits | None) -> IntArray | None:
-        """Return the mask of the id that ends the thinking; None if no id is forced, or if that id may not come."""
+        """Return the mask of the id that ends the thinking; None if no id is forced.
+
+        If the forced id may not come, nothing is forced any more.
+        """
         budget = self._budget
         if budget is None or budget.forced_id is None:
             return None
@@ -170,7 +173,7 @@ class TokenRules:
         return mask
 
     def _matched(self) -> Bits | None:
-        """Return the ids that the matcher allows next; None without a matcher."""
+        """Return the ids that the matcher allows next; None without one. Raises StructuredOutputError."""
         if self._matcher is None:
             return None
         filled = np.zeros(self._num_words, np.uint32)
@@ -187,7 +190,7 @@ class TokenRules:
         return [word[-1] for word in words if tuple(self._latest[1 - len(word) :]) == word[:-1]]
 
     def _reason(self) -> str:
-        """Return the matcher's error if a limit was exceeded; otherwise empty."""
+        """Return the matcher's error as the end of a message if a limit was exceeded; otherwise empty."""
         text = complaint_in_a_line(str(self._matcher.get_error()))
         if "limit" not in text and "too many" not in text:
             return ""
@@ -195,8 +198,10 @@ class TokenRules:
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Return the ids of each word at the start of a text, and after a space if that is the same number of other ids, as
-    vLLM does."""
+    """Return the ids of each word at the start of a text, and after a space, as vLLM does.
+
+    The latter only if they are as many and begin otherwise. Words without ids are left out.
+    """
     found = []
     for word in words:
         bare = word.lstrip() or word
@@ -208,7 +213,10 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
 
 
 def id_bits(token_ids: Collection[int], vocab_size: int) -> Bits:
-    """Set bit `t % 32` of word `t // 32` for each given id `t`: returns `[ceil(vocab_size / 32)]`."""
+    """Return `[ceil(vocab_size / 32)]` words with bit `t % 32` of word `t // 32` set for each given id `t`.
+
+    Ids beyond the vocabulary are ignored.
+    """
     flags = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     flags[np.fromiter((token for token in token_ids if token < vocab_size), np.int64)] = True
     return np.packbits(flags, bitorder="little").view(np.uint32)

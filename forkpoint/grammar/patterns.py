@@ -10,9 +10,9 @@ _ASCII: Final = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
 
 
 def plain_classes(pattern: str) -> str:
-    """Escape `[`, `&&` and `~~` inside character classes, and write `\\d` and `\\w` as ASCII classes.
+    r"""Return a pattern in which `[`, `&&` and `~~` in character classes are escaped.
 
-    Raises ValueError for `--` in a class.
+    `\\d` and `\\w` become ASCII classes. Raises ValueError for `--` in a class.
     """
     found, inside = [], False
     for token in _CLASS.findall(pattern):

@@ -31,9 +31,10 @@ _DEPENDENCIES: Final = ("dependentRequired", "dependentSchemas", "dependencies")
 
 
 def check_depth(text: str, name: str, signs: re.Pattern[str] = _SIGNS, levels: str = "levels") -> None:
-    """Raise InvalidParamsError if brackets are nested too deep, without parsing the text.
+    """Raise InvalidParamsError if brackets are nested deeper than MAX_DEPTH, without parsing the text.
 
-    `signs` finds the brackets of another language, and texts whose brackets do not count.
+    `signs` finds the brackets of another language, and texts whose brackets do not count. `name` and `levels` are words
+    of the error.
     """
     depth = 0
     for sign in signs.findall(text):
@@ -68,7 +69,10 @@ class _Rewriter:
         self._unions = Unions(root)
 
     def schema(self, given: Any, path: str) -> Any:
-        """Rewrite a schema. Values that are not schemas are returned unchanged, and the library refuses them."""
+        """Return a schema rewritten, parts included; `path` is its place. Raises InvalidParamsError.
+
+        Values that are not schemas are returned unchanged, and the library refuses them.
+        """
         if not isinstance(given, dict):
             return given
         found = {key: copy(value) for key, value in given.items() if key != "x-guidance"}
@@ -135,7 +139,7 @@ class _Rewriter:
             found.setdefault("items", False)
 
     def _names(self, found: dict[str, Any], names: Any, path: str) -> None:
-        """Rewrite `propertyNames` of a schema without `properties`."""
+        """Rewrite `propertyNames` of a schema, in place; refuse those together with properties."""
         names = self._unions.resolved(names)
         if {"properties", "patternProperties"} & set(found) or not isinstance(names, dict):
             refuse("propertyNames", path, "cannot be enforced together with properties; leave it out")
@@ -155,7 +159,7 @@ class _Rewriter:
         found["additionalProperties"] = False
 
     def _dependencies(self, found: dict[str, Any], path: str) -> None:
-        """Rewrite dependencies of a property as a choice: the property with what it needs, or neither."""
+        """Rewrite dependencies of a property, in place, as a choice: it with what it needs, or neither."""
         for keyword in _DEPENDENCIES:
             given = found.pop(keyword, {})
             if not isinstance(given, dict):
@@ -192,13 +196,13 @@ class _Rewriter:
             refuse(keyword, path, f"cannot be enforced: {error}")
 
     def _one_of(self, found: dict[str, Any], path: str) -> None:
-        """Turn `oneOf` into `anyOf` if its branches exclude each other. The library checks or refuses others."""
+        """Turn `oneOf` into `anyOf`, in place, if its branches exclude each other. The library sees others."""
         if "oneOf" in found and path in self._unions.exclusive:
             _add(found, "anyOf", found.pop("oneOf"))
 
 
 def located(text: str, complaint: Callable[[str], str]) -> NoReturn:
-    """Refuse a schema of `enforceable` that the library refuses, naming the smallest wrong part.
+    """Raise InvalidParamsError for a schema of `enforceable` that the library refuses, naming the smallest wrong part.
 
     `complaint` returns the library's error for a schema; empty if there is none.
     """
@@ -220,7 +224,7 @@ def located(text: str, complaint: Callable[[str], str]) -> NoReturn:
 
 
 def complaint_in_a_line(text: str) -> str:
-    """Return llguidance's error without the state of its parser."""
+    """Return llguidance's error in one line of 300 characters, without the state of its parser."""
     return " ".join(text.partition("\n<state>")[0].split())[:300]
 
 
@@ -229,7 +233,7 @@ def refuse(keyword: str, path: str, why: str) -> NoReturn:
 
 
 def _add(found: dict[str, Any], keyword: str, value: Any) -> None:
-    """Add a keyword to a schema, next to a value that the keyword may already have."""
+    """Add a keyword to a schema, in place; next to the value that the keyword may already have."""
     if keyword in found:
         found["allOf"] = [*found.get("allOf", []), {keyword: value}]
     else:

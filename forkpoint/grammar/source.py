@@ -131,7 +131,7 @@ def refusal(name: str, complaint: str) -> InvalidParamsError:
 
 
 def limits() -> Any:
-    """Return the limits of one grammar and of one mask. A request that exceeds them ends."""
+    """Return llguidance's limits of one grammar and of one mask. A request that exceeds them ends."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

@@ -18,9 +18,10 @@ _NEVER = "(?!)"  # a regular expression that matches nothing
 
 
 def grammars_of_tags(text: str, special_ids: Mapping[str, int], *, compact: bool) -> list[dict[str, str]]:
-    """Return the grammars of a structural tag, the main one first.
+    """Return the llguidance grammars of a structural tag's text, the main one first.
 
-    `special_ids` maps texts to the tokens that stand for them. Raises InvalidParamsError.
+    `special_ids` maps texts to the tokens that stand for them. `compact`: JSON is written as `json.dumps` does. Raises
+    InvalidParamsError.
     """
     try:
         tag = json.loads(text)
@@ -36,7 +37,10 @@ def grammars_of_tags(text: str, special_ids: Mapping[str, int], *, compact: bool
 
 
 def _format(tag: Any) -> Any:
-    """Return the format of a tag, converted from the older form with `structures` and `triggers` if necessary."""
+    """Return the format of a tag, converted from the older form with `structures` and `triggers` if necessary.
+
+    Raises InvalidParamsError without either.
+    """
     if not isinstance(tag, dict) or not ("format" in tag or {"structures", "triggers"} <= set(tag)):
         _refuse("has no 'format'; give {'type': 'structural_tag', 'format': {...}}")
     if "format" in tag:
@@ -106,7 +110,7 @@ class _Writer:
         return f"{self._text(given['begin'])} {self._inside(given)}"
 
     def _of_triggered_tags(self, given: Any) -> str:
-        """Write free text up to a trigger, then the rest of one of the tags that begin with it."""
+        """Return a rule for free text up to a trigger, then the rest of a tag that begins with it."""
         self._require_free(given)
         options = []
         for trigger in given["triggers"]:
@@ -136,7 +140,7 @@ class _Writer:
         return f"({tags})?"
 
     def _inside(self, tag: Any) -> str:
-        """Write the content of a tag, and its end."""
+        """Return a rule for the content of a tag, and its end."""
         ends = one_or_more(tag["end"])
         if tag["content"]["type"] == "any_text" and any(ends):
             self._require_free(tag["content"])
@@ -144,7 +148,7 @@ class _Writer:
         return f"{self.format(tag['content'])} ({' | '.join(map(self._text, ends))})"
 
     def _up_to(self, text: str) -> str:
-        """Write the shortest text that ends with `text`."""
+        """Return a rule for the shortest text that ends with `text`, and add the rules it needs."""
         if self._specials.match(text):
             return f"{_ANY} {self._text(text)}"
         first = self._specials.split(text)[0]

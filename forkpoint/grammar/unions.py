@@ -105,7 +105,7 @@ class Unions:
             self.exclusive.add(path)
 
     def _tagged(self, objects: list[tuple[dict[str, Any], str]]) -> bool:
-        """Return whether a property has other values in each object. All objects are then forced to have it."""
+        """Return whether a property has other values in each object. All objects are then `forced` to have it."""
         declared = [schema.get("properties") for schema, _ in objects]
         names = [one for one in declared if isinstance(one, dict)]
         if len(names) < len(declared):
@@ -126,7 +126,7 @@ class Unions:
         return {json.dumps(value) for value in values}
 
     def _followed(self, schema: Any, path: str) -> tuple[Any, str]:
-        """Follow references of schemas that say nothing else. Return the target and its path."""
+        """Return the target of a schema that says nothing but a reference, and its path, or the schema itself."""
         for _ in range(MAX_PASSES):
             if not isinstance(schema, dict):
                 break

@@ -24,7 +24,8 @@ MISSED: Final = ("no_checkpoint", "evicted")
 class Formatter(logging.Formatter):
     """Formats `LEVEL time [file:line] message`, with the level in colour on a terminal.
 
-    Clients cannot forge log lines: control characters are escaped, and the lines of a traceback are indented."""
+    Clients cannot forge log lines: control characters are escaped, and the lines of a traceback are indented.
+    """
 
     def __init__(self, *, color: bool) -> None:
         super().__init__("%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s", "%H:%M:%S")
@@ -102,8 +103,7 @@ def cache_plan_lines(
     num_host_pages: int = 0,
     num_disk_entries: int | None = None,
 ) -> list[str]:
-    """Return start-up lines on the arena's contents, the sizes of a block and a slot, and from which length hits
-    pay."""
+    """Return start-up lines: the arena's contents, sizes of block, slot and tiers, what prefix caching does."""
     lines = [
         f"arena: {num_pages} pages of {layout.page_bytes:,} bytes ({num_pages * layout.page_bytes / MIB:.1f} MiB); "
         f"a page holds {_contents(layout)}, {layout.padding:.1%} padding at most"

@@ -35,7 +35,10 @@ class Ranks:
 
     @classmethod
     def meet(cls, backend: str, rank: int, size: int, place: Path, gathers: bool, device: torch.device) -> Ranks:
-        """Meet the other ranks through `place`, a file that does not exist yet. `backend` is torch.distributed's."""
+        """Meet the other ranks through `place`, a file that does not exist yet, and wait for all of them.
+
+        `backend` is torch.distributed's. Devices that reach each other's memory also get the kernels' exchanges.
+        """
         for name in LOOPBACK:
             os.environ.setdefault(name, "lo")  # all ranks are on this machine, and nobody else may listen
         dist.init_process_group(backend, init_method=place.as_uri(), rank=rank, world_size=size)
@@ -52,11 +55,11 @@ class Ranks:
         return self.size > 1 and not self.gathers
 
     def cuts_rows(self, num_rows: int) -> bool:
-        """Return whether layers with a sharded input also shard their outputs."""
+        """Return whether a layer with a sharded input also shards its `num_rows` outputs."""
         return self.gathers and num_rows % self.size == 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the all-reduced `x`, which may be overwritten."""
+        """Return the sum of all ranks' `x`, which may be overwritten."""
         if self.size == 1:
             return x
         if self._peers is not None and x.dtype == torch.bfloat16 and self._peers.takes(x):

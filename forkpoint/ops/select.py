@@ -92,11 +92,11 @@ def register_operators(name: str, table: Callable[[OpTable], OpTable]) -> None:
 
 
 def select_table(name: str, deterministic: bool, force_state_copy: bool) -> OpTable:
-    """Return the operators of a name: 'torch', 'cpp', 'auto' (cpp if it compiles, else torch), 'triton', or a
-    registered one.
+    """Return the operators of a name: 'torch', 'cpp', 'auto' (cpp if it compiles, else torch), 'triton', ...
 
-    `backends` of the result names the backend of each operator and, if 'auto' fell back, why. With `force_state_copy`
-    no operator redirects. Raises ConfigError for an unknown name, and if 'cpp' cannot be built.
+    Registered names work too. `backends` of the result names the backend of each operator and, if 'auto' fell back,
+    why. With `force_state_copy` no operator redirects. Raises ConfigError for an unknown name, and if 'cpp' cannot be
+    built.
     """
     table = OPERATORS.find(name)(torch_table(deterministic))
     if not isinstance(table, OpTable):

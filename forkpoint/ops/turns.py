@@ -39,7 +39,7 @@ LIBRARY: Final = {"linear", "linear_heads"}
 
 
 def by_turns(operator: Callable[..., Any], places: tuple[int, ...], most: int, *args: Any, **options: Any) -> Any:
-    """Call `operator` with the arguments at `places` cut into turns of `most` rows, and join the results."""
+    """Call `operator` with the arguments at `places` cut into turns of at most `most` rows; join the results."""
     if args[0].shape[0] <= most:
         return operator(*args, **options)
     cut = {place: _cut(args[place], most) for place in places}

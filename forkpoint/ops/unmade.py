@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Unmade(Tensor):
-    """A matrix `[M, N]` that is still to be computed from `own`. It supports no other operation."""
+    """A matrix `[M, N]` that is still to be computed from `own`. Every torch operation on it raises AssertionError."""
 
     own: Tensor
 

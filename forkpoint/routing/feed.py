@@ -23,7 +23,7 @@ class RestorableIndex:
         self._resumable: dict[int | bytes, bool] = {}
 
     def apply(self, batch: EventBatch) -> None:
-        """Apply a batch. Batches must come in order."""
+        """Apply a batch of events. Batches must come in order."""
         for event in batch.events:
             match event:
                 case BlockStored(block_hashes=hashes, resumable_hashes=ends):
@@ -85,7 +85,7 @@ class EventFeed:
                 self._take(frames)
 
     def _catch_up(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Apply the batches that the replica replays, from the first missing one on."""
+        """Apply the batches that the replica replays, from the first missing one on; log if they do not end."""
         with context.socket(zmq.DEALER) as replay:
             replay.setsockopt(zmq.LINGER, 0)
             replay.connect(self._replay_endpoint)
@@ -100,7 +100,7 @@ class EventFeed:
         )
 
     def _take(self, frames: Sequence[bytes]) -> None:
-        """Apply a message. Ignore malformed messages and batches that were applied before."""
+        """Apply a message. Ignore malformed messages, with a warning, and batches that were applied before."""
         try:
             _, number_bytes, data = frames
             batch = wire.decode(data)

@@ -15,17 +15,20 @@ Restorable: TypeAlias = Callable[[int], int]
 
 
 def round_robin(turn: int, loads: Sequence[int], restorable: Restorable) -> int:
-    """Choose the replicas in turn."""
+    """Return the replicas' indices in turn."""
     return turn % len(loads)
 
 
 def least_loaded(turn: int, loads: Sequence[int], restorable: Restorable) -> int:
-    """Choose the replica with the fewest unfinished requests."""
+    """Return the index of the replica with the fewest unfinished requests."""
     return loads.index(min(loads))
 
 
 def prefix_aware(turn: int, loads: Sequence[int], restorable: Restorable) -> int:
-    """Choose the replica that can restore most of the prompt, minus the cost of waiting there. Ties take turns."""
+    """Return the index of the replica that can restore most of the prompt, minus the cost of waiting there.
+
+    Of equal ones, the one with fewer requests; then they take turns.
+    """
 
     def worth(index: int) -> tuple[int, int, int]:
         waiting = loads[index]
@@ -50,6 +53,5 @@ class Router:
         self._rule, self._turns = _RULES[name], itertools.count()
 
     def choose(self, loads: Sequence[int], restorable: Restorable) -> int:
-        """Return the index of a replica. `loads[i]` is the number of requests that are queued or running on replica
-        i."""
+        """Return the index of a replica. `loads[i]` is the number of its queued and running requests."""
         return self._rule(next(self._turns), loads, restorable)

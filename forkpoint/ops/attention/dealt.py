@@ -36,12 +36,12 @@ class Deal:
             raise ConfigError(f"an interleave of {self.interleave} tokens does not divide a block of {block_size}")
 
     def owns(self, positions: Positions) -> npt.NDArray[np.bool_]:
-        """Return whether the rank keeps the tokens at these positions of a row."""
+        """Return for each of these positions of a row whether the rank keeps its token."""
         owned: npt.NDArray[np.bool_] = positions // self.interleave % self.num_ranks == self.rank
         return owned
 
     def places(self, positions: Positions) -> Positions:
-        """Return how many earlier tokens of the row the owner of each token keeps."""
+        """Return, for the token at each position, how many earlier tokens of the row its own rank keeps."""
         return positions // (self.num_ranks * self.interleave) * self.interleave + positions % self.interleave
 
     def count(self, lens: Positions) -> Positions:

@@ -117,7 +117,7 @@ def latent_prefill(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Implement `table.LatentPrefill`."""
+    """Write attention of one row's new tokens, over expanded latents, to `out` (`table.LatentPrefill`)."""
     num_queries, kv_len = index.query_lens[row], index.host_kv_lens[row]
     heads, dim, value_dim = own.shape[1], own.shape[2], out.shape[2]
     assert own.stride(2) == 1 and shared.stride(2) == 1 and out.is_contiguous(), "rows must be dense"

@@ -37,7 +37,7 @@ class Inputs:
         slot_mapping: Tensor,
         scales: KVScales | None = None,
     ) -> Tensor:
-        """Implement `table.QKNormRopeWrite`."""
+        """Normalise and rotate q and k, store k and v in the caches, return q (`table.QKNormRopeWrite`)."""
         if norm is not None:
             q, k = self.rmsnorm(q, norm.q_weight, norm.eps), self.rmsnorm(k, norm.k_weight, norm.eps)
         if cos_sin is not None:
@@ -56,7 +56,7 @@ class Inputs:
         cache: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Implement `table.LatentWrite`."""
+        """Normalise and rotate latents, store them in the cache, return the rotated q (`table.LatentWrite`)."""
         normed, key = self.rmsnorm(latent[:, : len(weight)], weight, eps), latent[:, len(weight) :]
         if cos_sin is not None:
             q_rope, key = self.rope(q_rope, key.unsqueeze(1), cos_sin, positions)

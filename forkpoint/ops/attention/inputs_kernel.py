@@ -121,8 +121,10 @@ def _inputs_kernel(
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute the query heads of one key head of one token, or that key head and its value. HALF is 0 without
-    rotation."""
+    """Compute and store the query heads of one key head of one token, or that key head and its value.
+
+    HALF is 0 without rotation. Slot -1 stores no key and value.
+    """
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     token, unit = (pid // (2 * HEADS)).to(tl.int64), pid % (2 * HEADS)
@@ -167,7 +169,10 @@ def qk_norm_rope_write(
     slot_mapping: Tensor,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """Implement `table.QKNormRopeWrite`. The inputs may be views of one projection's rows."""
+    """Normalise and rotate q and k, store k and v in the caches, return q (`table.QKNormRopeWrite`).
+
+    The inputs may be views of one projection's rows.
+    """
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and (cos_sin is None or cos_sin.is_contiguous())
     assert k_cache[0, 0].is_contiguous() and v_cache[0, 0].is_contiguous(), "a head's share of a block is dense"
     assert scales is None or scales.fit(k_cache), "scales lie in their blocks, one for each key"

@@ -141,7 +141,7 @@ class TritonPagedAttention:
     deterministic: bool
 
     def _decode_launch(self, num_rows: int) -> tuple[int, int]:
-        """Return the keys per step of a decode program, and the number of loads in flight."""
+        """Return the keys per step of a decode program, and its number of loads in flight."""
         if num_rows <= FEW_DECODES:
             return 64, 3
         if self.deterministic:
@@ -159,7 +159,10 @@ class TritonPagedAttention:
         gate: Tensor | None = None,
         scales: KVScales | None = None,
     ) -> Tensor:
-        """Implement `table.PagedAttention`, for `Hq / Hkv` of at most 64."""
+        """Return attention over the rows' blocks, `[T, Hq, Dv]` (`table.PagedAttention`).
+
+        `Hq / Hkv` is at most 64.
+        """
         if v_cache.stride(2) != v_cache.shape[3]:
             assert window is None and gate is None, "latents are attended to without windows and gates"
             return self._latent(q, k_cache, v_cache.shape[3], index, scale)

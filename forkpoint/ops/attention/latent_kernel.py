@@ -219,7 +219,7 @@ def latent_write(
     cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Implement `table.LatentWrite`."""
+    """Normalise and rotate latents, store them in the cache, return the rotated q (`table.LatentWrite`)."""
     assert latent.stride(1) == 1 and q_rope.stride(2) == 1 and cache[0, 0].is_contiguous(), "rows must be dense"
     tokens, heads, dim = q_rope.shape
     rank = weight.shape[0]

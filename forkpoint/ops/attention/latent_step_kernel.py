@@ -32,7 +32,7 @@ KEYS = gl.constexpr(TILE)
 
 @gluon.jit
 def _ask(value_tiles, rope_tiles, block, wanted, arrived, latent, rope):
-    """Start loading a block's latents, if there is such a block."""
+    """Start loading a block's latents into the tiles if it is `wanted`. `arrived` counts the bytes."""
     mbarrier.expect(arrived, value_tiles.block_type.nbytes + rope_tiles.block_type.nbytes, pred=wanted)
     tma.async_copy_global_to_shared(rope_tiles, [block, 0, value_tiles.block_shape[2]], arrived, rope, pred=wanted)
     tma.async_copy_global_to_shared(value_tiles, [block, 0, 0], arrived, latent, pred=wanted)
@@ -153,7 +153,7 @@ def latent_steps(
     scale: float,
     options: dict[str, Any],
 ) -> None:
-    """Launch the kernel; `operands` are its arguments from `out` to `num_decodes`."""
+    """Launch the kernel over `num_parts` parts. `operands` are its arguments from `out` to `num_decodes`."""
     _, heads, dim = q.shape
     tiles, shape, strides = gl.NVMMASharedLayout(128, 16, 3), [cache.shape[0], TILE, dim], [cache.stride(0), dim, 1]
     described = (TensorDescriptor(cache, shape, strides, [1, TILE, width], tiles) for width in (rank, dim - rank))

@@ -16,7 +16,7 @@ FIXED_TILE = 64  # queries per tile in deterministic mode; tiles start at multip
 
 
 def in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise `x[T, H, D]` to float8_e4m3fn; return it and the fp32 scales `[T, H, 1]`."""
+    """Quantise `x[T, H, D]` to float8_e4m3fn. Returns it and the fp32 scales `[T, H, 1]`, one per token and head."""
     wide = x.float()
     factor = wide.abs().amax(-1, keepdim=True).clamp_min(LEAST_AMAX) / FP8_MAX
     return (wide / factor).to(CODES), factor
@@ -27,7 +27,7 @@ def kv_write(
 ) -> None:
     """Store `k[T, Hkv, D]`, `v[T, Hkv, Dv]` in `[P, Hkv, block_size, D]` caches of any strides.
 
-    Tokens whose `slot_mapping` is -1 are skipped.
+    Tokens whose `slot_mapping` is -1 are skipped. With `scales`, 8-bit values are stored, and their scales there.
     """
     if scales is not None:
         (k, k_scale), (v, v_scale) = in_fp8(k), in_fp8(v)
@@ -93,10 +93,11 @@ def paged_attention(
     scales: KVScales | None = None,
     fixed: bool = False,
 ) -> Tensor:
-    """Implement `table.PagedAttention`.
+    """Return attention over the rows' blocks, `[T, Hq, Dv]` (`table.PagedAttention`).
 
     With `fixed`, the shapes of products depend only on a query's position: tiles of 64 queries on the absolute grid,
-    padded with zero queries, over keys up to the tile's end. The shapes of a decode row depend on its own length."""
+    padded with zero queries, over keys up to the tile's end. The shapes of a decode row depend on its own length.
+    """
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
     caches: list[tuple[Tensor, Tensor | None]] = [(k_cache, None), (v_cache, None)]
     if scales is not None:
@@ -126,7 +127,7 @@ def paged_attention(
 
 
 def _segment(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None, fixed: bool) -> Tensor:
-    """Attend tile after tile with queries at positions from `start` on, to keys up to each tile's end."""
+    """Attend with queries `q[Tq, Hq, D]` at positions from `start` on, in tiles, to keys up to each tile's end."""
     tile, low, end = QUERY_TILE, start, start + len(q)
     if fixed:
         tile, low = FIXED_TILE, start // FIXED_TILE * FIXED_TILE

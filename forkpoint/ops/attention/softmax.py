@@ -18,9 +18,10 @@ PARTS = tl.constexpr(8)  # parts joined per step
 
 @triton.jit
 def add_scores(scores, q, keys_at, scales, D: tl.constexpr):
-    """Multiply query rows by keys of D dims, and add the products to `scores` unless it is None.
+    """Return `scores` plus the products of query rows and keys of D dims; None counts as zeros.
 
-    8-bit keys have `scales`. Memory after the last stored key may hold anything."""
+    8-bit keys have `scales`. Memory after the last stored key may hold anything.
+    """
     BLOCK_D: tl.constexpr = q.shape[1]
     at = tl.arange(0, BLOCK_D)
     keys = tl.load(keys_at) if BLOCK_D == D else tl.load(keys_at, mask=(at < D)[:, None], other=0.0)
@@ -37,7 +38,10 @@ def add_scores(scores, q, keys_at, scales, D: tl.constexpr):
 
 @triton.jit
 def of_seen(scores, position, first_key, window, FIRST: tl.constexpr):
-    """Mask the scores of keys from `first_key` on that rows at `position[M]` do not see."""
+    """Return the scores, with -inf for keys from `first_key` on that rows at `position[M]` do not see.
+
+    Rows see keys up to their own position, within `window` if there is one, and none before FIRST.
+    """
     key = first_key + tl.arange(0, scores.shape[1])
     back = position[:, None] - key[None, :]
     seen = back >= 0
@@ -63,7 +67,7 @@ def add_values(
     DV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add a block of keys from `first_key` on to the running sums (acc, l_i, m_i) of query rows.
+    """Return the running sums (acc, l_i, m_i) of query rows after a block of keys from `first_key` on.
 
     With scores s, `m_i` is the largest s, `l_i` the sum of 2^(s - m_i), and `acc` the sum of 2^(s - m_i) times the
     values. `scale` includes log2(e) and is positive. A block that a row does not see leaves its sums unchanged, bit for
@@ -93,7 +97,7 @@ def add_values(
 
 @triton.jit
 def join(acc_ptr, l_ptr, m_ptr, first, count, stride, at, DV: tl.constexpr):
-    """Join `count` parts into columns `at` of the output of one query and head.
+    """Return columns `at` of the output of one query and head, joined from `count` parts, in fp32.
 
     The parts are entries `first`, `first + stride`, .. of `acc_ptr[., DV]`, `l_ptr[.]`, `m_ptr[.]`. Without parts the
     output is zero.

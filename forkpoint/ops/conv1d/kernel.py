@@ -31,7 +31,10 @@ UPDATE_CHANNELS = 256  # channels per update program
 def _store_window(
     x, pool, source, target, position, x_stride, slot_stride, row_stride, channel, present, W: tl.constexpr
 ):
-    """Store the window after `position` tokens in slot `target`. Rows ascend, so `target` may equal `source`."""
+    """Store the window after `position` tokens of a segment in slot `target`; its start is from slot `source`.
+
+    Rows ascend, so `target` may equal `source`. A `source` of -1 has zeros.
+    """
     for j in tl.static_range(W - 1):
         back = position - (W - 1) + j
         place = pool + target.to(tl.int64) * slot_stride + j * row_stride + channel

@@ -137,7 +137,7 @@ def _verify_kernel(
 
 
 def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
-    """Implement `table.ConvVerify`. Tokens of no row get zeros."""
+    """Convolve the tokens of rows with drafts: `x[T, D]` -> `[T, D]` (`table.ConvVerify`). Padding gets zeros."""
     out = x.new_empty(x.shape)
     _launch(x, taps, pool, out, index, records)
     return out

@@ -41,9 +41,10 @@ class CpuBuild:
 
 
 def load_operators() -> CpuBuild:
-    """Load the operators. Compile them first if this machine has not done so yet (about half a minute).
+    """Load the operators; if that is not possible, return a CpuBuild that says why. Raises nothing.
 
-    If two processes start at once, one compiles and the other waits.
+    They are compiled first if this machine has not done so yet (about half a minute). If two processes start at once,
+    one compiles and the other waits.
     """
     compiler, reason = _find_compiler()
     if compiler is None:

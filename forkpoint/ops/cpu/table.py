@@ -149,7 +149,7 @@ class _Operators:
         return out
 
     def prepare_linear(self, weight: Matrix, bias: Tensor | None) -> Any:
-        """Pack a weight. Quantised weights stay so, because they decode small batches faster than bf16."""
+        """Pack a weight for `linear`. Quantised weights stay so: they decode small batches faster."""
         if isinstance(weight, PackedMatrix):
             packed = self._module.prepare_four_bit_linear(*_fields(weight), bias)
             return packed if weight.order is None else OrderedLinear(packed, weight.order)
@@ -171,7 +171,7 @@ class _Operators:
         return torch.empty_like(wide).index_copy_(1, packed.order, wide)
 
     def prepare_experts(self, gate_up: Matrix, down: Matrix) -> Any:
-        """Pack expert weights. Quantised weights stay so."""
+        """Pack expert weights. They stay quantised if both are, in the same way."""
         if isinstance(gate_up, PackedMatrix) and isinstance(down, PackedMatrix):
             assert gate_up.order is None and down.order is None, "experts in several orders are loaded widened"
             return self._module.prepare_four_bit_experts(_fields(gate_up), _fields(down))

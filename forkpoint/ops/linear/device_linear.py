@@ -33,8 +33,7 @@ from forkpoint.platforms.table import traits_of
 
 
 def within(tile: Tile, device: torch.device, gated_fp8: bool = False) -> Tile:
-    """Return `tile`, shrunk to the device's limits. The bits do not change. `gated_fp8`: a gated product of FP8
-    weights."""
+    """Return `tile`, shrunk to the device's limits, which changes no bits. `gated_fp8`: of a gated FP8 product."""
     most = launch_table(device)
     if gated_fp8 and tile.outputs > most.most_gated_outputs:
         tile = replace(tile, outputs=most.most_gated_outputs)
@@ -52,7 +51,10 @@ class DeviceLinear:
 
     @staticmethod
     def prepare_linear(weight: Matrix, bias: Tensor | None) -> PackedLinear | ScaledLinear | FourBitLinear:
-        """Keep weight and bias as loaded. Devices that drop the masks of gathered loads get 4 bits widened."""
+        """Keep weight and bias as loaded, with the library's scales if the device multiplies FP8.
+
+        Devices that drop the masks of gathered loads get weights in 4 bits widened.
+        """
         if isinstance(weight, PackedMatrix):
             if traits_of(weight.words.device).masks_gathers:
                 return FourBitLinear(weight, bias)
@@ -93,7 +95,10 @@ class DeviceLinear:
         packed: PackedLinear | ScaledLinear | FourBitLinear,
         beside: PackedLinear | ScaledLinear | FourBitLinear,
     ) -> tuple[Tensor, Tensor] | None:
-        """Implement `OpTable.linear_both` for one row, an FP8 matrix and a second matrix that is not FP8."""
+        """Multiply one row by an FP8 matrix and by a plain one in one launch (`OpTable.linear_both`).
+
+        None: the row, a bias or a tile does not fit.
+        """
         if not isinstance(packed, ScaledLinear) or not isinstance(beside, PackedLinear) or len(x) != 1:
             return None
         tile = self._scaled_tile(x, packed, gated=False)

@@ -47,7 +47,10 @@ class DeviceExperts:
         ids: Tensor,
         parts: bool = False,
     ) -> Tensor:
-        """Implement `OpTable.experts`. With `parts`, the result may be `Parts`."""
+        """Return each token's weighted sum of its experts' outputs (`OpTable.experts`).
+
+        With `parts`, the result may be `Parts`.
+        """
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
         if isinstance(packed, FourBitExperts):
             return four_bit_experts(x, packed, weights, ids, parts)

@@ -15,7 +15,7 @@ from forkpoint.ops.unmade import Parts
 
 
 def four_bit_experts(x: Tensor, packed: FourBitExperts, weights: Tensor, ids: Tensor, parts: bool = False) -> Tensor:
-    """Compute `experts` with pairs sorted by expert, in tiles of one expert's rows.
+    """Return each token's weighted sum of experts in 4 bits, with pairs sorted by expert, in tiles.
 
     With `parts`, the outputs of a token's experts are returned as `Parts`.
     """

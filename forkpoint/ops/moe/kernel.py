@@ -86,7 +86,7 @@ def grouped_experts(
     out_of: Tile,
     parts: bool = False,
 ) -> Tensor:
-    """Compute `experts` with pairs sorted by expert, in tiles of one expert's rows.
+    """Return each token's weighted sum of its experts' outputs, with pairs sorted by expert, in tiles.
 
     With `parts`, the outputs of a token's experts are returned as `Parts`. `into.rows` equals `out_of.rows`. A row's
     bits depend only on the tiles, which may also round activations to FP8.
@@ -113,7 +113,10 @@ def grouped_experts(
 
 
 def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor) -> Tensor:
-    """Compute `experts` pair by pair, for so few pairs that hardly two share an expert."""
+    """Return each token's weighted sum of its experts' outputs, computed pair by pair.
+
+    That is for so few pairs that hardly two share an expert.
+    """
     num_tokens, top_k = ids.shape
     _, size, inner = packed.down.shape
     hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)

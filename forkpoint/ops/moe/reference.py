@@ -32,7 +32,7 @@ def prepare_experts(gate_up: Matrix, down: Matrix) -> PackedExperts:
 
 
 def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Implement `table.Route`."""
+    """Choose the experts of each token by `rule`; return weights fp32 and ids int32 (`table.Route`)."""
     gated = rule.shared == "gated"
     num_tokens, num_experts = scores.shape[0], scores.shape[1] - gated
     own = scores[:, :num_experts]

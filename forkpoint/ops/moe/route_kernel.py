@@ -111,7 +111,10 @@ def _route_kernel(
 
 
 def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Implement `table.Route`. The scores may be `Parts`."""
+    """Choose the experts of each token by `rule`; return weights fp32 and ids int32 (`table.Route`).
+
+    The scores may be `Parts`.
+    """
     gated, part_stride, num_parts = rule.shared == "gated", 0, 0
     if isinstance(scores, Parts):
         num_parts, part_stride, scores = scores.own.shape[1], scores.own.stride(1), scores.own[:, 0]

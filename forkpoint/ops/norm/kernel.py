@@ -159,5 +159,8 @@ def gated_rmsnorm(
     sigmoid: bool = False,
     rounded: bool = False,
 ) -> Tensor:
-    """Return `rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`, in x's dtype."""
+    """Return `rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`, in x's dtype.
+
+    `table.GatedRMSNorm` says what `gate_first` and `sigmoid` change. With `rounded`, it also carries its FP8 form.
+    """
     return _norm(x, gate, weight, eps, rounded, GATED=True, GATE_FIRST=gate_first, SIGMOID=sigmoid)

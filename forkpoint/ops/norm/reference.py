@@ -28,7 +28,10 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
 def gated_rmsnorm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool = False, sigmoid: bool = False
 ) -> Tensor:
-    """Return `rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`, in x's dtype."""
+    """Return `rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`, in x's dtype.
+
+    `table.GatedRMSNorm` says what `gate_first` and `sigmoid` change.
+    """
     wide = gate.float()
     factor = activation.sigmoid(wide) if sigmoid else activation.silu(wide)
     if gate_first:

@@ -178,14 +178,17 @@ def _step_kernel(
 def recurrence_decode(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Out = None
 ) -> Tensor:
-    """Compute one recurrent step per row; return `[B, HV, V]`, in `out` if it is given."""
+    """Advance each row's state by one token; return the outputs `[B, HV, V]`, in `out` if it is given."""
     return _launch(inputs, params, pool, index, (), result(inputs, params, pool, out))
 
 
 def recurrence_verify(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Records
 ) -> Tensor:
-    """Implement `table.RecurrenceVerify`. Tokens of no row get zeros."""
+    """Compute the tokens of rows with drafts; return `[T, HV, V]` (`table.RecurrenceVerify`).
+
+    Tokens of no row get zeros.
+    """
     return _launch(inputs, params, pool, index, records, result(inputs, params, pool))
 
 

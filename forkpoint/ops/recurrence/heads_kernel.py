@@ -38,7 +38,7 @@ MOST_REGISTERS = 128  # per thread of a program that convolves, so that the prog
 
 @triton.jit
 def _convolved(x, old, taps, new, row_stride, present, kept, W: tl.constexpr):
-    """Return a token's convolved channels in x's dtype, with conv_update's rounding, and advance their window."""
+    """Return a token's convolved channels in x's dtype, with conv_update's rounding, and store its window at `new`."""
     newest = tl.load(x, mask=present, other=0.0)
     total = tl.zeros(present.shape, tl.float32)
     for j in tl.static_range(W - 1):
@@ -291,10 +291,11 @@ def launch_heads(
     most: int,
     sizes: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; return (mixed, gates).
+    """Launch the kernel, which writes records of keys and decays; return (mixed, gates).
 
     `mixed` is convolved if there is a `convolution` (taps, windows, rows). `kept` are the records of keys, key scales
-    and decays. `most` is the largest number of tokens of a row."""
+    and decays. `most` is the largest number of tokens of a row.
+    """
     ((mixed, *gated), options), spec, form = described(inputs, params), params.spec, straight(inputs.mixed.device)
     num_tokens, group = mixed.shape[0], spec.num_v_heads // spec.num_k_heads
     gates = kept[1].new_empty(num_tokens, spec.num_v_heads, GATES.value + 2 * sizes["PAST"])

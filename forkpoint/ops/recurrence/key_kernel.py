@@ -293,9 +293,10 @@ def _ready_chunks(
 def key_prefill(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Out = None
 ) -> Tensor:
-    """Implement `recurrence_prefill` for a decay per key: `a[T, H * K]`.
+    """Run the delta rule with a decay per key, `a[T, H * K]`, over segments; return `[T, HV, V]`.
 
-    Scratch memory is about `T * H * (3 K + 128)` elements of the inputs' dtype and `T * H * (K + 64)` in fp32."""
+    Scratch memory is about `T * H * (3 K + 128)` elements of the inputs' dtype and `T * H * (K + 64)` in fp32.
+    """
     spec, mixed, out = params.spec, inputs.mixed, result(inputs, params, pool, out)
     heads, dim, value_dim = spec.num_v_heads, spec.key_dim, spec.value_dim
     block_k = max(16, triton.next_power_of_2(dim))

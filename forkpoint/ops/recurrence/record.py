@@ -61,10 +61,12 @@ def recurrence_record(
     records: Records,
     out: Out = None,
 ) -> Tensor:
-    """Implement `table.Recorded` by folding all records before the tokens.
+    """Compute the tokens of rows whose states are written every few tokens (`table.Recorded`).
 
-    Kernels compute the same without folding: a product of the state before a token with x is
-    `e^c S x + sum_i e^{c - c_i} (k_i . x) u_i`, where S is the slot's state and c the sum of g since S."""
+    Folds all records before the tokens, and leaves a record of each token. Kernels compute the same without folding: a
+    product of the state before a token with x is `e^c S x + sum_i e^{c - c_i} (k_i . x) u_i`, where S is the slot's
+    state and c the sum of g since S.
+    """
     states, (updates, *kept) = _taken_on(pool, index, records), records
     tokens, spec, mixed = prepare(inputs, params), params.spec, inputs.mixed
     size = spec.num_k_heads * spec.key_dim

@@ -120,7 +120,10 @@ def recurrence_record(
     records: Records,
     out: Out = None,
 ) -> Tensor:
-    """Implement `table.Recorded`. Tokens of no row get zeros."""
+    """Compute the tokens of rows whose states are written every few tokens (`table.Recorded`).
+
+    Tokens of no row get zeros.
+    """
     return _launch(inputs, params, pool, index, records, result(inputs, params, pool, out))
 
 
@@ -135,8 +138,10 @@ def conv_record(
     records: Records,
     out: Out = None,
 ) -> Tensor | None:
-    """Implement `table.ConvRecord` for convolutions without bias and with SiLU, and up to MOST_CHANNELS value
-    channels."""
+    """Convolve one token per row, then run recurrence_record on it (`table.ConvRecord`).
+
+    None: the convolution has a bias or no SiLU, or a key head has more than MOST_CHANNELS value channels.
+    """
     spec, convolution = params.spec, (taps.weight, windows, rows)
     if taps.bias is not None or not taps.silu or spec.num_v_heads // spec.num_k_heads * spec.value_dim > MOST_CHANNELS:
         return None

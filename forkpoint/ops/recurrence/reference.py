@@ -200,7 +200,7 @@ def _saves_by_chunk(index: SegmentIndex) -> dict[int, list[tuple[int, int]]]:
 def recurrence_decode(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Out = None
 ) -> Tensor:
-    """Compute one recurrent step per row; return `[B, HV, V]`, in `out` if it is given.
+    """Advance each row's state by one token; return the outputs `[B, HV, V]`, in `out` if it is given.
 
     The old state is read once, for `S k` and `S q` together: `o = e^g S q + u (k . q)`.
     """

@@ -138,7 +138,7 @@ def _penalty_kernel(
 
 
 def apply_penalties(logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> None:
-    """Apply penalties to `logits[N, V]` fp32 in place."""
+    """Apply penalties to `logits[N, V]` fp32 in place, with the counts that PenaltyColumns describes."""
     num_tiles = triton.cdiv(logits.shape[1], ELEMENTWISE_TILE)
     operands = (logits, counts, columns.rows, columns.lines, columns.repetition, columns.frequency, columns.presence)
     sizes = (dense_rows(logits), dense_rows(counts), logits.shape[1], num_tiles)

@@ -194,6 +194,9 @@ class Shortlist:
 
 
 def shortlist(weight: Tensor, num_ids: int) -> Shortlist | None:
-    """Implement `OpTable.shortlist`."""
+    """Return a function to the likeliest ids under `weight[N, K]`, of which `num_ids` rows are ids (`OpTable`).
+
+    None unless the weight is bfloat16, K a multiple of UNIT, and the device multiplies FP8.
+    """
     fits = weight.dtype == torch.bfloat16 and weight.shape[1] % UNIT == 0
     return Shortlist(weight.contiguous(), num_ids) if fits and traits_of(weight.device).multiplies_fp8 else None

@@ -135,14 +135,17 @@ def _step_kernel(
 
 
 def scan_decode(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Out = None) -> Tensor:
-    """Compute one token per row; return `[B, D]`, in `out` if it is given."""
+    """Advance each row's state by one token; return the outputs `[B, D]`, in `out` if it is given."""
     return _launch(inputs, params, pool, index, (), out)
 
 
 def scan_verify(
     inputs: ScanInputs, params: ScanParams, pool: Tensor, index: VerifyIndex, records: Records, out: Out = None
 ) -> Tensor:
-    """Implement `table.Recorded` for scans. Tokens of no row get zeros."""
+    """Compute the tokens of rows with drafts; return `[T, D]`, in `out` if it is given (`table.Recorded`).
+
+    Tokens of no row get zeros.
+    """
     return _launch(inputs, params, pool, index, records, out)
 
 

@@ -58,7 +58,7 @@ def scan_prefill(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: Se
 
 
 def scan_decode(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Out = None) -> Tensor:
-    """Compute one token per row; return `[B, D]`, in `out` if it is given."""
+    """Advance each row's state by one token; return the outputs `[B, D]`, in `out` if it is given."""
     y, states = scan_tokens(
         ScanInputs(*(value.unsqueeze(0) for value in inputs)), params, read_slots(pool, index.src).float()
     )
@@ -69,7 +69,10 @@ def scan_decode(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: Dec
 def scan_verify(
     inputs: ScanInputs, params: ScanParams, pool: Tensor, index: VerifyIndex, records: Records, out: Out = None
 ) -> Tensor:
-    """Compute rows with drafts; return `[T, D]`, in `out` if given. `index` says which states and records are used."""
+    """Compute the tokens of rows with drafts; return `[T, D]`, in `out` if it is given.
+
+    `index` says which states of `pool[P, D, N]` and which records are read and written.
+    """
     answer, (x, dt, b) = torch.empty_like(inputs.x) if out is None else out, records
 
     def advance(own: Tensor, at: Tensor, rows: Tensor, i: int) -> Tensor:

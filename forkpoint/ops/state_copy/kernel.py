@@ -63,9 +63,10 @@ def _copy_kernel(
 
 
 class StateCopy:
-    """The `state_copy` operator. It keeps a table of addresses on the device for each set of pools it has seen.
+    """The `state_copy` operator: copies slots `src` to slots `dst` in all pools. A src of -1 gives zeros.
 
-    With more pieces than `most_programs` (default: the device's limit), programs copy several pieces in turn.
+    It keeps a table of addresses on the device for each set of pools it has seen. With more pieces than `most_programs`
+    (default: the device's limit), programs copy several pieces in turn.
     """
 
     def __init__(self, most_programs: int | None = None) -> None:

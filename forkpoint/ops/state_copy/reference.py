@@ -30,7 +30,7 @@ def write_slots(pool: Tensor, dst: Tensor, states: Tensor) -> None:
 
 
 def state_copy(pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
-    """Copy slots `src` to slots `dst` in all pools, on any torch device."""
+    """Copy slots `src` to slots `dst` in all pools. A src of -1 gives zeros, a dst of -1 stores nothing."""
     for pool in pools:
         write_slots(pool, dst, read_slots(pool, src))
 
