@@ -114,7 +114,8 @@ def option(default: Any = MISSING, help: str | None = None, bounds: Bounds | Non
 def checked_fields(given: object, check: Checker, none: str = "") -> dict[str, Any]:
     """Return the flag, number and text fields of a dataclass as plain values, checked against their types and bounds.
 
-    `none` describes None in errors of integer fields that may also be None."""
+    `none` describes None in errors of integer fields that may also be None.
+    """
     found: dict[str, Any] = {}
     for item, kind, is_optional in _plain_fields(type(given)):  # type: ignore[arg-type]  # classes are hashable
         value = getattr(given, item.name)

@@ -56,7 +56,8 @@ def json_object(name: str, given: Any, known: Sequence[str] | None = None) -> di
 class JsonConfig:
     """Options that are given together, as an object, a mapping or JSON text, under the name `option_name`.
 
-    Raises ConfigError for values of wrong types or out of range."""
+    Raises ConfigError for values of wrong types or out of range.
+    """
 
     __slots__ = ()
     option_name: ClassVar[str]

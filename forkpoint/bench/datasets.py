@@ -24,7 +24,7 @@ from forkpoint.sim.trace import TraceRequest
 
 
 class Synthesis:
-    """Draws the random tokens and lengths of one workload. The same seed draws the same ones."""
+    """A generator of the random tokens and lengths of one workload; the same seed gives the same ones."""
 
     def __init__(self, vocabulary: Vocabulary, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -34,7 +34,7 @@ class Synthesis:
         return self._vocabulary.random(self.rng, count)
 
     def length(self, middle: int, ratio: float) -> int:
-        """Draw a length uniformly from `middle` minus to plus its share `ratio`; at least 1."""
+        """Draw a length uniformly from `middle` minus to plus `middle * ratio` (rounded down), at least 1."""
         low, high = int(middle * (1 - ratio)), int(middle * (1 + ratio))
         return max(1, int(self.rng.integers(low, high + 1)))
 
@@ -44,6 +44,7 @@ def _request(tokens: TokenIds, num_output_tokens: int) -> BenchRequest:
 
 
 def random_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[BenchRequest]:
+    """Yield prompts of a shared random prefix and a random body of their own, without end."""
     prefix, ratio = synthesis.tokens(options.random_prefix_len), options.random_range_ratio
     while True:
         body = synthesis.tokens(synthesis.length(options.random_input_len, ratio))
@@ -51,7 +52,10 @@ def random_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[B
 
 
 def random_mm_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[BenchRequest]:
-    """Yield requests of `random_requests`, each with images of its own."""
+    """Yield the requests of `random_requests` without end, each with random images of its own.
+
+    Raises ConfigError for an option of the images that is not allowed, and without Pillow.
+    """
     images = RandomImages(
         read_buckets(options.random_mm_bucket_config),
         options.random_mm_base_items_per_request,
@@ -63,7 +67,7 @@ def random_mm_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterato
 
 
 def prefix_repetition_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[BenchRequest]:
-    """Yield requests whose prefixes are shuffled so that each is used equally often."""
+    """Yield a prefix and a new suffix each, without end. Every round uses each prefix once, in random order."""
     prefixes = [
         synthesis.tokens(options.prefix_repetition_prefix_len) for _ in range(options.prefix_repetition_num_prefixes)
     ]
@@ -74,6 +78,7 @@ def prefix_repetition_requests(options: DatasetOptions, synthesis: Synthesis) ->
 
 
 def multi_turn_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[BenchRequest]:
+    """Yield conversations one after the other, without end: a first message, then turns that follow it."""
     prefix, output = synthesis.tokens(options.multi_turn_prefix_len), options.multi_turn_output_len
     count = 0
     while True:
@@ -87,7 +92,7 @@ def multi_turn_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterat
 
 
 def fork_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[BenchRequest]:
-    """Yield a context, then branches after its answer, each with messages of its own."""
+    """Yield without end a context, then each branch's messages, of which the first follows the context's answer."""
     output, count = options.fork_output_len, 0
     while True:
         context = count
@@ -117,7 +122,7 @@ SYNTHETIC: Final[Mapping[str, Maker]] = MappingProxyType(
 
 
 def synthetic(options: DatasetOptions, vocabulary: Vocabulary, count: int, seed: int) -> list[BenchRequest]:
-    """Return the first `count` requests of the synthetic dataset that `options` selects."""
+    """Return the first `count` requests of the synthetic dataset that `options` names. Raises ConfigError."""
     return list(islice(SYNTHETIC[options.dataset_name](options, Synthesis(vocabulary, seed)), count))
 
 
@@ -126,8 +131,11 @@ MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
 
 
 def sharegpt_requests(options: DatasetOptions, vocabulary: Vocabulary, count: int, seed: int) -> list[BenchRequest]:
-    """Return first messages and answer lengths of conversations in random order. Start again if the file has too
-    few."""
+    """Return first messages of conversations in random order, with the lengths of their answers as output.
+
+    Only MIN_LEN to MAX_TOTAL_LEN tokens are taken. If fewer than `count` fit, they are repeated; [] if none fits.
+    Raises ConfigError for a file that cannot be read.
+    """
     conversations = _sharegpt(Path(options.dataset_path or ""))
     order = np.random.default_rng(seed).permutation(len(conversations))
     found: list[BenchRequest] = []
@@ -144,8 +152,10 @@ def sharegpt_requests(options: DatasetOptions, vocabulary: Vocabulary, count: in
 
 
 def trace_requests(options: DatasetOptions, vocabulary: Vocabulary, count: int, seed: int) -> list[BenchRequest]:
-    """Return the first `count` requests of a trace with its arrival times. Equal tokens of the trace become equal
-    tokens."""
+    """Return the first `count` requests of a trace (of its first sessions), with its times divided by the speed.
+
+    Random tokens stand for the trace's, equal for equal ones; `trace_shrink` keeps a share of them. Raises TraceError.
+    """
     trace = read_trace(Path(options.dataset_path or ""), limit=count)
     shrink = options.trace_shrink
     places: dict[str, int] = {}

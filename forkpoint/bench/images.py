@@ -22,9 +22,9 @@ EXAMPLE: Final = "{(256, 256, 1): 0.5, (720, 1280, 1): 0.5}"
 
 
 def read_buckets(given: str) -> dict[Bucket, float]:
-    """Read the probabilities of image sizes, a dict of (height, width, frames). Raises ConfigError.
+    """Read a dict literal of (height, width, frames) to probability, as in vLLM, and return the sizes' probabilities.
 
-    Probabilities of 0 are dropped and the others are normalised, as in vLLM.
+    Probabilities of 0 are dropped and the others normalised. Raises ConfigError for other texts, sizes and videos.
     """
     try:
         found = ast.literal_eval(given)
@@ -48,7 +48,7 @@ def read_buckets(given: str) -> dict[Bucket, float]:
 
 
 def image_limit(given: Mapping[str, Any]) -> int:
-    """Return the most images of a request. Raises ConfigError."""
+    """Return `given["image"]`, the most images of a request (default: 0). Raises ConfigError if it is no count."""
     limit = given.get("image", 0)
     if type(limit) is not int or limit < 0:
         raise ConfigError(f"random_mm_limit_mm_per_prompt has image={limit!r}; give an integer of 0 or more")
@@ -56,13 +56,12 @@ def image_limit(given: Mapping[str, Any]) -> int:
 
 
 class RandomImages:
-    """Draws images of noise as data URLs. The same generator draws the same images."""
+    """A generator of noise images as data URLs of JPEGs; the same random generator gives the same images."""
 
     def __init__(self, buckets: Mapping[Bucket, float], num_images: int, range_ratio: float, limit: int) -> None:
-        """Each request has about `num_images` images: up to the share `range_ratio` fewer or more, and never more than
-        `limit`.
+        """Prepare requests of `num_images` images, up to that share fewer or more, and at most `limit`.
 
-        Raises ConfigError without Pillow.
+        `buckets` are the probabilities of sizes. Raises ConfigError without Pillow.
         """
         if find_spec("PIL") is None:
             raise ConfigError("dataset_name=random-mm needs Pillow; pip install pillow")
@@ -71,7 +70,7 @@ class RandomImages:
         self._most = min(limit, math.ceil(num_images * (1 + range_ratio)))
 
     def draw(self, rng: np.random.Generator) -> Iterator[str]:
-        """Yield the images of one request."""
+        """Yield the images of one request, possibly none."""
         for _ in range(int(rng.integers(self._fewest, self._most + 1))):
             height, width = self._sizes[int(rng.choice(len(self._sizes), p=self._chances))]
             yield _data_url(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))

@@ -21,7 +21,7 @@ Prompt: TypeAlias = Any  # token ids or a text for a plain completion, messages 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one request. `error` is None if it was answered."""
+    """The result of one request. `error` is None if it was answered; otherwise `answer` may be cut short or empty."""
 
     request: BenchRequest
     answer: Answer
@@ -29,7 +29,7 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float:
-        """The time to the first token; to the end if no token had visible text (half a character, for example)."""
+        """Seconds to the first token with visible text (half a character has none), or to the end if none had any."""
         first = self.answer.time_to_first_token_s
         if first is None:
             return self.answer.latency_s
@@ -37,7 +37,7 @@ class Outcome:
 
     @property
     def tpot_s(self) -> float | None:
-        """The time per output token after the first; None for an answer of one token."""
+        """Seconds per output token after the first; None for an answer of one token or none."""
         later = self.answer.num_completion_tokens - 1
         if later <= 0:
             return None
@@ -51,31 +51,31 @@ class Outcome:
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """The number that the server reports; None if it reports none."""
+        """The prompt tokens that the server took from its cache; None if it does not say."""
         if self.answer.usage is None:
             return None
         return self.answer.usage.num_cached_tokens
 
     def meets(self, limits_ms: Mapping[str, float]) -> bool:
-        """Return whether each metric keeps its limit. A metric that the request does not have keeps every limit."""
+        """Return whether each metric (ttft, tpot, e2el) keeps its limit; a missing tpot keeps any."""
         values = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.answer.latency_s}
         found = {name: values[name] for name in limits_ms}
         return all(value is None or value * 1000 <= limits_ms[name] for name, value in found.items())
 
 
 class PromptStyle:
-    """Builds prompts of plain completions. Conversations are lists of token ids."""
+    """Builds prompts of plain completions. Conversations are lists of token ids (a text has no continuation)."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
     def prompt(self, request: BenchRequest, before: Prompt | None) -> Prompt:
-        """Return the prompt of `request`. `before` is its conversation so far; None at its start."""
+        """Return the prompt of `request` after `before`, its conversation so far (None: it starts one)."""
         own = request.content if isinstance(request.content, str) else request.content.tolist()
         return own if before is None else before + own
 
     def answered(self, prompt: Prompt, answer: str) -> Prompt:
-        """Return the conversation after `prompt` was answered."""
+        """Return the conversation after `prompt` was answered with the text `answer`."""
         return prompt + self._vocabulary.encode(answer)
 
     def body(self, prompt: Prompt, num_output_tokens: int) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class PromptStyle:
 
 
 class ChatStyle(PromptStyle):
-    """Builds prompts of chats. Token ids become a text that encodes to the same number of tokens."""
+    """Builds chats: conversations are lists of messages, and token ids become a text that encodes to as many tokens."""
 
     def prompt(self, request: BenchRequest, before: Prompt | None) -> Prompt:
         own: Any = request.content if isinstance(request.content, str) else self._vocabulary.text(request.content)
@@ -104,9 +104,10 @@ STYLES: Final[Mapping[str, type[PromptStyle]]] = MappingProxyType({"openai": Pro
 
 @dataclass
 class Load:
-    """Sends each request when it is due: at its arrival time, or after the request that it follows.
+    """Sends each request to `path` when it is due: at its arrival time, or after the request that it follows.
 
-    `body` holds the fields that all requests share. `on_end` is called with each outcome.
+    `body` holds the fields that all requests share. `on_end` is called with each outcome. At most `max_concurrency`
+    requests are in flight (None: any number).
     """
 
     server: Server
@@ -122,7 +123,8 @@ class Load:
     async def run(self, requests: Sequence[BenchRequest], arrivals: Sequence[float]) -> list[Outcome]:
         """Send all `requests` and return their outcomes in the same order.
 
-        `arrivals[i]` is used if request i follows none. A request that follows a failed one fails without being sent.
+        Request i is due `arrivals[i]` seconds after this call, unless it follows another one. A request that follows a
+        failed one fails without being sent. Errors of the server are outcomes and are not raised.
         """
         start = time.perf_counter()
         followed = {request.after for request in requests if request.continues}

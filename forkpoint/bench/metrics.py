@@ -23,7 +23,8 @@ def figures(
 ) -> dict[str, Any]:
     """Return the figures of a run of `duration_s` seconds under vLLM's names, and figures of the prefix cache.
 
-    `limits_ms` are the limits of goodput, if it is wanted. Cached tokens are None if no answer reported any.
+    Failed requests count only as such. `metrics` and `percentiles` (0 to 100) choose the distributions. `limits_ms` are
+    the limits of goodput (None: goodput is None). Cached tokens are None if no answer reported any.
     """
     requests = [outcome for outcome in outcomes if outcome.error is None]
     num_input = sum(request.num_prompt_tokens for request in requests)
@@ -61,7 +62,7 @@ def figures(
 
 
 def _distribution(name: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Return the statistics in milliseconds; all 0 if nothing was measured."""
+    """Return mean, median, deviation and percentiles in milliseconds, by name; all 0 if nothing was measured."""
     times = np.asarray(values_s or [0.0]) * 1000
     found = {"mean": times.mean(), "median": np.median(times), "std": times.std()}
     found |= {f"p{rank:g}": np.percentile(times, rank) for rank in percentiles}
@@ -69,8 +70,7 @@ def _distribution(name: str, values_s: Sequence[float], percentiles: Sequence[fl
 
 
 def _peaks(requests: Sequence[Outcome]) -> tuple[float, int]:
-    """Return the most chunks that arrived and the most open requests in any one second, counted from the first
-    start."""
+    """Return the most chunks that arrived, and the most requests that were open, in any one second since the start."""
     if not requests:
         return 0.0, 0
     start = min(request.answer.start_s for request in requests)

@@ -99,7 +99,7 @@ class LoadOptions:
         self.sampling_body()
 
     def sampling_body(self) -> dict[str, Any]:
-        """Return the fields of every request's body that these options set."""
+        """Return the body fields that these options set. Raises ConfigError if `extra_body` is no JSON object."""
         names = ("temperature", "top_p", "top_k", "min_p")
         body = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.ignore_eos:
@@ -139,12 +139,12 @@ class ReportOptions:
 
     @property
     def notes(self) -> dict[str, str]:
-        """The metadata by name."""
+        """The metadata, by name."""
         return _pairs("metadata", self.metadata)
 
     @property
     def folder(self) -> Path | None:
-        """The folder that the result is written to; None if it is not written."""
+        """The folder to write the result to; None if it is not to be written."""
         return Path(self.result_dir or ".") if self.save_result or self.append_result else None
 
     @property
@@ -157,7 +157,7 @@ class ReportOptions:
 
     @property
     def limits_ms(self) -> dict[str, float]:
-        """The longest allowed time in milliseconds of each metric that goodput names."""
+        """The longest allowed time of each metric that `goodput` names."""
         pairs = (text.partition(":") for text in self.goodput)
         return {name: _number("goodput", value) for name, _, value in pairs}
 
@@ -181,7 +181,7 @@ NEEDS_FILE = ("sharegpt", "trace")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetOptions:
-    """The prompts to send. Lengths are in tokens. Raises ConfigError for lengths out of range and a missing file."""
+    """The prompts to send. Lengths are in tokens. Raises ConfigError for values out of range and a missing file."""
 
     dataset_name: Literal["random", "random-mm", "sharegpt", "prefix_repetition", "multi_turn", "fork", "trace"] = (
         option(

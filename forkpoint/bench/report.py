@@ -1,5 +1,4 @@
-"""Prints and writes results of `bench serve` with the lines and JSON names of `vllm bench serve`, plus the cache's
-figures."""
+"""Prints and writes results of `bench serve` under the names of `vllm bench serve`, with the cache's figures."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ TITLES = {
 
 
 def lines(found: Mapping[str, Any], load: LoadOptions, report: ReportOptions) -> Iterator[str]:
-    """Yield the printed lines of the figures `found`: vLLM's, and those of the cache."""
+    """Yield the printed lines of the figures `found` (of `figures`), without those that are None."""
     shown = {**found, "max_concurrency": load.max_concurrency, "request_rate": None}
     shown["max_concurrent_requests"] = float(found["max_concurrent_requests"])
     if not math.isinf(load.request_rate):
@@ -79,8 +78,7 @@ DETAILS: Final[tuple[tuple[str, Callable[[Outcome], Any], Any], ...]] = (
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return a list for each figure, with one entry for each request in the order sent; 0, empty or None if it
-    failed."""
+    """Return a list per figure with an entry per request, in the order sent; 0, empty or None if the request failed."""
     found = {name: [read(r) if r.error is None else failed for r in outcomes] for name, read, failed in DETAILS}
     return {
         **found,
@@ -93,7 +91,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def about_run(
     model: str, tokenizer: str, target: TargetOptions, load: LoadOptions, report: ReportOptions, now: datetime
 ) -> dict[str, Any]:
-    """Return the parameters of the run for the head of the result."""
+    """Return the run's parameters, which come first in the result. `metadata` may overwrite them."""
     return {
         "date": now.strftime("%Y%m%d-%H%M%S"),
         "backend": target.backend,
@@ -117,7 +115,7 @@ def result_path(folder: Path, about: Mapping[str, Any], report: ReportOptions) -
 
 
 def require_folder(path: Path) -> None:
-    """Create the folder of results if it does not exist. Raises ConfigError if nothing can be written there."""
+    """Create the folder and its parents if absent. Raises ConfigError if nothing can be written there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -129,7 +127,7 @@ def require_folder(path: Path) -> None:
 
 
 def write_result(found: Mapping[str, Any], path: Path, *, append: bool) -> None:
-    """Write one line of JSON. Raises ConfigError if that is not possible."""
+    """Write `found` as one line of JSON, in place of the file's content or after it. Raises ConfigError on failure."""
     try:
         with path.open("a" if append else "w", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")

@@ -14,10 +14,10 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A request, sent at `arrival_s` (None: chosen by the rate), or `think_s` seconds after request `after` has ended.
+    """A request, sent at `arrival_s` (None: chosen by the rate), or `think_s` after the request `after` has ended.
 
-    Its prompt is `content`, a text or token ids. With `continues` it is token ids, and the prompt and answer of request
-    `after` come first. `images` are data URLs that follow the text of a chat.
+    `after` is an index in the workload. The prompt is `content`, a text or token ids. With `continues` it is token ids,
+    and the prompt and answer of request `after` come first. `images` are data URLs that follow the text of a chat.
     """
 
     content: str | TokenIds
@@ -31,7 +31,7 @@ class BenchRequest:
 
 
 def checked(requests: list[BenchRequest]) -> list[BenchRequest]:
-    """Return the requests. Raises ConfigError if there are none."""
+    """Return `requests`. Raises ConfigError if there are none."""
     if not requests:
         raise ConfigError("the dataset has no request of the wanted lengths; check its file and the length options")
     return requests

@@ -41,7 +41,7 @@ GROUPS: Final[Mapping[str, type[Any]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """The options of one run."""
+    """The options of one run of `bench serve`."""
 
     server: TargetOptions
     load: LoadOptions
@@ -49,9 +49,9 @@ class ServeBench:
     report: ReportOptions
 
     def run(self) -> int:
-        """Run, print and write the result. Return 1 if a request failed.
+        """Send the load, print the figures and write the result. Return 1 if a request failed, otherwise 0.
 
-        Raises ServerError or ConfigError before anything is measured.
+        Raises ServerError or ConfigError before anything is measured, and ConfigError if the result cannot be written.
         """
         return asyncio.run(self._run())
 
@@ -106,7 +106,7 @@ class ServeBench:
             await asyncio.sleep(READY_POLL_S)
 
     async def _warm_up(self, load: Load, vocabulary: Vocabulary) -> None:
-        """Send requests like the measured ones. Synthetic datasets give them other prompts."""
+        """Send `num_warmups` requests; synthetic ones differ from the measured. Raises ConfigError if one fails."""
         if self.load.num_warmups:
             requests = self._requests(vocabulary, self.load.num_warmups, self.load.seed + WARMUP_SEED, None)
             outcomes = await load.run(requests, [0.0] * len(requests))
@@ -126,7 +126,10 @@ class ServeBench:
         return checked(fitting)
 
     def _arrivals(self, requests: Sequence[BenchRequest]) -> list[float]:
-        """Return the dataset's own arrival times, unless a request rate is given."""
+        """Return each request's arrival in seconds: the dataset's, or drawn if a rate is given or it has none.
+
+        Requests that follow another one get 0.0 if drawn. Prints a hint for long traces.
+        """
         first = [request for request in requests if request.after is None]
         if math.isinf(self.load.request_rate) and any(request.arrival_s is not None for request in first):
             times = [request.arrival_s or 0.0 for request in requests]
@@ -140,8 +143,10 @@ class ServeBench:
 
 
 def without_too_long(requests: Sequence[BenchRequest], max_model_len: int | None) -> list[BenchRequest]:
-    """Return the requests that fit `max_model_len`. A request that followed a removed one then follows its
-    predecessor."""
+    """Return the requests that fit `max_model_len` tokens (None: all).
+
+    A request that followed a removed one then follows that one's predecessor.
+    """
     if max_model_len is None:
         return list(requests)
     kept: list[BenchRequest] = []
@@ -167,7 +172,7 @@ def _tokenizer_folder(given: str | None, model: ServedModel) -> str:
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
-    """Return the arrival of each of `count` requests in seconds after the start, sorted; all 0 for an infinite rate.
+    """Return `count` arrivals in seconds after the start, sorted; all 0 for an infinite `rate` (requests a second).
 
     Gaps are gamma-distributed with shape `burstiness` (1: a Poisson process). They are scaled so that the last request
     comes at `count / rate`, which gives every seed the same load.

@@ -14,7 +14,10 @@ MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # constants 
 
 
 class Vocabulary:
-    """The tokens that prompts consist of: ordinary ones, if possible such that encode to themselves after decoding."""
+    """The tokens of prompts: ordinary ones, and if there are enough, only those that survive decoding and encoding.
+
+    Raises ConfigError for a tokenizer with special tokens only.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -30,8 +33,7 @@ class Vocabulary:
         return self.tokens[rng.integers(0, len(self.tokens), count)]
 
     def of_names(self, names: TokenIds, seed: int) -> TokenIds:
-        """Return a token for each name, the same for the same name and seed. The names stand for the tokens of a
-        trace."""
+        """Return a token for each name (a number for a trace's token): the same for the same name and seed."""
         mixed = names.astype(np.uint64) + np.uint64((seed * MIX[0]) % 2**64)
         mixed *= np.uint64(MIX[0])
         for shift, factor in ((30, MIX[1]), (27, MIX[2])):
@@ -39,8 +41,7 @@ class Vocabulary:
         return self.tokens[((mixed ^ (mixed >> np.uint64(31))) % np.uint64(len(self.tokens))).astype(np.int64)]
 
     def text(self, tokens: TokenIds) -> str:
-        """Return a text that encodes to the same number of tokens, and to the same tokens where the tokenizer allows
-        it."""
+        """Return a text that encodes to the same tokens, or at least to as many, where ATTEMPTS rounds reach that."""
         wanted = [int(token) for token in tokens]
         text = self._decode(wanted)
         for _ in range(ATTEMPTS):

@@ -30,7 +30,7 @@ Model: TypeAlias = Callable[[Messages, Answer, Show], None]
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Answer messages from standard input, one for each line. Return 1 if an answer failed."""
+    """Answer each line of standard input, or only `--quick`. Return 1 if an answer failed, otherwise 0."""
     opened, lines = _local_model, _lines()
     if options.url is not None:
         opened = _server_model
@@ -55,7 +55,7 @@ def chat(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _local_model(options: argparse.Namespace) -> Iterator[Model]:
-    """Load a model here and yield the function that answers with it."""
+    """Load a model here, and yield the function that answers with it."""
     engine = with_model({"log_level": "warning", **engine_options(options)})
     params = sampling_params(options, EngineConfig.from_flat(**engine))
     if sys.stderr.isatty():  # the log is off, and importing torch takes seconds
@@ -80,7 +80,10 @@ def _local_model(options: argparse.Namespace) -> Iterator[Model]:
 
 @contextmanager
 def _server_model(options: argparse.Namespace) -> Iterator[Model]:
-    """Yield the function that lets a server answer. Ctrl-C ends an answer and keeps the text so far."""
+    """Yield the function that lets a server answer. Ctrl-C ends an answer and keeps the text so far.
+
+    Raises ConfigError for engine options, and what `connection` raises.
+    """
     require_no_engine_options(engine_options(options))
     from forkpoint.cli.remote import connection
     from forkpoint.client.server import CHAT
@@ -94,7 +97,7 @@ def _server_model(options: argparse.Namespace) -> Iterator[Model]:
 
 
 class Conversation:
-    """The messages so far. A stopped answer is kept with the text that it has."""
+    """The messages so far. A stopped answer is kept with the text that it has. `failed`: an answer has failed."""
 
     def __init__(self, model: Model, system_prompt: str | None) -> None:
         self.failed = False
@@ -110,7 +113,10 @@ class Conversation:
         print("(new conversation)")
 
     def ask(self, text: str) -> None:
-        """Print the answer as it comes, then a line of statistics."""
+        """Print the answer to `text` as it comes, then a line of statistics; add both messages.
+
+        An error is printed and sets `failed`. A question without any answer, or with an unreadable image, is not kept.
+        """
         try:
             content = message_content(text)
         except OSError as unreadable:
@@ -142,7 +148,7 @@ class Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """Yield lines of standard input. A terminal gets a prompt and line editing."""
+    """Yield lines of standard input until its end; Ctrl-C is no end. A terminal gets a prompt and line editing."""
     interactive, prompt = sys.stdin.isatty(), ""
     if interactive:
         import readline  # noqa: F401  (gives input() its line editing)

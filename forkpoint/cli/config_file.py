@@ -29,7 +29,7 @@ def file_arguments(path: str, flags: dict[str, argparse.Action], given: Containe
     """Return the command-line arguments in a file, except those whose destination is in `given`.
 
     `flags` maps known names to their actions. Raises ConfigError for a file that cannot be read, unknown keys (with the
-    most similar known one), and values that the flag does not take.
+    most similar known one), and values of a wrong JSON type.
     """
     arguments: list[str] = []
     for key, value in _read(path).items():
@@ -75,7 +75,7 @@ def _arguments(where: str, flag: str, action: argparse.Action, value: Any) -> li
 
 
 def _text(where: str, value: Any) -> str:
-    """Return a scalar as it is written on the command line. Only switches take booleans."""
+    """Return a scalar as it is written on the command line. Raises ConfigError for other values, also booleans."""
     if value is None or isinstance(value, bool | dict | list):
         shown = "nothing" if value is None else json.dumps(value)
         raise ConfigError(f"{where}: {shown} is not allowed; give a text or a number")

@@ -15,7 +15,7 @@ LONG = 10  # factor of the answer length for measuring drafts
 
 
 def demo(options: argparse.Namespace) -> int:
-    """Run the demo on the given model, or on the checkout's. Return 1 if an output differs."""
+    """Run the demo on the given model, or the checkout's, and print it. Return 1 if an output differs, otherwise 0."""
     engine = engine_options(options)
     talks = "model" not in engine
     model = choose_model(engine)

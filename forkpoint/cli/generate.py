@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Print completions on standard output and cache statistics on standard error. Return 1 if a completion failed."""
+    """Print completions on standard output and cache statistics on standard error. Return 1 if one failed, otherwise 0.
+
+    Raises ConfigError for `--stream` with several completions, and KeyboardInterrupt after Ctrl-C once all is printed.
+    """
     prompts = options.prompt or [standard_input()]
     if options.stream and (len(prompts) > 1 or options.n > 1):
         raise ConfigError("--stream prints one completion; give one prompt and leave --n at 1")
@@ -53,8 +56,10 @@ def standard_input() -> str:
 
 
 def stream(llm: LLM, prompt: Any, params: SamplingParams, show: Callable[[str], None]) -> RequestOutput:
-    """Show each piece of the output's text as it comes, and return the whole output; after Ctrl-C, the output so
-    far."""
+    """Call `show` with each piece of the output's text as it comes, and return the whole output.
+
+    After Ctrl-C it is the output so far; without any, KeyboardInterrupt is raised.
+    """
     shown = 0
     last: RequestOutput | None = None
     try:

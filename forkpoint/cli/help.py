@@ -16,8 +16,7 @@ LIST, ALL = "listgroup", "all"
 
 
 def overview(parser: argparse.ArgumentParser) -> str:
-    """Return the whole help of a small parser. A large parser's shows the most used options and how to see the
-    others."""
+    """Return the whole help of a small parser; of a large one, the most used options and how to see the others."""
     if len(_options(parser)) <= SCREEN:
         return parser.format_help()
     shown = [action for name in _FIRST.split() for action in _options(parser) if name in action.option_strings]
@@ -31,7 +30,7 @@ def overview(parser: argparse.ArgumentParser) -> str:
 
 
 def about(parser: argparse.ArgumentParser, topic: str) -> str | None:
-    """Return the help for a topic: `all`, `listgroup`, the name of a group, or a word. None if nothing matches."""
+    """Return the help on a topic: `all`, `listgroup`, a group's name, or a word. None if nothing matches."""
     topic, groups = topic.strip().lower(), _groups(parser)
     if topic == ALL:
         return parser.format_help()
@@ -55,7 +54,7 @@ def about(parser: argparse.ArgumentParser, topic: str) -> str | None:
 
 
 def nearest(parser: argparse.ArgumentParser, topic: str) -> str:
-    """Return an error for a topic that `about` does not know, with the most similar one."""
+    """Return the error message for a topic that `about` does not know, with the most similar one."""
     names = [LIST, ALL, *_groups(parser), *(name[2:] for name in parser._option_string_actions if name[:2] == "--")]
     near = difflib.get_close_matches(topic.lower(), names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -72,8 +71,10 @@ def _positionals(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _groups(parser: argparse.ArgumentParser) -> dict[str, tuple[str, list[argparse.Action]]]:
-    """Return the groups and their options, keyed by the first word of the title, or by the last if the first is
-    taken."""
+    """Return the title and the visible options of each group, by the first word of its title.
+
+    The last word is the key if the first is taken.
+    """
     found: dict[str, tuple[str, list[argparse.Action]]] = {}
     for group in parser._action_groups:
         visible = [action for action in group._group_actions if action.option_strings and action.dest != "help"]

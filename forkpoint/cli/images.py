@@ -22,7 +22,7 @@ ESCAPED: Final = re.compile(r"\\(.)")
 
 
 def message_content(text: str) -> str | list[dict[str, Any]]:
-    """Return a message's content: the text, or a list of parts if paths of image files are in it.
+    """Return a message's content: the text, or a list of parts if it names image files by their paths.
 
     A path that names no file stays text. Raises OSError if a file cannot be read.
     """

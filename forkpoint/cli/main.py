@@ -19,7 +19,7 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 def main(arguments: Sequence[str] | None = None, parser: Callable[[], argparse.ArgumentParser] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 (it ran and failed), 2 (a one-line error), 130 (Ctrl-C).
 
-    `parser` creates a parser other than the `forkpoint` command's. Its default for `command` is the function to run.
+    `parser` creates a parser other than the `forkpoint` command's; its default for `command` is the function to run.
     Raises SystemExit, as argparse does, for --help and for wrong usage.
     """
     options = argparse.Namespace()
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, parser: Callable[[], argparse.A
 
 
 def run(parser: Callable[[], argparse.ArgumentParser] | None = None) -> NoReturn:
-    """Run `main` as a process. Later Ctrl-Cs cannot interrupt its exit."""
+    """Run `main` as a process and exit with its code. Later Ctrl-Cs cannot interrupt the exit."""
     sys.path.append("")  # options may name modules of the working directory, as with `python -m`
     code = main(parser=parser)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

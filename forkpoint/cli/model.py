@@ -15,10 +15,10 @@ from forkpoint.version import installed_version
 
 
 def choose_model(engine: Mapping[str, Any], tag: str | None = None) -> str:
-    """Return the model in the engine options or in `tag`, otherwise the checkout's demo model.
+    """Return the model in the engine options or in `tag` (the positional argument), otherwise the demo model.
 
-    Raises ConfigError if it is given twice, or not at all outside a checkout. Raises ModelFolderError for a folder
-    without a model.
+    Raises ConfigError if it is given twice, or not at all outside a checkout, and ModelFolderError for a folder without
+    a model.
     """
     chosen: str | None = engine.get("model")
     if tag is not None and chosen is not None:
@@ -43,14 +43,14 @@ def with_model(engine: Mapping[str, Any], tag: str | None = None) -> dict[str, A
 
 
 def announce(model: str, log_level: str = "info") -> None:
-    """Log which model will be loaded, before slow imports begin."""
+    """Set up logging and log which folder will be loaded, before slow imports begin. Without a folder do nothing."""
     if Path(model).is_dir():  # otherwise an error follows at once
         set_up_logging(log_level)
         LOGGER.info("forkpoint %s starts with %s", installed_version(), model)
 
 
 def require_no_engine_options(engine: Mapping[str, Any]) -> None:
-    """Raise ConfigError if engine options are given for a running server, which has its own."""
+    """Raise ConfigError for engine options other than `log_level`: a running server has its own."""
     for name in engine:
         if name != "log_level":
             flag = "--" + name.replace("_", "-")

@@ -13,7 +13,10 @@ from forkpoint.sim.shape import FOUR_BIT_WEIGHT_BYTES, FP8_WEIGHT_BYTES, WEIGHT_
 def read_shape(
     folder: Path, kv_cache_dtype: str = "auto", state_dtype: str = "float32", quantization: str | None = None
 ) -> ModelShape:
-    """Read the sizes from `config.json` alone, for these dtypes. Raises ModelFolderError and UnsupportedModelError."""
+    """Read a model's sizes for the simulator from `config.json` alone, kept in these dtypes.
+
+    Raises ModelFolderError and UnsupportedModelError.
+    """
     config = load_config(folder, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype, quantization=quantization)
     sparse = [part for part in config.parts if isinstance(part, MoEConfig)]
     experts = sum(part.routed_weights(config.hidden_size) for part in sparse)
@@ -33,7 +36,7 @@ def read_shape(
 
 
 def _weight_bytes(stored: WeightFormat | None) -> float:
-    """Return the bytes of a weight in the form that most matrices have."""
+    """Return the bytes per weight of the format that most matrices have."""
     if stored is None:
         return WEIGHT_BYTES
     return FP8_WEIGHT_BYTES if stored.packing is None else FOUR_BIT_WEIGHT_BYTES

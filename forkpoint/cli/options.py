@@ -28,7 +28,7 @@ GROUPS: Final = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports usage errors in one line.
+    """A parser that reports usage errors in one line, and takes --help=TOPIC, underscores in flags and --config.
 
     `fill` adds the flags of a subcommand when it is named, so that other commands do not import what these flags need.
     """
@@ -38,7 +38,11 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse's overloads are about the kind of namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse, and report unknown arguments here already, with the subcommand's most similar flag."""
+        """Parse, and add the flags of a --config file. No argument is left unknown.
+
+        Unknown ones end in SystemExit(2) here already, with the subcommand's most similar flag. --help=TOPIC ends in
+        SystemExit(0).
+        """
         if args is None:
             args = sys.argv[1:]
         args = [self._with_dashes(each) for each in args]
@@ -56,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         return self._with_file(found), unknown
 
     def _with_dashes(self, argument: str) -> str:
-        """Return an argument that starts with a flag of this parser, spelled with underscores, with dashes instead."""
+        """Return the argument; a flag of this parser that is spelled with underscores gets dashes."""
         flag, *value = argument.split("=", 1)
         dashed = flag.replace("_", "-")
         if flag.startswith("--") and dashed in self._option_string_actions:
@@ -64,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         return argument
 
     def _with_file(self, found: argparse.Namespace) -> argparse.Namespace:
-        """Add the flags of the file that --config names, if the command has that flag."""
+        """Add the flags of the file that --config names, unless they are given. SystemExit(2) for a wrong file."""
         path = getattr(found, "config", None)
         if not isinstance(path, str):
             return found
@@ -105,7 +109,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any], **defaults: Any) -> None:
-    """Add every option of the dataclass `kind`. Options with a group of their own come after the others.
+    """Add every option of the dataclass `kind` that has a help text; a group of its own follows the others.
 
     `defaults` replace the dataclass's. Only these and given options end up in the namespace.
     """
@@ -120,19 +124,21 @@ def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine options given on the command line, by field name."""
+    """Return the engine options given on the command line, by field name, without those that are None."""
     given = [option_values(arguments, kind) for _, kind in GROUPS]
     return {name: value for part in given for name, value in part.items() if value is not None}
 
 
 def sampling_params(arguments: argparse.Namespace, config: EngineConfig, **extra: Any) -> SamplingParams:
-    """Return the given sampling parameters, and the model's defaults for the others. Raises what `sampling_defaults`
-    raises."""
+    """Return the given sampling parameters, with the model's defaults for the others and `extra` over all.
+
+    Raises what `sampling_defaults` and SamplingParams raise.
+    """
     return SamplingParams(**{**sampling_defaults(config), **option_values(arguments, SamplingParams), **extra})
 
 
 def option_values(arguments: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
-    """Return the options of the dataclass `kind` given on the command line, by field name."""
+    """Return the options of the dataclass `kind` in the namespace, by field name."""
     names = {field.name for field in _options(kind)}
     return {name: value for name, value in vars(arguments).items() if name in names}
 
@@ -142,7 +148,7 @@ def _options(kind: type[Any]) -> list[Field[Any]]:
 
 
 def num_bytes(text: str) -> int:
-    """Parse a size such as 1000000, 512MiB, 1.5GiB or 4GB. As in vLLM, 4G is 4 GiB and 4g is 4 GB.
+    """Parse a size in bytes such as 1000000, 512MiB, 1.5GiB or 4GB. As in vLLM, 4G is 4 GiB and 4g is 4 GB.
 
     Raises argparse.ArgumentTypeError for other texts.
     """
@@ -185,9 +191,9 @@ def _add_flag(
     origin: str = "",
     short: str = "",
 ) -> None:
-    """Add a flag that is in the namespace only if it is given.
+    """Add a flag for an option of the type `hint`, which is in the namespace only if it is given.
 
-    `hint` is the type of the option. `short` is a second name of the flag.
+    `origin` precedes the default in the help. `short` is a second name of the flag.
     """
     kinds = {hint, *get_args(hint)}
     choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), None)
@@ -214,7 +220,7 @@ def _add_flag(
 
 
 class _Gather(argparse.Action):
-    """A flag that may be given several times, each time with one or more values."""
+    """A flag that may be given several times, each time with one or more values; they become one tuple."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *values))

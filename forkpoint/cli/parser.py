@@ -147,8 +147,7 @@ def _add_server(parser: argparse.ArgumentParser, default: str | None = None) -> 
 
 
 def _later(name: str) -> Callable[[Any], Any]:
-    """Return the function `module:name` of this package, imported when it is called, so that --help does not load
-    torch."""
+    """Return the function `module:name` of forkpoint.cli, imported at its call, so that --help does not load torch."""
 
     def run(given: Any) -> Any:
         module, _, function = name.partition(":")

@@ -25,7 +25,10 @@ Ask: TypeAlias = Callable[[str, Mapping[str, Any], Answer, Show], None]
 
 @contextmanager
 def connection(options: argparse.Namespace) -> Iterator[Ask]:
-    """Connect to the given server and model, for use from one thread. Raises ServerError or ConfigError."""
+    """Connect to the given server and model, for use from one thread. Raises ServerError or ConfigError.
+
+    Given sampling options are sent with every request.
+    """
     fields = option_values(options, SamplingParams)
 
     async def stream(path: str, body: Mapping[str, Any], answer: Answer, show: Show) -> None:
@@ -47,8 +50,10 @@ def connection(options: argparse.Namespace) -> Iterator[Ask]:
 
 
 def complete(options: argparse.Namespace) -> int:
-    """Print completions on standard output as they come, and cache statistics on standard error. Return 1 if one
-    failed."""
+    """Print completions on standard output as they come, cache statistics and errors on standard error.
+
+    Return 1 if a completion failed, otherwise 0. Raises what `connection` raises.
+    """
     failed = False
     prompts: Sequence[str] = options.prompt or [standard_input()]
     with connection(options) as ask:

@@ -17,7 +17,7 @@ class ResultFile:
     """
 
     def __init__(self, path: str | Path | None) -> None:
-        """Check the path. Raises ConfigError if the file could not be written."""
+        """Check that the file can be written, without creating it. Raises ConfigError if it cannot."""
         self._path: Path | None = None
         if path is None:
             return
@@ -33,7 +33,7 @@ class ResultFile:
             raise ConfigError(f"{path} cannot be written: permission denied; give another file")
 
     def write(self, content: Any) -> None:
-        """Write the content as JSON. Raises ConfigError if the disk is full."""
+        """Replace the file by `content` as JSON. Raises ConfigError if it cannot be written."""
         if self._path is None:
             return
         try:

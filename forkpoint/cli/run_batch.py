@@ -26,7 +26,11 @@ from forkpoint.server.run import opened
 
 
 def run_batch_command(options: argparse.Namespace) -> int:
-    """Answer the requests that have no final answer yet. Return 1 if one failed, 130 after Ctrl-C."""
+    """Answer the requests that have no final answer yet, on a server given by URL or one started here.
+
+    Return 1 if a request failed, 130 if some are still open after Ctrl-C, otherwise 0. Raises ConfigError for wrong
+    files and options, and what `local_server` raises.
+    """
     if options.max_concurrency < 1:
         raise ConfigError(f"max_concurrency={options.max_concurrency} must be 1 or more")
     engine = engine_options(options)
@@ -112,8 +116,10 @@ async def _run(
 
 
 def _stop_at_interrupt() -> asyncio.Event:
-    """Return an event that the first Ctrl-C or SIGTERM sets. Open requests may then end. A second signal cancels
-    them."""
+    """Return an event that the first Ctrl-C or SIGTERM sets, so that open requests may end.
+
+    A second one cancels the current task.
+    """
     stop, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
 

@@ -21,7 +21,7 @@ API_KEY_VARIABLE = "FORKPOINT_API_KEY"
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve the model over HTTP until Ctrl-C. Return 1 if the engine died."""
+    """Serve the model over HTTP until Ctrl-C. Return 1 if the engine died, otherwise 0."""
     config, server = _configs(options)
     announce(config.model, config.log_level)
     for line in notice_lines(options):
@@ -32,7 +32,10 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """Serve replicas of the model on Ray Serve. Raises ConfigError if ray is not installed."""
+    """Serve replicas of the model on Ray Serve. Return 0 when they are deployed, or stopped on a cluster of their own.
+
+    Raises ConfigError without ray, and for options that replicas cannot have.
+    """
     fleet = FleetConfig(**option_values(options, FleetConfig))
     config, server = _configs(options)
     if config.kv_events_config != KVEventsConfig():
@@ -51,7 +54,7 @@ def deploy(options: argparse.Namespace) -> int:
 
 
 def _configs(options: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """Return the options of an engine and its server, completed from the command and the environment."""
+    """Return the options of an engine and its server, with the model's folder, served name and API key filled in."""
     engine, given = engine_options(options), option_values(options, ServerConfig)
     given.setdefault("served_model_name", (options.model_tag or engine.get("model") or MODEL_NAME,))
     if "api_key" not in given and os.environ.get(API_KEY_VARIABLE):

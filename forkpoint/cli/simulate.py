@@ -35,7 +35,6 @@ _CHECK: Final = Checker(ConfigError)
 
 
 def add_simulate_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     what = parser.add_argument_group("traces")
     what.add_argument(
         "traces",
@@ -112,7 +111,7 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """Replay each trace with each system and amount of memory, print a table, and write `--json`. Returns 0.
+    """Replay each trace with each system and amount of memory, print a table, and write `--json`. Return 0.
 
     Raises ConfigError or TraceError.
     """
@@ -123,7 +122,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def read_traces(options: argparse.Namespace) -> list[Trace]:
-    """Return the traces that the options name. Raises ConfigError or TraceError."""
+    """Return the traces that the options name. Raises ConfigError (also for an empty one) or TraceError."""
     if not options.traces:
         raise ConfigError("no trace was given; give files, or synthetic workloads such as chat or rag:documents=20")
     for name in ("arrival_scale", "think_scale"):
@@ -132,7 +131,7 @@ def read_traces(options: argparse.Namespace) -> list[Trace]:
 
 
 def make_cases(options: argparse.Namespace, traces: Sequence[Trace], factory: SystemFactory) -> list[Case]:
-    """Return a case for every trace, amount of memory and system. Raises ConfigError."""
+    """Return a case per trace, amount of memory and system (which `factory` makes by name). Raises ConfigError."""
     _CHECK.integer("replicas", options.replicas, 1, MAX_REPLICAS)
     scheduler, shape = read_scheduler(options), _shape(options)
     host_memory = _CHECK.number("host_memory", options.host_memory, Bounds(0.0, MAX_HOST_GIB))
@@ -162,7 +161,10 @@ def make_cases(options: argparse.Namespace, traces: Sequence[Trace], factory: Sy
 
 
 def with_tiers(system: str, tiers: Mapping[str, float]) -> str:
-    """Return the system's name with these tiers, if it can have them, where it does not name its own."""
+    """Return the system's name with these tiers in GiB (those of 0 left out), where it names no value of its own.
+
+    Systems other than the engine have no tiers and keep their name.
+    """
     head, _, own = system.partition(":")
     if head != ENGINE:
         return system
@@ -174,19 +176,19 @@ def with_tiers(system: str, tiers: Mapping[str, float]) -> str:
 
 
 def run(cases: Sequence[Case], jobs: int) -> list[CaseResult]:
-    """Simulate the cases, with a progress bar on a terminal."""
+    """Simulate the cases in `jobs` processes, with a progress bar on a terminal."""
     with show_progress(sum(len(case.trace.requests) for case in cases)) as progress:
         return run_cases(cases, jobs, progress)
 
 
 def show(rows: Sequence[Sequence[str]], results: Sequence[CaseResult], file: ResultFile) -> None:
-    """Print the rows as a table and write the file."""
+    """Print the rows as a table, and write all results to the file. Raises ConfigError if that fails."""
     print(markdown(rows))
     file.write([result.as_json() for result in results])
 
 
 def read_scheduler(options: argparse.Namespace) -> SchedulerConfig:
-    """Return the scheduler's options. Raises ConfigError."""
+    """Return the scheduler's options. Raises ConfigError for values that it does not allow."""
     return checked(
         SchedulerConfig(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs)
     )
@@ -207,7 +209,7 @@ def _trace(name: str, options: argparse.Namespace) -> Trace:
 
 
 def _trace_options(name: str) -> tuple[str, dict[str, Any]]:
-    """Split `FILE@limit=1000,sessions=0.5` into the file and its options."""
+    """Split `FILE@limit=1000,sessions=0.5` into the file and its options. Raises ConfigError for unknown ones."""
     kinds: dict[str, type] = {"limit": int, "sessions": float, "max_tokens": int}
     given: dict[str, Any] = {}
     name, _, own = name.partition("@")
@@ -243,6 +245,6 @@ def _memory_bytes(text: str) -> list[int]:
 
 @contextmanager
 def show_progress(num_requests: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a progress bar by a number of ended requests."""
+    """Yield a function that advances a progress bar on a terminal by a number of ended requests."""
     with tqdm(total=num_requests, unit="req", file=sys.stderr, disable=None, mininterval=0.5) as bar:
         yield lambda count: bar.update(count) and None

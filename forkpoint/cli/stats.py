@@ -18,7 +18,7 @@ def cache_line(output: RequestOutput) -> str:
 
 
 def answer_line(answer: Answer) -> str:
-    """Return the same line for a server's answer, with times measured by this client."""
+    """Return the line of `cache_line` for a server's answer, with times measured by this client."""
     usage, rate = answer.usage, None
     if answer.first_token_s is not None:
         rate = _rate(answer.num_completion_tokens - 1, answer.last_s - answer.first_token_s)

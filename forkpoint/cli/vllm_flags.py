@@ -65,7 +65,7 @@ def notice_lines(arguments: argparse.Namespace) -> list[str]:
 
 
 class _Take(argparse.Action):
-    """Refuses values that are not allowed, and stores the log line of others."""
+    """Refuses values that are not allowed, and stores the others, or the log line of those that change nothing."""
 
     def __init__(self, *args: Any, row: VllmFlags, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

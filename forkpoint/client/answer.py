@@ -12,8 +12,8 @@ from forkpoint.client.protocol import Delta, Usage
 class Answer:
     """One answer, extended as deltas arrive. Times are readings of time.perf_counter in seconds.
 
-    A delta without text, reasoning or tool call (the opening role, the closing finish reason) is not a token. It does
-    not count for `first_token_s` and `gaps_s`. The last delta of any kind sets `last_s`.
+    A delta without text, reasoning or tool call (the opening role, the closing finish reason) is not a token, so it
+    does not count for `first_token_s` and `gaps_s`. Deltas of usage or a cache miss change no time.
     """
 
     def __init__(self, start_s: float | None = None) -> None:
@@ -48,7 +48,7 @@ class Answer:
             self._last_token_s = now_s
 
     async def read(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-        """Yield `deltas`, adding each to this answer."""
+        """Yield `deltas` after adding each to this answer, and close them at the end."""
         async with aclosing(deltas) as source:
             async for delta in source:
                 self.add(delta)
@@ -74,7 +74,7 @@ class Answer:
 
     @property
     def num_completion_tokens(self) -> int:
-        """The number that the server reports; the number of deltas if it reports none."""
+        """The number that the server reports; without a report, the number of deltas with tokens."""
         if self.usage is not None:
             return self.usage.num_completion_tokens
         return len(self.gaps_s) + (self.first_token_s is not None)

@@ -35,7 +35,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """One line of the output file."""
+    """One line of the output file. Its `error` is the message of a failure, or None."""
 
     document: Mapping[str, Any]
     usage: Usage | None = None
@@ -47,7 +47,7 @@ class BatchAnswer:
 
 
 def read_batch(path: Path) -> list[BatchRequest]:
-    """Read every line of the input. A wrong line becomes a request with `error`.
+    """Read every line of the input that is not blank. A wrong line becomes a request with `error`.
 
     Raises ConfigError if the file cannot be read or has no lines.
     """
@@ -89,10 +89,16 @@ def _read_line(line: str, where: str, seen: Collection[str | None]) -> BatchRequ
 
 
 class BatchOutput:
-    """The output file. It is read at the start and appended to, so that a batch can be resumed."""
+    """The output file. Final answers of an earlier run are kept, so that a batch can be resumed.
+
+    `done` are the custom ids that they answer. Devices and pipes are only written to.
+    """
 
     def __init__(self, path: Path, requests: Sequence[BatchRequest]) -> None:
-        """Keep the lines of `path` that need no second try. Raises ConfigError if they answer other requests."""
+        """Rewrite `path` without lines to be tried again, and open it for appending; its folder is created.
+
+        Raises ConfigError if it answers requests that are not in `requests`, is no batch output, or cannot be written.
+        """
         self.path = path
         # otherwise a device or a pipe, which is written to and never replaced
         is_file = not path.exists() or path.is_file()
@@ -115,7 +121,7 @@ class BatchOutput:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
     def write(self, answer: BatchAnswer) -> None:
-        """Append an answer. Raises ConfigError if the disk is full."""
+        """Append an answer and flush. Raises ConfigError if it cannot be written (a full disk)."""
         try:
             self._file.write(json.dumps(answer.document) + "\n")
             self._file.flush()
@@ -155,11 +161,10 @@ async def run_batch(
     max_concurrency: int,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Send `requests`, at most `max_concurrency` at once, and call `on_answer` with each answer. `stop` ends the
-    sending.
+    """Send `requests`, at most `max_concurrency` at once, and call `on_answer` with each answer as it comes.
 
-    Raises ServerUnreachableError if no connection can be opened, and what `on_answer` raises. Open requests then get no
-    answer.
+    Once `stop` is set no more are sent, and this returns when open ones have ended. Raises ServerUnreachableError if no
+    connection can be opened, and what `on_answer` raises; open requests then get no answer.
     """
     waiting = iter(requests)
 
@@ -192,7 +197,7 @@ async def _answer(server: Server, request: BatchRequest) -> BatchAnswer:
 
 
 async def _exchange(server: Server, request: BatchRequest) -> Reply:
-    """Return the answer. Retry while the server is busy."""
+    """Return the server's answer. While it is busy, retry after each of WAITS_S; the last answer counts."""
     for wait_s in WAITS_S:
         reply = await server.exchange("POST", request.path, request.body)
         if reply.status not in BUSY:

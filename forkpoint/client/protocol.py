@@ -18,8 +18,7 @@ LINE_END: Final = re.compile(rb"\r\n|\n|\r")  # line endings of server-sent even
 class Usage:
     """Token counts of one answer so far.
 
-    `num_cached_tokens` of `num_prompt_tokens` prompt tokens were restored from the cache; None if the server does not
-    say.
+    `num_cached_tokens` of the prompt tokens came from the cache; None if the server does not say.
     """
 
     num_prompt_tokens: int
@@ -28,7 +27,7 @@ class Usage:
 
     @classmethod
     def read(cls, document: object) -> Usage | None:
-        """Return the usage of a response or a streamed chunk; None if there is none."""
+        """Return the usage of a response or a streamed chunk; None if it has none. Absent counts are 0."""
         usage = member(document, "usage")
         if not isinstance(usage, Mapping):
             return None
@@ -42,8 +41,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The part of an answer that one streamed chunk adds. `miss` is forkpoint's reason why no more of the prompt was
-    cached."""
+    """What one streamed chunk adds to an answer. `miss` is forkpoint's reason why no more of the prompt was cached."""
 
     text: str = ""
     reasoning: str = ""
@@ -58,8 +56,10 @@ class Delta:
 
 
 def read_chunk(data: str) -> list[Delta]:
-    """Parse one streamed event. Raises ServerRefusedError for an error event, and BrokenAnswerError for malformed
-    ones."""
+    """Parse one streamed event: a delta for each choice, then one for usage and miss, if it has them.
+
+    Raises ServerRefusedError for an error event, and BrokenAnswerError for a malformed one.
+    """
     try:
         document = json.loads(data)
     except ValueError as error:
@@ -76,8 +76,10 @@ def read_chunk(data: str) -> list[Delta]:
 
 
 def refusal(status: int | None, document: object) -> ServerRefusedError:
-    """Return the error that a response body describes. Shapes of other servers (a bare `detail`, a text) are shown
-    unchanged."""
+    """Return the error that a response body describes; a bare `detail` or another shape is shown unchanged.
+
+    Its status is `status`, or the error's own integer `code` if that is None.
+    """
     if not isinstance(document, Mapping):
         return ServerRefusedError(str(document)[:400] or "no reason given", status=status)
     error = document.get("error", document)
@@ -100,14 +102,14 @@ def _delta(choice: Mapping[str, Any]) -> Delta:
 
 
 class EventDecoder:
-    """Decodes a text/event-stream, received in arbitrary pieces, to the data of its events. Event names are dropped."""
+    """Decodes a text/event-stream that is received in arbitrary pieces. Event names and comments are dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, received: bytes) -> list[str]:
-        """Return the data of each event that `received` completes. An event ends at an empty line."""
+        """Return the data of each event that `received` completes with an empty line."""
         buffer = self._rest + received
         # A carriage return at the end may be the first half of a line ending.
         end = len(buffer) - buffer.endswith(b"\r")

@@ -28,7 +28,7 @@ _CHECK: Final = Checker(ConfigError)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One entry of /v1/models. `root` is the origin of the weights, if the server reports it."""
+    """An entry of /v1/models. `root` (the weights' origin) and `max_model_len` are None if the server does not say."""
 
     id: str
     root: str | None = None
@@ -44,7 +44,7 @@ class Reply:
     request_id: str | None
 
     def raise_for_status(self) -> None:
-        """Raise ServerRefusedError for an error status."""
+        """Raise ServerRefusedError for a status of 400 or more."""
         if self.status >= 400:
             raise refusal(self.status, self.body)
 
@@ -52,8 +52,8 @@ class Reply:
 class Server:
     """A client of the server at `url`, given with or without its trailing /v1. Use it in an `async with` statement.
 
-    Every method raises ServerUnreachableError if no connection can be opened, ServerRefusedError for an answer with an
-    error status, and BrokenAnswerError for an answer that is cut off or malformed.
+    The methods raise ServerUnreachableError if no connection can be opened, ServerRefusedError for an error status, and
+    BrokenAnswerError for an answer that is cut off, late or malformed, unless they say otherwise.
     """
 
     def __init__(
@@ -64,7 +64,10 @@ class Server:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """`api_key` defaults to the environment's FORKPOINT_API_KEY. `timeout_s` limits one whole answer."""
+        """`api_key` defaults to FORKPOINT_API_KEY of the environment; `timeout_s` limits a whole answer (None: not).
+
+        Raises ConfigError for a `url` that is not an HTTP server's.
+        """
         self.url = base_url(url)
         key = api_key or os.environ.get(API_KEY_VARIABLE)
         self._headers = dict(headers or {})
@@ -93,7 +96,7 @@ class Server:
             raise BrokenAnswerError(f"{self.url}/v1/models does not list models; is this an OpenAI server?") from error
 
     async def model(self, name: str | None = None) -> ServedModel:
-        """Return the served model called `name`; the first one without a name. Raises ConfigError if there is none."""
+        """Return the served model called `name` (None: the first one). Raises ConfigError if it is not served."""
         models = await self.models()
         for model in models:
             if name in (None, model.id):
@@ -102,7 +105,7 @@ class Server:
         raise ConfigError(f"{self.url} does not serve model {name!r}; it serves {served}")
 
     async def is_healthy(self) -> bool:
-        """Return whether /health soon answers 200. False also if nothing listens."""
+        """Return whether /health answers 200 within 5 s. False also if nothing listens; raises nothing."""
         try:
             async with self._opened.get(self.url + "/health", timeout=HEALTH_TIMEOUT) as response:
                 return response.status == 200
@@ -110,7 +113,7 @@ class Server:
             return False
 
     async def exchange(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Reply:
-        """Send `body` and return the whole answer. An error status is returned, not raised."""
+        """Send `body` as JSON and return the whole answer. An error status is returned, not raised."""
         with self._own_errors():
             async with self._opened.request(method, self.url + path, json=body) as response:
                 return await _read(response)
@@ -150,7 +153,7 @@ class Server:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """Convert errors of aiohttp to errors of this package."""
+        """Convert aiohttp's errors in the block to ServerUnreachableError and BrokenAnswerError."""
         try:
             yield
         except aiohttp.ClientConnectorError as error:

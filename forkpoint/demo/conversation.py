@@ -27,7 +27,7 @@ class DemoTurn:
 
 @dataclass(frozen=True, slots=True)
 class SystemPrompt:
-    """A role, manners and a directory of facts (key to value). `noun` describes the values."""
+    """A role's opening, and a directory of facts (key to value). `noun` says what the values are."""
 
     opening: str
     noun: str
@@ -40,7 +40,7 @@ class SystemPrompt:
 
 
 def system_prompts() -> tuple[SystemPrompt, ...]:
-    """Load three system prompts of about 500 tokens. None of their facts occurs in the training dialogues."""
+    """Load three system prompts of about 500 tokens, whose facts occur in no training dialogue."""
     return tuple(SystemPrompt(**content) for content in json.loads(PROMPTS.read_text(encoding="utf-8")))
 
 
@@ -61,6 +61,6 @@ def conversation(system: SystemPrompt) -> tuple[DemoTurn, ...]:
 
 
 def look_ups(system: SystemPrompt, places: range) -> tuple[DemoTurn, ...]:
-    """Return questions about facts of the system prompt, in the directory's order."""
+    """Return questions about the facts at these places of the system prompt's directory."""
     facts = list(system.facts.items())
     return tuple(DemoTurn(f"What is the {system.noun} for {key}?", value) for key, value in (facts[i] for i in places))

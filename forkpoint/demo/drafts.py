@@ -21,7 +21,7 @@ NUM_ROUNDS = 3  # the first round warms up; the fastest of the others counts
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """The best measurement of a method, next to that of plain decoding."""
+    """The fastest answer with one method of drafting, next to that of plain decoding."""
 
     method: str
     best: Measurement
@@ -33,10 +33,11 @@ class DraftRow:
 
 
 def run_drafts(model: str, *, max_tokens: int, options: dict[str, Any], say: Callable[[str], object]) -> list[DraftRow]:
-    """Measure plain decoding and each method that the model and the device support.
+    """Measure plain decoding and each method that the model and the device support; plain decoding comes first.
 
-    `say` is called with the reason why another method cannot start. The methods take turns, so that other work on the
-    machine slows all of them.
+    `say` is called with the reason why a method cannot start. The engines stay loaded together and take turns, so that
+    other work on the machine slows all of them. Raises ConfigError or UnsupportedModelError if plain decoding cannot
+    start.
     """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     with ExitStack() as stack:
@@ -63,7 +64,7 @@ def _answer(llm: LLM, params: SamplingParams) -> Measurement:
 
 
 def cells(rows: Sequence[DraftRow]) -> list[tuple[str, ...]]:
-    """Return the cells of the table, titles first."""
+    """Return the rows of the printed table, titles first."""
     titles = ("drafts", "tokens", "steps", "tokens a step", "tokens/s", "speed-up", "identical")
     return [titles, *map(_cells, rows)]
 

@@ -14,9 +14,9 @@ CHECKOUT: Final = Path(forkpoint.__file__).parents[1]  # the folder of the check
 
 
 def default_model() -> str:
-    """Return the model to use if none is named: `demo_model` in the working directory or next to the package.
+    """Return the folder `demo_model` of the working directory, or of the checkout that the package is in.
 
-    Raises ConfigError outside a checkout, or if the checkout lacks the model's weights.
+    Raises ConfigError if neither has a model with weights.
     """
     for folder in (Path.cwd() / FOLDER_NAME, CHECKOUT / FOLDER_NAME):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):

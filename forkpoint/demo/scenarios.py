@@ -50,9 +50,9 @@ Ask: TypeAlias = Callable[[str, Sequence[dict[str, str]], DemoTurn], Row]
 
 
 def run_demo(model: str, *, max_tokens: int, options: dict[str, Any]) -> tuple[list[Row], list[Row]]:
-    """Run every scenario with the cache on and off. Return the rows of the chat and those of the other scenarios.
+    """Run every scenario with the cache on and off. Return the rows of the chat, and those of the other scenarios.
 
-    Both engines answer each prompt in turn, so that other work on the machine slows both.
+    Both engines answer each prompt in turn, so that other work on the machine slows both. Raises RequestFailedError.
     """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     with (
@@ -88,7 +88,7 @@ def _system_prompt(ask: Ask) -> list[Row]:
 
 
 def _forks(ask: Ask) -> list[Row]:
-    """Run prompts that differ in the middle of a message."""
+    """Run three prompts that differ in the middle of a message, and return their rows."""
     names = ("fork, original", "fork, first branch", "fork, second branch")
     system = system_prompts()[2]
     (turn,) = look_ups(system, range(3, 4))
@@ -100,7 +100,7 @@ def _forks(ask: Ask) -> list[Row]:
 
 
 def measure(llm: LLM, prompt: Prompt, params: SamplingParams) -> Measurement:
-    """Answer one prompt and measure it. Raises RequestFailedError."""
+    """Answer one prompt and measure it. Raises RequestFailedError if it fails or has no token."""
     num_steps, start = llm.get_metrics()["num_steps"], time.perf_counter()
     (output,) = llm.generate(prompt, params, use_tqdm=False)
     elapsed_s, num_steps = time.perf_counter() - start, llm.get_metrics()["num_steps"] - num_steps
@@ -112,7 +112,7 @@ def measure(llm: LLM, prompt: Prompt, params: SamplingParams) -> Measurement:
 
 
 def _warm_up(llm: LLM) -> None:
-    """Run prompts before the measurement, because first calls load code and fill pools."""
+    """Run two prompts and empty the cache, because first calls load code and fill pools."""
     for size in (200, 2000):
         llm.generate("-" * size, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
     llm.reset_prefix_cache()

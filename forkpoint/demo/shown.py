@@ -10,14 +10,14 @@ HEADER = ("scenario", "prompt tokens", "cached tokens", "TTFT on, ms", "TTFT off
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the table of the rows. Text is aligned left, numbers right. The last line counts identical outputs."""
+    """Return the rows as an aligned table. The last line counts identical outputs."""
     same = sum(row.identical for row in rows)
     lines = aligned([HEADER, *(_cells(row) for row in rows)])
     return "\n".join([*lines, "", f"{same} of {len(rows)} outputs identical with the cache on and off"])
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table. The first row of `cells` has the titles."""
+    """Return the lines of a table of `cells`, titles first: the first column is aligned left, the others right."""
     columns = []
     for place, column in enumerate(zip(*cells, strict=True)):
         width = max(map(len, column))

@@ -1,5 +1,6 @@
 """Compiles what outputs have to match into masks over the vocabulary. llguidance does the work and is loaded when
-needed."""
+needed.
+"""
 
 from __future__ import annotations
 

@@ -19,9 +19,10 @@ START, END, THUMBNAIL = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lfm2VlImages(ImageSettings):
-    """A picture of more than `tolerance` times `max_pixels` is cut into `min_tiles` to `max_tiles` square tiles.
+    """LFM2-VL's settings: a picture of more than `tolerance * max_pixels` is cut into square tiles.
 
-    `special_ids` are the ids of the tokens around views, by their text. It is empty if the model was trained without.
+    These are `min_tiles` to `max_tiles` of `tile_size` pixels. `special_ids` are the ids of the tokens around views, by
+    their text; empty if the model was trained without them.
     """
 
     architectures: ClassVar = ("Lfm2VlForConditionalGeneration",)
@@ -122,7 +123,7 @@ class Lfm2VlImages(ImageSettings):
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of tiles whose shape is nearest the picture's.
 
-        If two grids have one shape, the larger one is taken when the picture fills more than half of it.
+        If several grids have this shape, a larger one is taken if the picture fills more than half of it.
         """
         counts = range(1, self.max_tiles + 1)
         grids = [(c, r) for c in counts for r in counts if self.min_tiles <= c * r <= self.max_tiles]
@@ -135,7 +136,7 @@ class Lfm2VlImages(ImageSettings):
         return best
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size of a view of the whole picture."""
+        """Return the height and width of a view of the whole picture: multiples of a token's side within the bounds."""
         side = self.token_side
         new_height, new_width = (max(side, round(length / side) * side) for length in (height, width))
         if new_height * new_width > self.max_pixels:
@@ -152,14 +153,14 @@ def _tile_token(row: int, column: int) -> str:
 
 
 def _uses_special_tokens(folder: Path) -> bool:
-    """Return whether the model's processor writes special tokens around views."""
+    """Return whether the model's processor writes special tokens around views (default: yes)."""
     path = folder / "processor_config.json"
     values = Values(read_json(path) if path.is_file() else {}, str(path))
     return values.flag("use_image_special_tokens", True)
 
 
 def _special_ids(folder: Path) -> dict[str, int]:
-    """Return the ids of the tokenizer's added tokens, by their text. Raises ModelFolderError if one is missing."""
+    """Return the ids of the tokenizer's added tokens, by text. Raises ModelFolderError without those around images."""
     found: dict[str, int] = {}
     path = folder / "tokenizer.json"
     if path.is_file():

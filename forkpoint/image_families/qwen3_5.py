@@ -28,8 +28,11 @@ TOKEN_IDS: Final = ("video_token_id", "vision_start_token_id", "vision_end_token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen35Images(ImageSettings):
-    """Without `mm_processor_kwargs` an image has at most DEFAULT_MAX_PIXELS pixels, or as many as the folder allows if
-    that is less."""
+    """Qwen3.5's settings: an image is one view, a video pairs of frames.
+
+    Without `mm_processor_kwargs` an image has at most DEFAULT_MAX_PIXELS pixels, or as many as the folder allows if
+    fewer.
+    """
 
     architectures: ClassVar = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
     kwargs: ClassVar = ("min_pixels", "max_pixels")
@@ -73,8 +76,10 @@ class Qwen35Images(ImageSettings):
         return [View.whole(*self.resized(height, width))]
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width that an image is resized to: multiples of a token's side, of about the same shape
-        and with an area within the bounds. Raises InvalidPromptError for an image that is too narrow."""
+        """Return the height and width that an image is resized to: multiples of a token's side within the bounds.
+
+        Raises InvalidPromptError for an image that is too narrow.
+        """
         side = self.token_side
         check_aspect(height, width)
         new_height, new_width = round(height / side) * side, round(width / side) * side

@@ -39,8 +39,8 @@ class View:
 class VideoSettings:
     """How a family's videos become tokens: `num_frames` frames at a time, as one image of `token_id`s.
 
-    `start_id` and `end_id` are the tokens around each image, after the time as text. Frames are resized to multiples
-    of `side` pixels. `min_pixels` and `max_pixels` bound the pixels of all frames, `max_frame_pixels` those of one.
+    `start_id` and `end_id` are the tokens around each image, after the time as text. Frames are resized to multiples of
+    `side` pixels. `min_pixels` and `max_pixels` bound the pixels of all frames, `max_frame_pixels` those of one.
     """
 
     token_id: int
@@ -53,8 +53,10 @@ class VideoSettings:
     max_frame_pixels: int
 
     def resized(self, count: int, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width that `count` frames are resized to. Raises InvalidPromptError for frames that are
-        too narrow."""
+        """Return the height and width that each of `count` frames is resized to, within the bounds.
+
+        Raises InvalidPromptError for frames that are too narrow.
+        """
         side = self.side
         if height < side or width < side:
             scale = max(side / height, side / width)
@@ -75,7 +77,7 @@ class VideoSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSettings(ABC):
-    """A family's settings. Sizes are in pixels.
+    """How a family's images become tokens. Sizes are in pixels.
 
     A token stands for `merge_size` by `merge_size` patches of `patch_size` by `patch_size`. `min_pixels` and
     `max_pixels` bound the area of a picture that is resized as a whole. `mean` and `std` normalise channels in [0, 1].
@@ -99,13 +101,13 @@ class ImageSettings(ABC):
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that the vision tower reads at once."""
+        """The most tokens that the vision tower reads at once, for one view."""
         return self.max_pixels // self.token_side**2
 
     @classmethod
     @abstractmethod
     def read(cls, folder: Path, config: Values, processor: Values) -> Self:
-        """Read the values of config.json and of the image processor. Raises ModelFolderError."""
+        """Read the values of config.json and of the image processor. Raises ModelFolderError for wrong ones."""
 
     @abstractmethod
     def layout(self, height: int, width: int) -> list[View | int]:
@@ -115,12 +117,12 @@ class ImageSettings(ABC):
         """
 
     def low_detail(self) -> Self:
-        """Return the settings for an image that was given with low detail."""
+        """Return the settings for an image that is given with low detail, which becomes fewer tokens."""
         limit = min(self.max_pixels, LOW_DETAIL_TOKENS * self.token_side**2)
         return replace(self, max_pixels=limit, min_pixels=min(self.min_pixels, limit))
 
     def with_kwargs(self, given: Mapping[str, Any]) -> Self:
-        """Return the settings with other values for some of them. Raises ConfigError."""
+        """Return the settings with values of `mm_processor_kwargs`. Raises ConfigError for others than `kwargs`."""
         own = {item.name for item in fields(self)}
         for name, value in given.items():
             fits = type(value) is int and 0 < value <= MAX_PIXELS
@@ -146,7 +148,10 @@ class ImageSettings(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A JSON object of the file `where`. All methods raise ModelFolderError."""
+    """A JSON object of the file `where`. Methods return defaults for absent values.
+
+    They raise ModelFolderError for wrong values, and for absent ones whose default is None.
+    """
 
     values: Mapping[str, Any]
     where: str
@@ -183,7 +188,7 @@ class Values:
         return first, second, third
 
     def inner(self, name: str, defaults: Mapping[str, Any] | None = None) -> Values:
-        """Return the object of this name, with defaults for absent values."""
+        """Return the object of this name (absent: an empty one), with `defaults` for its absent values."""
         value = self.values.get(name)
         value = {} if value is None else value
         if not isinstance(value, dict):
@@ -193,7 +198,7 @@ class Values:
 
 
 def check_aspect(height: int, width: int) -> None:
-    """Raises InvalidPromptError for an image that is too narrow."""
+    """Raise InvalidPromptError for an image whose sides differ by more than MAX_ASPECT times."""
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise InvalidPromptError(
             f"an image has {width}x{height} pixels; its longer side may be at most {MAX_ASPECT} times the shorter one"
@@ -201,7 +206,10 @@ def check_aspect(height: int, width: int) -> None:
 
 
 def read_processor(folder: Path, kind: str = "image") -> Values:
-    """Return the settings of the image or video processor; empty without a file. Raises ModelFolderError."""
+    """Return the settings of the `kind` ("image" or "video") of processor; empty without a file.
+
+    Raises ModelFolderError for a broken file.
+    """
     own = {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}[kind]
     for name in (own, "processor_config.json"):
         path = folder / name

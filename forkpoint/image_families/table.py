@@ -18,9 +18,9 @@ PROCESSOR_KWARGS: Final = tuple(dict.fromkeys(name for family in FAMILIES for na
 def read_image_settings(
     folder: str | Path, processor_kwargs: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> ImageSettings | None:
-    """Read how a model folder wants images to be read; None if the model has no vision tower that forkpoint runs.
+    """Read how a model folder wants images read; None if it has no vision tower that forkpoint runs.
 
-    `overrides` change fields of config.json. Raises ModelFolderError and ConfigError.
+    `processor_kwargs` change the settings, `overrides` fields of config.json. Raises ModelFolderError and ConfigError.
     """
     folder = Path(folder)
     config = read_config(folder, overrides)

@@ -15,7 +15,7 @@ from forkpoint.platforms.platform import Mark, Platform
 
 
 class AcceleratorPlatform(Platform):
-    """One device. `kind` is also the name of its torch module."""
+    """One device of a kind. `kind` is also the name of its torch module."""
 
     defaults: ClassVar = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=256, async_scheduling=True)
     shares_memory = False
@@ -64,8 +64,7 @@ class AcceleratorPlatform(Platform):
         return int(self._torch.mem_get_info(self.device)[0])
 
     def arena_bytes(self, utilization: float) -> int | None:
-        """Return the arena's size: the share of the device's memory minus what all programs hold now, mainly
-        weights."""
+        """Return the share `utilization` of the device's memory, less what all programs hold now; at least 0."""
         total = int(self._torch.mem_get_info(self.device)[1])
         return max(0, int(total * utilization) - (total - self.free_bytes()))
 

@@ -16,7 +16,7 @@ NUM_KEPT_PRODUCTS = 64  # shapes of products that libraries keep code for; large
 
 
 class CpuPlatform(Platform):
-    """The host itself. `root` is where `/proc` and `/sys` are mounted."""
+    """The host as the only device. `root` is where `/proc` and `/sys` are mounted."""
 
     collectives: ClassVar = "gloo"
     serves_all_ranks: ClassVar = True
@@ -40,7 +40,10 @@ class CpuPlatform(Platform):
         return cpu_ops
 
     def free_bytes(self) -> int:
-        """Return available memory, within the limit of the control group (v2 or v1)."""
+        """Return available memory, within the limit of the control group (v2 or v1).
+
+        Raises ConfigError if `/proc/meminfo` does not say.
+        """
         free = self._available_bytes()
         group = self._root / "sys/fs/cgroup"
         for limit, used in (
@@ -62,5 +65,5 @@ class CpuPlatform(Platform):
 
 
 def free_host_bytes() -> int:
-    """Return the host's available memory, whatever device the model runs on."""
+    """Return the host's available memory, whatever device the model runs on. Raises ConfigError if unknown."""
     return CpuPlatform().free_bytes()

@@ -11,7 +11,7 @@ from forkpoint.platforms.platform import DeviceTraits
 
 
 class CudaPlatform(AcceleratorPlatform):
-    """One CUDA device."""
+    """One CUDA or ROCm device."""
 
     kind, graph_class, allocator_variable = "cuda", "CUDAGraph", "PYTORCH_CUDA_ALLOC_CONF"
     collectives = "nccl"

@@ -23,7 +23,7 @@ COMPILER_ENVIRONMENT: Final = ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:gl
 
 
 def _missing() -> str:
-    """Return why torch has no module for NPUs, or "" if it has one."""
+    """Return why torch has no module for NPUs; "" if it has one. Imports `torch_npu`."""
     if hasattr(torch, "npu"):
         return ""
     if importlib.util.find_spec("torch_npu") is None:
@@ -56,7 +56,7 @@ def npu_traits(num_processors: int) -> DeviceTraits:
 
 
 class NpuPlatform(AcceleratorPlatform):
-    """One NPU."""
+    """One Ascend NPU."""
 
     kind, graph_class, allocator_variable = "npu", "NPUGraph", "PYTORCH_NPU_ALLOC_CONF"
 

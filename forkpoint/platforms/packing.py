@@ -17,14 +17,14 @@ _ALIGN = 16  # bytes
 
 
 def places_of(arrays: Arrays) -> tuple[dict[str, int], int]:
-    """Return the place of each array in one buffer that holds all of them, and the buffer's size, in bytes."""
+    """Return each array's offset in one buffer that holds all of them, and the buffer's size, in bytes."""
     sizes = (-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays.values())
     *offsets, size = itertools.accumulate(sizes, initial=0)
     return dict(zip(arrays, offsets, strict=True)), size
 
 
 def views(data: Tensor, arrays: Arrays, offsets: Mapping[str, int]) -> Tensors:
-    """Return a tensor for each of the arrays, whose bytes are at these places of `data`."""
+    """Return a tensor of each array's dtype and shape over the bytes of `data` (uint8) at its offset, in bytes."""
     found: Tensors = {}
     for name, array in arrays.items():
         like, offset = torch.from_numpy(array), offsets[name]

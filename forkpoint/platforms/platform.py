@@ -45,7 +45,7 @@ class Mark(Protocol):
 
 
 class _PastMark:
-    """A mark on a device whose work is done when the issuing call returns."""
+    """A mark on a device whose work is done when the issuing call returns, so that nothing waits for it."""
 
     def synchronize(self) -> None:
         """Return at once."""
@@ -67,7 +67,7 @@ class Platform(Protocol):
 
     @abstractmethod
     def __init__(self, index: int = 0) -> None:
-        """Open the device with that number."""
+        """Open the device with that number, which must exist."""
 
     @classmethod
     @abstractmethod
@@ -76,9 +76,9 @@ class Platform(Protocol):
 
     @classmethod
     def absence(cls) -> str:
-        """Return why this kind has no device here, for the end of an error message.
+        """Return why this kind has no device here, for the end of an error message; "" if there is nothing to say.
 
-        Call it only if `num_devices` is 0: it does not look for devices. The text is empty if there is nothing to say.
+        Call it only if `num_devices` is 0: it does not look for devices.
         """
         return ""
 
@@ -89,11 +89,13 @@ class Platform(Protocol):
 
     @abstractmethod
     def operators(self, cpu_ops: str) -> str:
-        """Return the name of the operator table (`ops.select`) for this device. `cpu_ops` is the user's choice on
-        CPUs."""
+        """Return the name of the operator table (`ops.select`) for this device.
+
+        `cpu_ops` is the user's choice: auto, torch, cpp or triton. Raises ConfigError for one that cannot run here.
+        """
 
     def record_graph(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record the work that `run` issues, which must not wait for the device. Returns a function that replays it.
+        """Record the work that `run` issues, which must not wait for the device. Return a function that replays it.
 
         `run` must have been called before, so that its kernels are compiled. The memory it allocates belongs to the
         graphs and is shared among them: a graph's results are invalid after another graph was replayed.
@@ -105,7 +107,7 @@ class Platform(Protocol):
         return _PastMark()
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Start a copy to the host. It is complete after waiting for a mark created after this call."""
+        """Return a copy on the host. It is complete after waiting for a mark created after this call."""
         return tensor.clone()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -113,11 +115,11 @@ class Platform(Protocol):
         return torch.empty(shape, dtype=dtype)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """Copy the array to the device. On a CPU the tensor shares the array's memory."""
+        """Return the array on the device. On a CPU the tensor shares the array's memory."""
         return torch.from_numpy(array)
 
     def upload_all(self, arrays: Arrays) -> Tensors:
-        """Copy many arrays to the device in one transfer."""
+        """Copy many arrays to the device in one transfer; on a CPU they share the arrays' memory."""
         if self.shares_memory:
             return {name: torch.from_numpy(array) for name, array in arrays.items()}
         offsets, size = places_of(arrays)
@@ -129,22 +131,22 @@ class Platform(Protocol):
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """Return the device memory that can be allocated now."""
+        """Return the bytes of device memory that can be allocated now. Cached memory is returned first."""
 
     def arena_bytes(self, utilization: float) -> int | None:
-        """Return the rest of that share of the device's memory for the arena; None for memory shared with other
-        programs."""
+        """Return what the share `utilization` of the device's memory leaves for the arena; None if memory is shared."""
         return None
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """Run `run` and return the most device memory it used, or 0 where that is not counted.
+        """Call `run` and return the most bytes of device memory it added; 0 where that is not counted.
 
-        Memory that it does not keep is returned to the device."""
+        Waits for its work and returns cached memory to the device.
+        """
         run()
         return 0
 
     def release_unused(self) -> None:
-        """Return cached memory to the device."""
+        """Return cached memory to the device. Call it after recorded graphs were deleted: the next get a new pool."""
         return
 
     def synchronize(self) -> None:

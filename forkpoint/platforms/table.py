@@ -25,7 +25,7 @@ PLATFORMS: Final[Registry[type[Platform]]] = Registry("kind of device", "forkpoi
 
 
 def num_devices() -> dict[str, int]:
-    """Return the number of devices of each kind, in the order of `auto`'s preference."""
+    """Return the number of devices of each kind, in the order in which `auto` prefers them: plug-ins first."""
     names = [name for name in PLATFORMS.names() if name not in OWN] + list(OWN)
     return {name: PLATFORMS.find(name).num_devices() for name in names}
 
@@ -33,7 +33,8 @@ def num_devices() -> dict[str, int]:
 def resolve_platform(name: str, rank: int = 0, num_ranks: int = 1) -> Platform:
     """Open the device of a name: a kind with an optional `:index` (default: `rank`), or `auto`, the first kind present.
 
-    Raises ConfigError for an unknown kind, an absent device, and fewer devices than ranks.
+    Ranks share a device where the kind allows that. Raises ConfigError for an unknown kind, an absent device, and fewer
+    devices than ranks.
     """
     if name == AUTO:
         name = next(kind for kind, count in num_devices().items() if count)
@@ -61,7 +62,7 @@ def resolve_platform(name: str, rank: int = 0, num_ranks: int = 1) -> Platform:
 
 @functools.cache
 def traits_of(device: torch.device) -> DeviceTraits:
-    """Return the traits of any device. An unknown kind gets the most restrictive traits."""
+    """Return the traits of any device; the defaults for a kind that is not in the table."""
     if device.type not in PLATFORMS.names():
         return DeviceTraits()
     return PLATFORMS.find(device.type).traits(device)

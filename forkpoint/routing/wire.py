@@ -1,5 +1,6 @@
 """KV cache events in the format of vLLM 0.33: msgpack, with batches as arrays and events as maps tagged by class
-name."""
+name.
+"""
 
 from __future__ import annotations
 
