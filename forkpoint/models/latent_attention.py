@@ -7,6 +7,7 @@ themselves. Keys and values are computed only for rows with many new tokens, if 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from forkpoint.cache.layout import KVSpec, LayerSpec, TensorSpec
-from forkpoint.errors import UnsupportedModelError
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import ROWS, WHOLE, Cut, share
@@ -36,7 +36,8 @@ class LatentAttentionConfig(PartConfig):
 
     A query head has `key_dim` dims that are multiplied with the head's key, and `shared_dim` dims that are multiplied
     with the part of the key that all heads share. If `rotated`, the shared dims are rotated in pairs of neighbours. If
-    `gated`, each head's output is multiplied by the sigmoid of a gate. `rank` is the size of a latent.
+    `gated`, each head's output is multiplied by the sigmoid of a gate. `rank` is the size of a latent. Queries are
+    computed in two steps through `query_rank` dims with a norm, unless that is 0.
     """
 
     num_heads: int
@@ -44,6 +45,7 @@ class LatentAttentionConfig(PartConfig):
     shared_dim: int
     value_dim: int
     rank: int
+    query_rank: int = 0
     rotated: bool = False
     gated: bool = False
     name: str = "self_attn"
@@ -51,16 +53,14 @@ class LatentAttentionConfig(PartConfig):
     @classmethod
     def read(cls, fields: Fields, **style: Any) -> LatentAttentionConfig:
         """Read DeepSeek's field names. `style` sets options that config.json does not contain."""
-        if fields.values.get("q_lora_rank") is not None or fields.flag("attention_bias", False):
-            raise UnsupportedModelError(
-                f"{fields.where} has q_lora_rank or attention_bias; forkpoint runs latent attention without them"
-            )
+        fields.refuse("attention_bias")
         return cls(
             num_heads=fields.integer("num_attention_heads"),
             key_dim=fields.integer("qk_nope_head_dim"),
             shared_dim=fields.integer("qk_rope_head_dim"),
             value_dim=fields.integer("v_head_dim"),
             rank=fields.integer("kv_lora_rank"),
+            query_rank=fields.integer("q_lora_rank", 0, low=0),
             **style,
         )
 
@@ -74,7 +74,10 @@ class LatentAttentionConfig(PartConfig):
         return replace(self, num_heads=share(self.num_heads, "heads", ranks))
 
     def num_weights(self, hidden_size: int) -> int:
-        inner = self.num_heads * (hidden_size * (self.key_dim + self.shared_dim + self.value_dim))
+        queries, out = self.num_heads * (self.key_dim + self.shared_dim), self.num_heads * self.value_dim
+        inner = hidden_size * (queries + out)
+        if self.query_rank:
+            inner = hidden_size * (self.query_rank + out) + self.query_rank * queries
         return inner + self.rank * (hidden_size + self.num_heads * (self.key_dim + self.value_dim))
 
     def flops_per_pair(self) -> int:
@@ -88,16 +91,13 @@ class LatentAttention:
         self._ops, self._layer, self._config = build.ops, layer, config
         hidden, heads, rank = build.config.hidden_size, config.num_heads, config.rank
         self._cos_sin: Tensor | None = None
-        query_dim = config.key_dim + config.shared_dim
-        queries, latents = f"{name}.q_proj", f"{name}.kv_a_proj_with_mqa"
+        latents = f"{name}.kv_a_proj_with_mqa"
         if config.rotated:
             self._cos_sin = build.rope_table(build.config.rotary)
-            wide = _read(build, queries, heads * query_dim, hidden, ROWS).view(heads, query_dim, hidden)
-            self._queries = Projection(build.ops, _apart(wide, config.key_dim).flatten(0, 1))
             self._latents = Projection(build.ops, _apart(_read(build, latents, rank + config.shared_dim, hidden), rank))
         else:
-            self._queries = read_projection(build, queries, heads * query_dim, hidden, cut=ROWS)
             self._latents = read_projection(build, latents, rank + config.shared_dim, hidden)
+        self._queries = self._read_queries(build, name)
         self._gate = read_projection(build, f"{name}.g_proj", heads, hidden, cut=ROWS) if config.gated else None
         self._norm = RMSNorm(build, f"{name}.kv_a_layernorm", rank, centred=False, eps=LATENT_NORM_EPS)
         up = _read(build, f"{name}.kv_b_proj", heads * (config.key_dim + config.value_dim), rank, ROWS)
@@ -107,6 +107,22 @@ class LatentAttention:
         self._expand = Projection(build.ops, up) if build.ops.latent_prefill is not None else None
         self._out = RowParallel(build, f"{name}.o_proj", hidden, heads * config.value_dim)
         self._scale = (config.key_dim + config.shared_dim) ** -0.5
+
+    def _read_queries(self, build: Build, name: str) -> Callable[[Tensor], Tensor]:
+        config, width, part = self._config, build.config.hidden_size, "q_proj"
+        if config.query_rank:
+            into = read_projection(build, f"{name}.q_a_proj", config.query_rank, width)
+            norm = RMSNorm(build, f"{name}.q_a_layernorm", config.query_rank, centred=False, eps=LATENT_NORM_EPS)
+            width, part = config.query_rank, "q_b_proj"
+        heads, dim = config.num_heads, config.key_dim + config.shared_dim
+        if config.rotated:
+            wide = _read(build, f"{name}.{part}", heads * dim, width, ROWS).view(heads, dim, width)
+            queries = Projection(build.ops, _apart(wide, config.key_dim).flatten(0, 1))
+        else:
+            queries = read_projection(build, f"{name}.{part}", heads * dim, width, cut=ROWS)
+        if not config.query_rank:
+            return queries
+        return lambda x: queries(norm(into(x)))
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend: `x[T, H] -> [T, H]`. Stores the tokens' latents first."""
