@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.models.config import Build
+from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import rows
 from forkpoint.models.fields import Fields
 from forkpoint.models.joints import join_rows
@@ -58,7 +59,7 @@ class GDNConfig(RecurrentConfig):
         products = [Projection(ops, matrix) for matrix in matrices]
         sizes = [spec.mixed_dim, self.inner, spec.num_v_heads, spec.num_v_heads]
 
-        def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        def project(x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             if len(products) == 1:
                 mixed, z, b, a = torch.split(products[0](x), sizes, dim=-1)
                 return mixed, a, b, z

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.config import Build, ModelConfig, MTPNames, PartConfig
+from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import ROWS, rows, whole
 from forkpoint.models.decoder import Model
 from forkpoint.models.field_rules import unknown_fields
@@ -59,7 +60,7 @@ class KDAConfig(RecurrentConfig):
         mixed = join_projections(build, name, dict.fromkeys("qkv", rows(inner)), hidden)
         gates = join_projections(build, name, parts, hidden)
 
-        def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        def project(x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             b, decay, gate = torch.split(gates(x), widths, dim=-1)
             if wider:
                 decay, gate = wider[0](decay), wider[1](gate)
@@ -140,11 +141,11 @@ class BailingHybrid(Model):
             parts,
             fields.rotary(attention.shared_dim),
             draft_layer=draft_layer(fields, attention, sparse_mlp(fields)),
-            mtp_names=_mtp_names(f"model.layers.{len(parts)}"),
+            mtp_names=mtp_names_of(f"model.layers.{len(parts)}"),
         )
 
 
-def _mtp_names(name: str) -> MTPNames:
+def mtp_names_of(name: str) -> MTPNames:
     """Return the names of an MTP head that is stored as one more layer `name`."""
     return MTPNames(
         embedding_norm=f"{name}.enorm",

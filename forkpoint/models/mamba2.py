@@ -14,11 +14,12 @@ from torch import Tensor
 
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.config import Build, PartConfig
-from forkpoint.models.cuts import ROWS, WHOLE, Cut, share, sharing
+from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import Cut, share, sharing
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import RMSNorm, RowParallel, join_projections
+from forkpoint.models.layers import RowParallel, join_projections
 from forkpoint.models.mamba import MambaModel
-from forkpoint.models.recurrence import Project, RecurrentConfig
+from forkpoint.models.recurrence import Project, RecurrentConfig, read_group_norm
 from forkpoint.ops.parameters import Recurrence
 from forkpoint.ops.ranks import Ranks
 
@@ -79,7 +80,7 @@ class Mamba2Config(RecurrentConfig):
         rows = {"in": Cut(0, ((inner, 1), *self.conv_cut.sections, (heads, 1)))}
         product = join_projections(build, name, rows, build.config.hidden_size, self.bias, scale, order)
 
-        def project(x: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
+        def project(x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, None, Tensor]:
             mixed, z, dt = torch.split(product(x), [spec.mixed_dim, inner, heads], dim=-1)
             return mixed, dt, None, z
 
@@ -105,27 +106,13 @@ class Mamba2Config(RecurrentConfig):
         return taps[order], build.weights.get(f"{name}.conv1d.bias", (len(order),), cut=self.conv_cut)[order]
 
     def finish(self, build: Build, name: str) -> Callable[[Tensor, Tensor], Tensor]:
-        ops, ranks, spans = build.ops, build.ranks, self.sharing > 1
+        ops = build.ops
         out = RowParallel(build, f"{name}.out_proj", build.config.hidden_size, self.inner, self.bias, self.out_scale)
         if self.norm is None:
             return lambda heads, gate: out(ops.silu_mul(torch.cat((gate, heads.flatten(1)), dim=-1)))
-        size, cut, groups = self.inner, ROWS, self.spec.num_k_heads
-        if spans:
-            size, cut, groups = self.inner * ranks.size, WHOLE, ranks.size // self.sharing
-        norm = RMSNorm(build, f"{name}.norm", size, False, self.norm_eps, cut)
-        weight, first = norm.weight.view(groups, -1), self.norm == "after"
-
-        def finish(heads: Tensor, gate: Tensor) -> Tensor:
-            parts = [heads.flatten(1), gate]
-            if spans:
-                parts = [ranks.gather(part) for part in parts]
-            read, gate = (torch.unflatten(part, -1, weight.shape) for part in parts)
-            normed = ops.gated_rmsnorm(read, gate, weight, norm.eps, first).flatten(1)
-            if spans:
-                normed = normed.narrow(1, ranks.rank * self.inner, self.inner)
-            return out(normed)
-
-        return finish
+        form = (self.inner, self.spec.num_k_heads, self.sharing, self.norm_eps)
+        norm = read_group_norm(build, f"{name}.norm", *form, gate_first=self.norm == "after")
+        return lambda heads, gate: out(norm(heads, gate))
 
     def cut(self, ranks: Ranks) -> Mamba2Config:
         spec = self.spec

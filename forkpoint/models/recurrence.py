@@ -16,7 +16,7 @@ from forkpoint.errors import ModelFolderError
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
-from forkpoint.models.cuts import ROWS, Cut, rows, share
+from forkpoint.models.cuts import ROWS, WHOLE, Cut, rows, share
 from forkpoint.models.layers import RMSNorm, RowParallel
 from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams, into
 from forkpoint.ops.ranks import Ranks
@@ -30,18 +30,15 @@ RECORDS = ("updates", "keys", "decays")  # in the order that recurrence_verify t
 SPACED = ("updates", "keys", "scales", "decays")  # in the order that recurrence_record takes them
 
 # Maps `x[T, H]` to `mixed`, `a` and `b` of the recurrence, and the gate `[T, HV * V]`.
-Project: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None, Tensor]]
+Project: TypeAlias = Callable[[Tensor, ForwardContext], tuple[Tensor, Tensor, Tensor | None, Tensor]]
 
 
 class ConvRecurrence:
-    """The convolution and recurrence of layer `layer`. Their states are the window `conv` and a `matrix`.
+    """The recurrence of layer `layer`, after a convolution if there is one. Their states are a `matrix` and the window
+    `conv`."""
 
-    The convolution has `taps[D, W]` and `bias[D]`.
-    """
-
-    def __init__(self, ops: OpTable, layer: int, taps: Tensor, bias: Tensor | None, params: RecurrenceParams) -> None:
-        self._ops, self._layer, self._params = ops, layer, params
-        self._conv = Convolution(ops, layer, taps, bias)
+    def __init__(self, ops: OpTable, layer: int, conv: Convolution | None, params: RecurrenceParams) -> None:
+        self._ops, self._layer, self._params, self._conv = ops, layer, params, conv
 
     def __call__(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Compute `[T, HV, V]` from `mixed[T, mixed_dim]` and `a`, `b` `[T, HV]`. Reads and writes the slots that `ctx`
@@ -67,20 +64,25 @@ class ConvRecurrence:
         # layers with a decay for each key write the state of every token
         if ctx.record is not None and not self._params.spec.per_key:
             recorded = (*state, ctx.record, [cache[name] for name in SPACED], out)
-            if ctx.verify is None and self._ops.conv_record is not None:
+            if self._conv is not None and ctx.verify is None and self._ops.conv_record is not None:
                 rows = slots["conv_update"]
                 found = self._ops.conv_record(raw, self._conv.taps, cache["conv"], rows, *recorded)
                 if found is not None:
                     return found
-            return self._ops.recurrence_record(raw._replace(mixed=self._conv.decode(raw.mixed, ctx)), *recorded)
-        inputs = raw._replace(mixed=self._conv.decode(raw.mixed, ctx))
+            return self._ops.recurrence_record(self._convolved(raw, ctx), *recorded)
+        inputs = self._convolved(raw, ctx)
         if ctx.verify is not None:
             records = [cache[name] for name in RECORDS]
             return into(out, self._ops.recurrence_verify(inputs, *state, ctx.verify, records))
         return self._ops.recurrence_decode(inputs, *state, slots["recurrence_decode"], out)
 
+    def _convolved(self, raw: RecurrenceInputs, ctx: ForwardContext) -> RecurrenceInputs:
+        """Convolve the inputs of decode rows."""
+        return raw if self._conv is None else raw._replace(mixed=self._conv.decode(raw.mixed, ctx))
+
     def _prefill(self, raw: RecurrenceInputs, ctx: ForwardContext, out: Tensor | None) -> Tensor:
-        inputs, index = raw._replace(mixed=self._conv.prefill(raw.mixed, ctx)), ctx.prefill["recurrence_prefill"]
+        index = ctx.prefill["recurrence_prefill"]
+        inputs = raw if self._conv is None else raw._replace(mixed=self._conv.prefill(raw.mixed, ctx))
         return self._ops.recurrence_prefill(inputs, self._params, ctx.caches[self._layer]["matrix"], index, out)
 
 
@@ -88,7 +90,8 @@ class ConvRecurrence:
 class RecurrentConfig(PartConfig):
     """One layer's recurrence. Subclasses implement `project`.
 
-    `norm_name` and `out_name` are the weight names of the gated norm and of the last projection.
+    `norm_name` and `out_name` are the weight names of the gated norm and of the last projection. A `conv_width` of 0
+    stands for no convolution.
     """
 
     spec: Recurrence
@@ -116,10 +119,13 @@ class RecurrentConfig(PartConfig):
 
     def build(self, build: Build, name: str, layer: int) -> Block:
         project, finish = self.project(build, name), self.finish(build, name)
-        recurrence = ConvRecurrence(build.ops, layer, *self.taps(build, name), self._params(build, name))
+        conv: Convolution | None = None
+        if self.conv_width:
+            conv = Convolution(build.ops, layer, *self.taps(build, name))
+        recurrence = ConvRecurrence(build.ops, layer, conv, self.params(build, name, layer))
 
         def block(x: Tensor, ctx: ForwardContext) -> Tensor:
-            mixed, a, b, gate = project(x)
+            mixed, a, b, gate = project(x, ctx)
             return finish(recurrence(mixed, a, b, ctx), gate)
 
         return block
@@ -143,7 +149,8 @@ class RecurrentConfig(PartConfig):
             )
         return own.of(taps), None
 
-    def _params(self, build: Build, name: str) -> RecurrenceParams:
+    def params(self, build: Build, name: str, layer: int) -> RecurrenceParams:
+        """Read the constants of the recurrence."""
         source, fp32, heads = build.weights, torch.float32, (self.spec.num_v_heads,)
         flat = len(source.shape(f"{name}.A_log") or heads) == 1
         shape, cut = (heads, ROWS) if flat else ((1, 1, *heads, 1), Cut(2))
@@ -176,12 +183,12 @@ class RecurrentConfig(PartConfig):
         records, spaced = (tuple(TensorSpec(*each) for each in zip(*kind, strict=True)) for kind in kinds)
         if spec.per_key:  # its states are written at every token
             spaced = ()
-        tensors = (
-            kept_window(spec.mixed_dim, self.conv_width, dtype),
-            TensorSpec(
-                "matrix", matrix, state_dtype, operators, "recurrence_fold", records, spaced, "recurrence_flush"
-            ),
+        kept = TensorSpec(
+            "matrix", matrix, state_dtype, operators, "recurrence_fold", records, spaced, "recurrence_flush"
         )
+        tensors: tuple[TensorSpec, ...] = (kept,)
+        if self.conv_width:
+            tensors = kept_window(spec.mixed_dim, self.conv_width, dtype), kept
         operations = DELTA_RULE_OPERATIONS if spec.delta else STATE_SPACE_OPERATIONS
         return (StateSpec(tensors, operations * math.prod(matrix)),)
 
@@ -193,3 +200,30 @@ class RecurrentConfig(PartConfig):
 
     def num_weights(self, hidden_size: int) -> int:
         return hidden_size * (self.spec.mixed_dim + 2 * self.inner + self.spec.num_v_heads * (1 + self.spec.delta))
+
+
+def read_group_norm(
+    build: Build, name: str, inner: int, groups: int, sharing: int, eps: float | None = None, **style: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Read a norm over groups of heads; return the function from heads `[T, HV, V]` and gate `[T, inner]` to `[T,
+    inner]`.
+
+    `inner` and `groups` are this rank's. `sharing` ranks hold a group together. `style`: see `OpTable.gated_rmsnorm`.
+    """
+    ranks, size, cut, gated_rmsnorm = build.ranks, inner, ROWS, build.ops.gated_rmsnorm
+    if sharing > 1:
+        size, cut, groups = inner * ranks.size, WHOLE, ranks.size // sharing
+    norm = RMSNorm(build, name, size, False, eps, cut)
+    weight = norm.weight.view(groups, -1)
+
+    def normed(heads: Tensor, gate: Tensor) -> Tensor:
+        parts = [heads.flatten(1), gate]
+        if sharing > 1:
+            parts = [ranks.gather(part) for part in parts]
+        read, gate = (torch.unflatten(part, -1, weight.shape) for part in parts)
+        found = gated_rmsnorm(read, gate, weight, norm.eps, **style).flatten(1)
+        if sharing > 1:
+            return found.narrow(1, ranks.rank * inner, inner)
+        return found
+
+    return normed
