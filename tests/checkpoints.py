@@ -12,6 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.lightning_models import BailingMoeV2_5Config, BailingMoeV2_5ForCausalLM
+
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -74,6 +76,28 @@ KIMI = {
     "n_shared_experts": 2,
     "n_group": 2,
     "topk_group": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+LIGHTNING = {
+    **COMMON,
+    **DENSE,
+    "num_hidden_layers": 5,  # the last is outside of groups
+    "head_dim": 16,
+    "group_norm_size": 2,
+    "layer_group_size": 2,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
@@ -279,6 +303,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "bailing_hybrid": lambda **x: transformers.BailingHybridForCausalLM(
         transformers.BailingHybridConfig(**{**KIMI, "head_dim": 16, **x})
     ),
+    "bailing_moe_v2_5": lambda **x: BailingMoeV2_5ForCausalLM(BailingMoeV2_5Config(**{**LIGHTNING, **x})),
     "kimi_linear": lambda **x: transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**{**KIMI, **x})),
     "mamba": lambda **x: transformers.MambaForCausalLM(transformers.MambaConfig(**{**MAMBA, **x})),
     "falcon_mamba": lambda **x: transformers.FalconMambaForCausalLM(
@@ -364,6 +389,10 @@ def add_published_mtp(folder: Path, family: str, **config: Any) -> tuple[Any, di
         kinds: dict[str, Any] = {"layers_block_type": ["attention", "moe"], "num_hidden_layers": 2}
         names = {"model.layers.": "mtp.layers.", "model.norm_f.": "mtp.layers.1.final_layernorm."}
         first, count = "mtp.layers.0", "num_nextn_predict_layers"
+    elif family == "bailing_moe_v2_5":
+        kinds = {"layer_group_size": 1, "first_k_dense_replace": 0, "num_hidden_layers": 1}
+        first, count = f"model.layers.{saved['num_hidden_layers']}", "num_nextn_predict_layers"
+        names = {"model.layers.0.": f"{first}.", "model.norm.": f"{first}.final_layernorm."}
     else:
         kinds = {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"], "num_hidden_layers": 1}
         first, count = f"model.layers.{saved['num_hidden_layers']}", "num_mtp_layers"

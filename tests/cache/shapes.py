@@ -66,6 +66,7 @@ REAL_LAYOUTS = {
     "Bamba-9B": layout(29, mamba2(128, 64, 128, 1), 3, attention(8, 128)),
     "Falcon-H1-0.5B": layout(36, mamba2(24, 64, 128, 1), 36, attention(2, 64)),
     "Zamba2-7B": layout(81, mamba2(112, 64, 64, 2), 13, attention(32, 224)),
+    "Ling-2.6-flash": layout(28, state(None, (32, 128, 128)), 4, LATENT),
     "Ling-3.0-flash": layout(35, delta_net(32, 32), 7, LATENT),
     "Granite-4.0-H-Tiny": layout(36, mamba2(48, 64, 128, 1), 4, attention(4, 128)),
     "Granite-4.0-H-350M": layout(28, mamba2(48, 32, 128, 1), 4, attention(4, 64)),

@@ -55,6 +55,7 @@ DOCUMENTED = {
     "LFM2, experts": "LFM2-8B-A1B",
     "LFM3": "LFM3-1.7B",
     "Kimi-Linear": "Kimi-Linear-48B-A3B",
+    "Ling-2.6": "Ling-2.6-flash",
     "Ling-3.0": "Ling-3.0-flash",
     "Jamba": "Jamba-1",
     "Falcon-Mamba": "FalconMamba-7B",

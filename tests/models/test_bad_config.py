@@ -60,7 +60,8 @@ def test_a_wrong_field_is_told_in_words(name: str, tmp_path: Path, monkeypatch: 
         config = json.loads(HUB[name].read_text())
     else:
         family = next(family for family in FAMILIES if family.architectures[0] == name)
-        config = {**class_defaults(family.config_class)[0], **family.defaults, "architectures": [name]}
+        defaults = class_defaults(family.config_class)[0] if family.config_class else {}
+        config = {**defaults, **family.defaults, "architectures": [name]}
     num_refused = 0
     for what, wrong in wrong_configs(config):
         (tmp_path / "config.json").write_text(json.dumps(wrong))

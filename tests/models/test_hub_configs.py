@@ -107,6 +107,11 @@ EXPECTED: dict[str, tuple[dict[str, int], int, int]] = {
         7 * 576 * 2,
         35 * (3 * 12288 * 2 + 32 * 128 * 128 * 4),
     ),
+    "ling-2.6-flash": (
+        {"LightningConfig": 28, "LatentAttentionConfig": 4, "MLPConfig": 1, "MoEConfig": 31},
+        4 * 576 * 2,
+        28 * 32 * 128 * 128 * 4,
+    ),
     "llama-3.1-8b": ({"AttentionConfig": 32, "MLPConfig": 32}, 32 * 2 * 8 * 128 * 2, 0),
     "ministral-8b": ({"AttentionConfig": 36, "MLPConfig": 36}, 36 * 2 * 8 * 128 * 2, 0),
     "mamba2-780m": ({"Mamba2Config": 48}, 0, 48 * (3 * 3328 * 4 + 48 * 64 * 128 * 4)),  # fp32

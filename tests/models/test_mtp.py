@@ -141,7 +141,7 @@ def test_other_heads_are_refused(tmp_path: Path, family: str, fields: dict[str, 
         load_config(tmp_path, mtp=True)
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "bailing_hybrid"])
+@pytest.mark.parametrize("family", ["nemotron_h", "bailing_hybrid", "bailing_moe_v2_5"])
 @torch.no_grad()
 def test_heads_of_nemotron_and_ling_have_transformers_logits(family: str, tmp_path: Path) -> None:
     main = write_checkpoint(tmp_path, family)

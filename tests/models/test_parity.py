@@ -238,6 +238,27 @@ STRETCHED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings
 
 
 @pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("bailing_moe_v2_5", {"q_lora_rank": None, "num_attention_heads": 6, "group_norm_size": 3, "topk_group": 1}),
+        (
+            "bailing_moe_v2_5",
+            {
+                "rope_parameters": {"rope_type": "yarn", **STRETCHED},
+                "layer_group_size": 5,
+                "partial_rotary_factor": 1.0,
+            },
+        ),
+        ("bailing_hybrid", {"q_lora_rank": 40}),
+    ],
+)
+def test_ling_variants(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    theirs = write_checkpoint(tmp_path, family, **fields)
+    driver, tokens = Driver(load_model(tmp_path, ops=torch_table())), list(range(2, 132))
+    assert error(driver.prefill(driver.row(), tokens, [64, 65]), oracle(theirs, tokens)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
     ("family", "rope"),
     [
         ("llama", {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}),

@@ -66,6 +66,7 @@ def test_two_ranks(family: str, tmp_path: Path) -> None:
     [
         ("qwen3_next_moe", {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "vocab_size": 262}),  # 2 KV heads
         ("granite_hybrid", {}),  # 2 groups, of which each is normalised by two ranks
+        ("bailing_moe_v2_5", {}),  # likewise
         ("kimi_linear", {"tie_word_embeddings": True}),
     ],
 )

@@ -66,6 +66,7 @@ def test_what_is_taken_and_not_read_changes_no_logits(family: str, tmp_path: Pat
 KIMI = json.loads((Path(__file__).parent / "hub_configs" / "kimi-linear-48b-a3b.json").read_text())
 LFM3 = json.loads((Path(__file__).parent / "hub_configs" / "lfm3-1.7b.json").read_text())
 LFM3_ROPE = LFM3["rope_parameters"]
+LING = json.loads((Path(__file__).parent / "hub_configs" / "ling-2.6-flash.json").read_text())
 LLAMA = json.loads((Path(__file__).parent / "hub_configs" / "llama-3.1-8b.json").read_text())
 
 
@@ -92,6 +93,11 @@ LLAMA = json.loads((Path(__file__).parent / "hub_configs" / "llama-3.1-8b.json")
         (LLAMA, {"rope_scaling": {"full_attention": {"rope_theta": 1e6}}}, "of their own for full_attention"),
         (LFM3, {"rope_parameters": {**LFM3_ROPE, "sliding_attention": {"rope_type": "yarn"}}}, "rope_type='yarn'"),
         (LFM3, {"use_qk_norm": True}, "use_qk_norm=True"),
+        (LING, {"linear_silu": True}, "linear_silu=true"),
+        (LING, {"use_qk_norm": False}, "use_qk_norm=false"),
+        (LING, {"use_qkv_bias": True}, "use_qkv_bias=True"),
+        (LING, {"num_kv_heads_for_linear_attn": 8}, "num_kv_heads_for_linear_attn=8"),
+        (LING, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale_all_dim": 1.0}}, "mscale_all_dim=1.0"),
     ],
 )
 def test_a_field_that_changes_the_logits_is_refused(

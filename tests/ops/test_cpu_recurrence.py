@@ -21,6 +21,7 @@ SHAPES = [
     Recurrence(1, 2, 24, 40),
     Recurrence(1, 4, 128, 64, delta=False),  # Mamba-2
     Recurrence(2, 4, 256, 40, delta=False, step_limit=(0.1, 0.4)),
+    Recurrence(2, 2, 16, 16, delta=False, step_limit=(1.0, 1.0)),  # lightning attention
     Recurrence(2, 2, 24, 40, per_key=True),
     Recurrence(1, 1, 128, 128, per_key=True, bound=-5.0),  # Ling-3.0
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ OURS, TORCH = triton_ops(), torch_table()
 SMALL = Recurrence(1, 2, 16, 24)
 MAMBA2 = Recurrence(1, 2, 16, 24, delta=False)
 FALCON = Recurrence(1, 1, 256, 24, delta=False, step_limit=(0.1, 0.4))
+STEADY: dict[str, Any] = {"delta": False, "step_limit": (1.0, 1.0)}
+LIGHTNING = Recurrence(2, 2, 16, 16, **STEADY)
 KEYS = Recurrence(2, 2, 16, 24, per_key=True)
 BOUNDED = Recurrence(1, 1, 24, 16, per_key=True, bound=-5.0)
 OLMO = Recurrence(1, 1, 96, 192, double_beta=True)
@@ -87,8 +91,8 @@ def test_segments_saves_and_sentinels(shape: Recurrence, decay: str, dtype: torc
 @pytest.mark.parametrize(
     "shape",
     sized(
-        [OLMO, Recurrence(1, 3, 8, 16), FALCON, BOUNDED],
-        [Recurrence(2, 16, 64, 64), Recurrence(3, 3, 96, 192, True), FALCON],
+        [OLMO, Recurrence(1, 3, 8, 16), FALCON, BOUNDED, LIGHTNING],
+        [Recurrence(2, 16, 64, 64), Recurrence(3, 3, 96, 192, True), FALCON, Recurrence(32, 32, 128, 128, **STEADY)],
     ),
 )
 def test_shapes(shape: Recurrence) -> None:
