@@ -44,8 +44,11 @@ attention_multiplier embedding_multiplier logit_scale logits_scaling lm_head_mul
 partial_rotary_factor residual_multiplier residual_scale router_scaling_factor scale_depth scale_emb
 """
 _ON: Final = """
-attn_output_gate block_use_swiglu mamba_use_mlp no_kda_lora rms_norm use_conv_bias use_pos_enc use_rope
+attn_output_gate block_use_swiglu is_causal mamba_use_mlp no_kda_lora rms_norm use_conv_bias use_pos_enc use_rope
 """
+# Names of fields that let tokens attend to later ones, such as those of one image to each other. Chunks and prefixes
+# would change the logits.
+_BIDIRECTIONAL: Final = "bidirectional"
 # Fields of rotary positions that apply only to some rope_type. They are checked where that type is read.
 _ROTARY: Final = """
 attention_factor beta_fast beta_slow factor finetuned high_freq_factor low_freq_factor mscale mscale_all_dim
@@ -74,13 +77,13 @@ def unknown_fields(
     """
     unknown = []
     for name, value in values.items():
-        harmless = name in unneeded or name in HARMLESS or HARMLESS_KIND.fullmatch(name)
+        without_effect = CHANGING.get(name, (False,) if _BIDIRECTIONAL in name else ())
+        harmless = name in unneeded or name in HARMLESS or (HARMLESS_KIND.fullmatch(name) and not without_effect)
         if value is None or name in read or harmless or _is_default(value, defaults.get(name)):
             continue
-        without_effect = CHANGING.get(name, ())
         if any(value is same if isinstance(same, bool) else value == same for same in without_effect):
             continue
-        if name in CHANGING or name in defaults:
+        if without_effect or name in defaults:
             usual = " or ".join(repr(same) for same in without_effect or (defaults.get(name),))
             raise UnsupportedModelError(
                 f"{where} has {name}={value!r}; forkpoint runs this architecture with {name}={usual} alone"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from forkpoint import LLM, SamplingParams
+from forkpoint.cache.hashing import HashChain
 from forkpoint.engine import image_processor
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.resized_pictures import ResizedPictures
@@ -132,6 +134,33 @@ def test_the_next_turn_reuses_the_images(llm: LLM, monkeypatch: pytest.MonkeyPat
     bounds = [{"max_pixels": 65536}, {"max_pixels": 65536}, None]
     sizes = [llm.render_chat(first, mm_processor_kwargs=each).images[0].num_tokens for each in bounds]
     assert sizes == [64, 64, 100] and len(decoded) == 3, "other settings give other pixels"
+
+
+def test_a_replica_that_resizes_otherwise_misses(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of Pillow changes some values by 1, so the same file is another image there."""
+    messages = [user("a long introduction " * 7, url_part(picture(31, 330, 330)))]
+    (own,) = llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)
+    prompt, kind = llm.render_chat(messages), type(picture(1, 32, 32))
+    resize, images = kind.resize, llm._chat._images  # type: ignore[union-attr]
+
+    def otherwise(image: Any, *args: Any) -> Any:
+        values = np.array(resize(image, *args))
+        values[5, 7, 1] ^= 1
+        return Pillow.fromarray(values)
+
+    monkeypatch.setattr(images.kept, "_parts", OrderedDict())  # type: ignore[union-attr]
+    monkeypatch.setattr(kind, "resize", otherwise)
+    other = llm.render_chat(messages)
+    assert other.token_ids.tolist() == prompt.token_ids.tolist() == list(own.prompt_token_ids)
+    chains = [HashChain("", images=each.images) for each in (prompt, other)]
+    for chain in chains:
+        chain.extend(prompt.token_ids)
+    first = prompt.images[0].start // 64  # block with tokens of the image
+    assert [a == b for a, b in zip(*(chain.hashes for chain in chains), strict=True)] == [True] * first + [False] * (
+        len(chains[0].hashes) - first
+    )
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert output.num_cached_tokens <= first * 64 and first > 1
 
 
 def test_resized_pictures_are_kept_within_a_bound() -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import SchedulerConfig
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import ConfigError, EngineStoppedError
+from forkpoint.image_families.table import read_image_settings
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
+from forkpoint.models.vision import VisionTower
 from forkpoint.ops.select import torch_table
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.runner import Loaded, ModelRunner
@@ -27,6 +30,7 @@ from forkpoint.sched.plan import StepPlan, SubmittedStep
 from forkpoint.worker import build
 from forkpoint.worker.memory import SAMPLER_BYTES_PER_LOGIT, SLACK_BYTES, bytes_beside_arena, graph_bytes
 from forkpoint.worker.trial import compile_ahead, full_step_pages, run_full_step
+from tests.image_models import write_vision_checkpoint
 
 SPEC = RandomModelSpec(
     hidden_size=64,
@@ -135,6 +139,30 @@ def test_the_room_beside_the_arena(model: Model, layout: CacheLayout) -> None:
     device = Device(peak=arena + 10_000)
     assert bytes_beside_arena(Loaded(model, OPS, layout, sched, device)) == 10_000 + logits + SLACK_BYTES
     assert device.num_runs == 1
+
+
+def test_the_largest_image_has_room_beside_the_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So have the embeddings that are kept while a step encodes its budget of images."""
+    write_vision_checkpoint(tmp_path)
+    settings = read_image_settings(tmp_path, {"max_pixels": 81 * 1024})
+    seeing = load_model(tmp_path, ops=OPS, vision=settings)
+    tower = seeing.vision
+    assert tower is not None and settings is not None
+    sched = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=4, encoder_cache_size=100)
+    loaded = Loaded(seeing, OPS, CacheLayout.create(seeing.layer_specs), sched, Device(peak=MIB))
+    blind = Loaded(load_model(tmp_path, ops=OPS), OPS, loaded.layout, sched, Device(peak=MIB))
+    sizes, encode = list[int](), type(tower).__call__
+
+    def noting(self: VisionTower, pixels: torch.Tensor) -> torch.Tensor:
+        sizes.append(pixels.shape[0] * pixels.shape[1])
+        return encode(self, pixels)
+
+    monkeypatch.setattr(type(tower), "__call__", noting)
+    for budget, most in ((None, 512), (200, 200), (64, 81)):
+        own = replace(sched, max_num_encoder_input_tokens=budget)
+        room = bytes_beside_arena(replace(loaded, sched=own)) - bytes_beside_arena(replace(blind, sched=own))
+        assert room == MIB + (100 + most) * tower.bytes_per_token
+    assert sizes == [81 * 1024] * 3
 
 
 def test_graphs_are_measured_after_what_they_share(

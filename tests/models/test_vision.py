@@ -94,6 +94,25 @@ def test_other_towers_are_refused_unless_the_text_model_runs_alone(folder: Path,
     assert load_config(folder).vision is None
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("use_bidirectional_attention", "vision"), ("image_bidirectional", True), ("is_causal", False)]
+)
+def test_text_models_that_attend_both_ways_inside_images_are_refused(folder: Path, name: str, value: Any) -> None:
+    """A chunk that ends inside an image, and a hit inside one, would change their logits."""
+    for where in ("text_config", None):
+        copy = json.loads((folder / "config.json").read_text())
+        change(folder / "config.json", lambda c, where=where: (c[where] if where else c).update({name: value}))  # type: ignore[misc]
+        for settings in (read_image_settings(folder), None):
+            with pytest.raises(UnsupportedModelError, match=f"has {name}={value!r}; forkpoint runs this architecture"):
+                load_config(folder, vision=settings)
+        (folder / "config.json").write_text(json.dumps(copy))
+    change(folder / "config.json", lambda c: c["text_config"].update({name: value != "vision" and not value}))
+    assert load_config(folder, vision=read_image_settings(folder)).vision is not None
+    change(folder / "config.json", lambda c: c.update(architectures=["Gemma3ForConditionalGeneration"]))
+    with pytest.raises(UnsupportedModelError, match="is of a Gemma3ForConditionalGeneration"):
+        load_config(folder, vision=read_image_settings(folder))
+
+
 def test_settings_are_read_where_they_are(folder: Path) -> None:
     found = read_image_settings(folder)
     assert found is not None and (found.token_side, found.min_pixels, found.max_pixels) == (32, 1024, 1 << 22)
