@@ -26,6 +26,7 @@ TEXT: dict[str, Any] = {
     "layer_types": ["conv", "full_attention", "conv", "conv"],
     "eos_token_id": 1,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_dense_layers": 1}
 VISION = {
     "model_type": "siglip2_vision_model",
     "hidden_size": 32,
@@ -42,11 +43,12 @@ SPECIAL = {"<|image_start|>": START, "<|image_end|>": END, "<|img_thumbnail|>": 
 SPECIAL |= {token: 200 + number for number, token in enumerate(TILES)}
 
 
-def write_lfm2_vl(folder: Path) -> Any:
+def write_lfm2_vl(folder: Path, *, moe: bool = False) -> Any:
     """Save a model whose images matter, and return transformers' own instance of it."""
     torch.manual_seed(0)
+    text = {**TEXT, **EXPERTS, "model_type": "lfm2_moe"} if moe else dict(TEXT)
     options = {"image_token_id": IMAGE, "projector_hidden_size": 80, "tie_word_embeddings": True}
-    config = transformers.Lfm2VlConfig(text_config=dict(TEXT), vision_config=dict(VISION), **options)
+    config = transformers.Lfm2VlConfig(text_config=text, vision_config=dict(VISION), **options)
     model = transformers.Lfm2VlForConditionalGeneration(config)
     make_state_sensitive(model.eval(), 0)
     model.save_pretrained(folder)

@@ -26,12 +26,12 @@ INTRO, QUESTION, OTHER = (RNG.integers(2, IMAGE, count).tolist() for count in (1
 SPAN = (101, 241)  # tokens of the first picture, after the intro and the token before it
 
 
-@pytest.fixture(scope="module", params=["dense", "moe", "lfm2_vl"])
+@pytest.fixture(scope="module", params=["dense", "moe", "lfm2_vl", "lfm2_vl_moe"])
 def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     pytest.importorskip("PIL.Image")
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "lfm2_vl":
-        theirs = write_lfm2_vl(folder)
+    if request.param.startswith("lfm2_vl"):
+        theirs = write_lfm2_vl(folder, moe=request.param == "lfm2_vl_moe")
         found = Watched(folder, theirs, lfm2_vl_prompt, Lfm2VlOracle(folder), checkpoint_interval=64)
     else:
         theirs = write_vision_checkpoint(folder, moe=request.param == "moe")

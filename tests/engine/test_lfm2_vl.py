@@ -28,10 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return place, write_lfm2_vl(place)
 
 
-@pytest.mark.parametrize("budget", [64, 192, 2048])
-def test_tiles_are_spans_of_their_own(folder: tuple[Path, Any], budget: int) -> None:
+@pytest.mark.parametrize(("budget", "moe"), [(64, False), (192, True), (2048, False)])
+def test_tiles_are_spans_of_their_own(folder: tuple[Path, Any], tmp_path: Path, budget: int, moe: bool) -> None:
     """Another picture with the same first tiles hits up to the tile that differs."""
     place, theirs = folder
+    if moe:
+        place, theirs = tmp_path, write_lfm2_vl(tmp_path, moe=True)
     options = {"max_num_batched_tokens": budget, "max_num_seqs": 1, "checkpoint_interval": 64}
     watched = Watched(place, theirs, lfm2_vl_prompt, Lfm2VlOracle(place), **options)
     image, pillow = picture(1, 640, 640), pytest.importorskip("PIL.Image")

@@ -19,17 +19,14 @@ from forkpoint.ops.select import torch_table
 from tests.checkpoints import COMMON, DENSE, FAMILIES, GDN, HEAD, make_state_sensitive, write_checkpoint
 from tests.driver import Driver
 from tests.image_models import picture
-from tests.lfm2_vl_models import TEXT, VISION
+from tests.lfm2_vl_models import write_lfm2_vl
 
 TOLERANCE = 1e-4  # of the logits' standard deviation
 TOKENS = list(range(2, 132))
 
 
 def lfm2_vl_moe(folder: Path) -> Any:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_dense_layers": 1}
-    text, more = {**TEXT, "model_type": "lfm2_moe", **experts}, {"image_token_id": 250, "projector_hidden_size": 80}
-    config = transformers.Lfm2VlConfig(text_config=text, vision_config=dict(VISION), **more)
-    return saved(transformers.Lfm2VlForConditionalGeneration(config), folder)
+    return write_lfm2_vl(folder, moe=True)
 
 
 def minicpm_v(folder: Path) -> Any:
