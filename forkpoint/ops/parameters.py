@@ -128,6 +128,16 @@ class KVScales:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PoolRule:
+    """A query attends to at most `most` complete pools of `size` tokens each, and to the tokens after them.
+
+    Pools are counted from a sequence's first token. `size` divides the tokens of a block."""
+
+    size: int
+    most: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRule:
     """How the router chooses and weighs a token's experts.

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from forkpoint.errors import ConfigError
 from forkpoint.ops.activation import reference as activation
+from forkpoint.ops.attention import pools
 from forkpoint.ops.attention import reference as attention
 from forkpoint.ops.attention.inputs import Inputs
 from forkpoint.ops.conv1d import reference as conv1d
@@ -42,6 +43,8 @@ def torch_table(deterministic: bool = False) -> OpTable:
     made: dict[str, Any] = {
         **operators_of(*_REFERENCES, of_linear, inputs),
         "paged_attention": partial(attention.paged_attention, fixed=deterministic),
+        "choose_pools": partial(pools.choose_pools, fixed=deterministic),
+        "pool_attention": partial(pools.pool_attention, fixed=deterministic),
         "experts": partial(moe.experts_by, product),
     }
     return OpTable(**made, deterministic=deterministic, backends=dict.fromkeys(operator_names(), "torch"))

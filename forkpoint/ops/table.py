@@ -11,12 +11,15 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from forkpoint.ops.attention import pools, reference
+from forkpoint.ops.conv1d import windows
 from forkpoint.ops.linear.scaled import Matrix
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, RecordIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.parameters import (
     ConvTaps,
     KVScales,
     Out,
+    PoolRule,
     QKNorm,
     Records,
     RecurrenceInputs,
@@ -37,6 +40,8 @@ STATE_OPERATORS = (
     "recurrence_decode",
     "scan_prefill",
     "scan_decode",
+    "window_prefill",
+    "window_update",
 )
 
 
@@ -139,6 +144,44 @@ class LatentPrefill(Protocol):
         `expand` computes keys and values from latents: `[N, rank] -> [N, H * (K + V)]`, each head's key, then its
         value. The queries are `own[T, H, K]` and, for the part that all heads share, `shared[T, H, P]`. `cache` is
         `[P, 1, 64, rank + P]`. The index's host copies describe the row."""
+
+
+class ChoosePools(Protocol):
+    def __call__(self, q: Tensor, weights: Tensor, cache: Tensor, index: AttentionIndex, rule: PoolRule) -> Tensor:
+        """Choose the pools of keys that each query attends to; return `[T, most]` int32.
+
+        A pool's score is `sum_h weights[t, h] * relu(q[t, h] . key)`, computed in fp32 from `q[T, H, D]`, fp32
+        `weights[T, H]` and the pool's index key. The complete pools with the highest scores are chosen, among equal
+        scores the earlier ones. The result has their numbers in ascending order, then -1. `cache[P, 1, 64, D / size]`
+        holds the `64 / size` index keys of each block, one after another."""
+
+
+class PoolAttention(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        index: AttentionIndex,
+        scale: float,
+        chosen: Tensor,
+        rule: PoolRule,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """Return `paged_attention` to the keys of the `chosen` pools, and to those after the last complete pool."""
+
+
+class TakeWindows(Protocol[Index]):
+    def __call__(self, x: Tensor, pool: Tensor, index: Index) -> Tensor:
+        """Return each token's last W inputs `[T, W, D]`, its own last, from `x[T, D]`.
+
+        `pool[P, W-1, D]` holds the inputs before the segments or rows, and is updated as by a convolution."""
+
+
+class WindowVerify(Protocol):
+    def __call__(self, x: Tensor, pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
+        """Run window_update for rows with drafts: `x[T, D]` -> `[T, W, D]`. conv_fold folds its records, as those of
+        conv_verify."""
 
 
 class Conv(Protocol[Index]):
@@ -302,6 +345,13 @@ class OpTable:
     # Sort each row of `logits[N, V]` from the largest to the smallest, equal logits by id. (logits, `token_ids[N]`,
     # count) -> (the first ids `[N, count]`, the rank `[N]`, from 1, of token_ids), all int64.
     top_ids: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = top_ids
+    choose_pools: ChoosePools = pools.choose_pools
+    pool_attention: PoolAttention = pools.pool_attention
+    window_prefill: TakeWindows[SegmentIndex] = windows.window_prefill
+    window_update: TakeWindows[DecodeIndex] = windows.window_update
+    window_verify: WindowVerify = windows.window_verify
+    # Store `x[T, H, D]` in `cache[P, H, 64, D]`, a strided view of the arena; slot -1 stores nothing.
+    store_rows: Callable[[Tensor, Tensor, Tensor], None] = reference.store_rows
     redirects: frozenset[str] = frozenset(STATE_OPERATORS)
     deterministic: bool = False  # a row's bits do not depend on the rest of the batch
     backends: dict[str, str] = field(default_factory=dict)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +17,9 @@ from forkpoint.ops.parameters import KVScales
 
 QUERY_TILE = 256
 FIXED_TILE = 64  # queries per tile in deterministic mode; tiles start at multiples of it
+# Maps the first query's position, the number of queries and that of keys to which keys they attend to,
+# `[queries, keys]` bool.
+Masks: TypeAlias = Callable[[int, int, int], Tensor]
 
 
 def in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +53,7 @@ def store_rows(x: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     cache[slots // size, :, slots % size] = x.to(cache.dtype)
 
 
-def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, num_tokens: int, num_padded: int) -> Tensor:
+def gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, num_tokens: int, num_padded: int) -> Tensor:
     """Gather the first `num_tokens` tokens of a row as `[1, Hkv, num_padded, D]`, padded with zeros; scaled ones in
     fp32."""
     _, heads, size, dim = cache.shape
@@ -60,22 +67,25 @@ def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, num_tokens: in
     return row[:, :, :num_padded]
 
 
-def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attend with `q[Hq, D]` to all of `k`, `v` `[1, Hkv, L, D]`; return `[Hq, Dv]`."""
-    if window is not None:
-        k, v = k[:, :, -window:], v[:, :, -window:]
     grouped = q.view(1, k.shape[1], -1, q.shape[-1])  # query heads of one key head are the rows of one product
     return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape[0], -1)
 
 
-def _tile(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attend with queries `q[Tq, Hq, D]` at positions from `start` to keys at positions from 0; return `[Tq, Hq,
-    Dv]`."""
-    at = torch.arange(start, start + q.shape[0], device=q.device).unsqueeze(1)
-    keys = torch.arange(k.shape[2], device=q.device)
+def _causal(start: int, num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys from position 0 on the queries from position `start` on attend to, `[queries, keys]` bool."""
+    at = torch.arange(start, start + num_queries, device=device).unsqueeze(1)
+    keys = torch.arange(num_keys, device=device)
     mask = keys <= at
     if window is not None:
         mask &= keys > at - window
+    return mask
+
+
+def _tile(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    """Attend with queries `q[Tq, Hq, D]` to the keys `k[1, Hkv, L, D]` that `mask[Tq, L]` names; return `[Tq, Hq,
+    Dv]`."""
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0), k, v, attn_mask=mask, scale=scale, enable_gqa=True
     )
@@ -109,24 +119,27 @@ def paged_attention(
         blocks = index.block_table[lines[row], : -(-kv_len // size)].long()
         last = first + num_queries
         if row < index.num_decodes:
-            k, v = (_gather(*cache, blocks, kv_len, kv_len)[:, :, index.first_key :] for cache in caches)
-            out[first] = _one_query(q[first], k, v, scale, window)
+            k, v = (gather(*cache, blocks, kv_len, kv_len)[:, :, index.first_key :] for cache in caches)
+            if window is not None:
+                k, v = k[:, :, -window:], v[:, :, -window:]
+            out[first] = one_query(q[first], k, v, scale)
         else:
             padded = kv_len
             if fixed:
                 padded = -(-kv_len // FIXED_TILE) * FIXED_TILE
-            k, v = (_gather(*cache, blocks, kv_len, padded) for cache in caches)
+            k, v = (gather(*cache, blocks, kv_len, padded) for cache in caches)
             if window is not None:  # blocks behind it were given back and may hold anything, NaN included
                 behind = max(0, kv_len - num_queries + 1 - window)
                 k[:, :, :behind], v[:, :, :behind] = 0, 0
-            out[first:last] = _segment(q[first:last], kv_len - num_queries, k, v, scale, window, fixed)
+            causal = partial(_causal, window=window, device=q.device)
+            out[first:last] = segment(q[first:last], kv_len - num_queries, k, v, scale, causal, fixed)
         first = last
     if gate is None:
         return out
     return sigmoid_mul(out, torch.unflatten(gate, 1, out.shape[1:]))
 
 
-def _segment(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None, fixed: bool) -> Tensor:
+def segment(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, masks: Masks, fixed: bool) -> Tensor:
     """Attend with queries `q[Tq, Hq, D]` at positions from `start` on, in tiles, to keys up to each tile's end."""
     tile, low, end = QUERY_TILE, start, start + len(q)
     if fixed:
@@ -137,5 +150,5 @@ def _segment(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: 
         own, keys, values = padded[at - low : at - low + tile], k[:, :, : at + tile], v[:, :, : at + tile]
         if fixed:  # copy, because a slice of a longer row has other strides, which may change the bits
             own, keys, values = own.contiguous(), keys.contiguous(), values.contiguous()
-        parts.append(_tile(own, at, keys, values, scale, window))
+        parts.append(_tile(own, keys, values, scale, masks(at, len(own), keys.shape[2])))
     return torch.cat(parts)[start - low : end - low]

@@ -74,16 +74,17 @@ def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, rec
         out[at] = convolved(inputs, taps).squeeze(1).to(x.dtype)
         return inputs[:, 1:]
 
-    verified(_folded(pool, index, records), pool, index, advance)
+    verified(folded_windows(pool, index, records), pool, index, advance)
     return out
 
 
 def conv_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
     """Fold the pending tokens' records into the windows, and store the windows at the marks."""
-    write_slots(pool, index.dst, _folded(pool, index, records))
+    write_slots(pool, index.dst, folded_windows(pool, index, records))
 
 
-def _folded(pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
+def folded_windows(pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
+    """Return the windows `[B, W-1, D]` fp32 after the pending tokens, and store the windows at the marks."""
     (lines,) = records
 
     def fold(own: Tensor, rows: Tensor, i: int) -> Tensor:
