@@ -156,10 +156,10 @@ def mtp_names_of(name: str) -> MTPNames:
     )
 
 
-def sparse_mlp(fields: Fields) -> PartConfig:
-    """Read experts that are chosen by sigmoid scores, and a shared one."""
+def sparse_mlp(fields: Fields, limit: float | None = None) -> PartConfig:
+    """Read experts that are chosen by sigmoid scores, and a shared one. `limit`: see MoEConfig."""
     shared = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1)
-    return MoEConfig.read_grouped(fields, shared_intermediate_size=shared)
+    return MoEConfig.read_grouped(fields, shared_intermediate_size=shared, limit=limit)
 
 
 def layers(

@@ -22,6 +22,7 @@ from forkpoint.models.quantization import FP8, Form, common_form
 from forkpoint.models.weights import WeightSource
 from forkpoint.ops.linear.packed import PER_WORD
 from forkpoint.ops.linear.scaled import BLOCK, Matrix, dense, take_columns, take_rows
+from forkpoint.ops.moe.reference import LimitedExperts
 from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.ranks import Ranks
 
@@ -46,6 +47,7 @@ class MoEConfig(PartConfig):
     bias: str | None = None
     shared_name: str = "shared_expert"
     latent_size: int = 0  # size of the routed experts' inputs and outputs, between two projections; 0: the hidden size
+    limit: float | None = None  # clamps gate(x) and up(x), see `silu_mul`
     name: str = "mlp"
 
     @classmethod
@@ -126,7 +128,10 @@ class SparseMLP:
             build = replace(build, defers=False)
         self._all_ranks = over_ranks(build, moe.latent_size or build.config.hidden_size)
         left = build.ops.experts_parts if build.leaves_parts else None
-        self._apply = left or build.ops.experts
+        self._apply, prepare = left or build.ops.experts, build.ops.prepare_experts
+        if moe.limit is not None:
+            limited = LimitedExperts(build.ops.prepare_linear, build.ops.linear, moe.limit)
+            self._apply, prepare = limited, limited.prepare
         rows = {f"{name}.gate": moe.num_experts}
         if moe.rule.shared == "gated":
             rows[f"{name}.{moe.shared_name}_gate"] = 1
@@ -158,12 +163,13 @@ class SparseMLP:
                 self._out_cut = Cut(-2)
         routed, shared = self._forms(build, name)
         joins = not moe.rule.num_shared or routed == shared
-        self._experts: Any = build.ops.prepare_experts(*self._read_experts(build, name, routed, joins))
+        self._experts: Any = prepare(*self._read_experts(build, name, routed, joins))
         # experts in two forms need two operations
         self._shared: Any = None
         if not joins:
-            self._apply = build.ops.experts
-            self._shared = build.ops.prepare_experts(*self._read_shared_apart(build, name, shared))
+            if moe.limit is None:
+                self._apply = build.ops.experts
+            self._shared = prepare(*self._read_shared_apart(build, name, shared))
 
     def _given_size(self, build: Build) -> int:
         """Return the rows of `down` on this rank. Where ranks gather, each rank has only its own."""

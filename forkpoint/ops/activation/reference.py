@@ -30,9 +30,13 @@ def softplus(x: Tensor) -> Tensor:
     return torch.where(x > SOFTPLUS_LINEAR_ABOVE, x, soft)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`, in x's dtype."""
+def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
+    """`silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`, in x's dtype.
+
+    With `limit`, both halves are clamped to at most `limit`, and the second one to at least `-limit`."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (silu(gate.float()) * up.float()).to(gate_up.dtype)
 
 

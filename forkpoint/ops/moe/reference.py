@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from forkpoint.ops.activation.reference import relu_squared, sigmoid, silu_mul
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import Matrix, dense
 from forkpoint.ops.parameters import RouteRule
+from forkpoint.ops.table import Linear, PrepareLinear
 
 
 class PackedExperts(NamedTuple):
@@ -63,21 +64,53 @@ def experts_by(
 
     `product(x, packed)` computes every matrix product, so a row's bits are as fixed as those of `product`.
     """
+    activate = silu_mul if packed.gated else relu_squared
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        hidden = activate(product(rows, PackedLinear(packed.gate_up[expert], None)))
+        return product(hidden, PackedLinear(packed.down[expert], None))
+
+    return weighted_sum(run, len(packed.down), x, weights, ids)
+
+
+def weighted_sum(
+    run: Callable[[int, Tensor], Tensor], num_experts: int, x: Tensor, weights: Tensor, ids: Tensor
+) -> Tensor:
+    """Return `sum_j weights[t, j] * expert_{ids[t, j]}(x[t])` in x's dtype. `run(e, rows)` runs expert e on rows."""
     num_tokens, top_k = ids.shape
     order = ids.reshape(-1).argsort(stable=True)
-    counts = torch.bincount(ids.reshape(-1), minlength=packed.down.shape[0]).tolist()
-    activate = silu_mul if packed.gated else relu_squared
-    answers = x.new_empty(num_tokens * top_k, packed.down.shape[1])
-    start = 0
+    counts = torch.bincount(ids.reshape(-1), minlength=num_experts).tolist()
+    parts, start = list[Tensor](), 0
     for expert, count in enumerate(counts):
         if count:
-            pairs = order[start : start + count]
-            hidden = activate(product(x[pairs // top_k], PackedLinear(packed.gate_up[expert], None)))
-            answers[pairs] = product(hidden, PackedLinear(packed.down[expert], None))
+            parts.append(run(expert, x[order[start : start + count] // top_k]))
             start += count
+    found = torch.cat(parts)
+    answers = torch.empty_like(found)
+    answers[order] = found
     # Add in the order of the routing, so that the bits do not depend on the batch.
     by_choice = answers.view(num_tokens, top_k, -1).float() * weights.float().unsqueeze(-1)
     total = by_choice[:, 0].clone()
     for j in range(1, top_k):
         total += by_choice[:, j]
     return total.to(x.dtype)
+
+
+class LimitedExperts:
+    """Experts that clamp the halves of `gate_up`, composed of linear layers. Quantised weights stay quantised."""
+
+    def __init__(self, prepare_linear: PrepareLinear, linear: Linear, limit: float) -> None:
+        self._prepare, self._linear, self._limit = prepare_linear, linear, limit
+
+    def prepare(self, gate_up: Matrix, down: Matrix) -> list[tuple[Any, Any]]:
+        """Pack `gate_up[E, 2I, H]` and `down[E, H, I]`."""
+        return [(self._prepare(gate_up[e], None), self._prepare(down[e], None)) for e in range(gate_up.shape[0])]
+
+    def __call__(self, x: Tensor, packed: list[tuple[Any, Any]], weights: Tensor, ids: Tensor) -> Tensor:
+        """Implement `OpTable.experts`, with `limit` as `silu_mul` has it."""
+
+        def run(expert: int, rows: Tensor) -> Tensor:
+            gate_up, down = packed[expert]
+            return self._linear(silu_mul(self._linear(rows, gate_up), self._limit), down)
+
+        return weighted_sum(run, len(packed), x, weights, ids)
