@@ -101,6 +101,19 @@ LIGHTNING = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
+GLM = {
+    **{name: value for name, value in KIMI.items() if name not in ("num_local_experts", "qk_rope_head_dim")},
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+    "n_routed_experts": 8,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 40,
+    "swiglu_limit": 0.5,
+    "hc_sinkhorn_iters": 3,
+    "index_topk": 24,
+    "index_kpool": 4,
+    "index_n_heads": 12,  # pools whose scores are all 0 are rare
+    "index_head_dim": 16,
+}
 VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -115,6 +128,13 @@ def _multimodal(**extra: Any) -> Any:
     text = {**COMMON, **HEAD, **GDN, **MOE, "model_type": "qwen3_5_moe_text", **extra}
     config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=dict(VISION))
     return transformers.Qwen3_5MoeForConditionalGeneration(config)
+
+
+def _glm5_next(**extra: Any) -> Any:
+    vision = {name: VISION[name] for name in VISION if name != "num_position_embeddings"}
+    text = {**GLM, "model_type": "glm5_next_text", **extra}
+    config = transformers.Glm5NextConfig(text_config=text, vision_config={**vision, "projection_intermediate_size": 16})
+    return transformers.Glm5NextForConditionalGeneration(config)
 
 
 # Family -> a function that makes the model; keyword arguments replace fields of its config.
@@ -305,6 +325,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     ),
     "bailing_moe_v2_5": lambda **x: BailingMoeV2_5ForCausalLM(BailingMoeV2_5Config(**{**LIGHTNING, **x})),
     "kimi_linear": lambda **x: transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**{**KIMI, **x})),
+    "glm5_next": _glm5_next,
     "mamba": lambda **x: transformers.MambaForCausalLM(transformers.MambaConfig(**{**MAMBA, **x})),
     "falcon_mamba": lambda **x: transformers.FalconMambaForCausalLM(
         transformers.FalconMambaConfig(**{**MAMBA, "mixer_rms_eps": 1e-3, "tie_word_embeddings": False, **x})
@@ -318,7 +339,8 @@ HYBRID = tuple(name for name in FAMILIES if name not in ATTENTION_ALONE)
 def make_state_sensitive(model: Any, seed: int) -> None:
     """Fill every weight so that recurrent states decay slowly and carry much of the logits."""
     generator = torch.Generator().manual_seed(seed)
-    rates = (0.5, 1) if hasattr(model.config, "kda_lower_bound") else (-4, -1)  # of bounded decays a steep sigmoid's
+    bounds = {"kda_lower_bound", "linear_lower_bound"}.intersection(vars(model.config.get_text_config()))
+    rates = (0.5, 1) if bounds else (-4, -1)  # of bounded decays a steep sigmoid's
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
             weight.uniform_(*rates, generator=generator)

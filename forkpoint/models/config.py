@@ -72,6 +72,13 @@ class MTPNames:
     centred: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class StreamsConfig:
+    """The residual streams of a family whose hidden state has several of them: see models/streams.py."""
+
+    count: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A text model's sizes and parts. `layers[i]` are the parts of layer i."""
@@ -95,6 +102,7 @@ class ModelConfig:
     fp8_keys: bool = False  # store keys and values in 8 bits
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    streams: StreamsConfig | None = None
     vision: VisionConfig | None = None  # of the vision tower, if images are to be read
     # starts of names of weights, and the part of a multimodal model that they belong to, which does not run
     other_parts: tuple[tuple[str, str], ...] = ()

@@ -49,11 +49,41 @@ class Convolution:
         return self._ops.conv_prefill(x, self.taps, pool, segments)
 
 
+class LastInputs:
+    """Return each token's last W inputs, which are the state `window` of layer `layer`."""
+
+    def __init__(self, ops: OpTable, layer: int) -> None:
+        self._ops, self._layer = ops, layer
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """Map inputs `x[T, D]` to `[T, W, D]`, the token's own input last. There are zeros before the first token."""
+        split = ctx.num_decodes
+        parts = []
+        if split:
+            parts.append(self._decode(x[:split], ctx))
+        if split < len(x):
+            cache, segments = ctx.caches[self._layer], ctx.prefill["window_prefill"]
+            parts.append(self._ops.window_prefill(x[split:], cache["window"], segments))
+        return torch.cat(parts)
+
+    def _decode(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        cache = ctx.caches[self._layer]
+        if ctx.verify is not None:
+            return self._ops.window_verify(x, cache["window"], ctx.verify, (cache["window_inputs"],))
+        return self._ops.window_update(x, cache["window"], ctx.decode["window_update"])
+
+
 def kept_window(channels: int, width: int, dtype: str) -> TensorSpec:
     """Describe the state of a convolution: the last `width - 1` inputs, and as records the inputs of each draft
     token."""
     inputs = (TensorSpec("inputs", (channels,), dtype, single=True),)
     return TensorSpec("conv", (width - 1, channels), dtype, ("conv_update", "conv_prefill"), "conv_fold", inputs)
+
+
+def kept_inputs(channels: int, width: int, dtype: str) -> TensorSpec:
+    """Describe the state of `LastInputs` for windows of `width` inputs."""
+    inputs = (TensorSpec("window_inputs", (channels,), dtype, single=True),)
+    return TensorSpec("window", (width - 1, channels), dtype, ("window_update", "window_prefill"), "conv_fold", inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

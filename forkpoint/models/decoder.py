@@ -25,8 +25,8 @@ from forkpoint.models.mtp import MTPHead
 from forkpoint.models.vision import VisionConfig, VisionTower
 
 # Maps `x` and `residual`, both `[T, H]`, to the same pair. The hidden state is `x + residual`, and the next norm adds
-# the two. `residual` is None before the first layer.
-Layer: TypeAlias = Callable[[Tensor, Tensor | None, ForwardContext], tuple[Tensor, Tensor]]
+# the two. `residual` is None before the first layer, and between layers with several streams (models/streams.py).
+Layer: TypeAlias = Callable[[Tensor, Tensor | None, ForwardContext], tuple[Tensor, Tensor | None]]
 
 HEAD: Final = "lm_head.weight"
 LOGGER: Final = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class Model(ABC):
     weight_names: ClassVar[Sequence[tuple[str, str]]] = ()  # (part of a stored name, its replacement)
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     defers_sums: ClassVar[bool] = True  # only norms read hidden states, so that they may do the all-reduce
+    recordable: ClassVar[bool] = True  # a CUDA graph can record its operators on a GPU
 
     def __init__(self, build: Build) -> None:
         config, weights = build.config, build.weights
@@ -100,8 +101,7 @@ class Model(ABC):
         self._embedding = weights.get("model.embed_tokens.weight", shape)
         self.fold_constants = build.fold_constants
         self._layers = [self.build_layer(build, layer) for layer in range(len(config.layers))]
-        self._norm = RMSNorm(build, "model.norm", config.hidden_size, self.centred_norms)
-        self._norm.weight = self._norm.weight * config.logits_scale
+        self._finish = self.build_end(build)
         self._drafts = MTPHead(build) if config.draft_layer else None
         head = self._read_head(build)
         self.head = OutputHead(build.ops, build.ranks, head, config.vocab_size, guesses=self._drafts is not None)
@@ -165,6 +165,12 @@ class Model(ABC):
         """Build layer `layer` of `build.config.layers`."""
         return PreNormLayer(self.normed_blocks(build, layer, self.norms))
 
+    def build_end(self, build: Build) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """Build the function from the last layer's `x` and `residual` to normed hidden states `[T, H]`."""
+        norm = RMSNorm(build, "model.norm", build.config.hidden_size, self.centred_norms)
+        norm.weight = norm.weight * build.config.logits_scale
+        return lambda x, residual: norm.add(x, residual)[0]
+
     def normed_blocks(self, build: Build, layer: int, names: Sequence[str]) -> list[tuple[RMSNorm, Block]]:
         """Build the parts of layer `layer`, each with the norm of the same index in `names`."""
         name, parts = f"model.layers.{layer}", build.config.layers[layer]
@@ -180,11 +186,11 @@ class Model(ABC):
         if images is not None and images.rope is not None:
             draft_ctx = self._with_rope_table(ctx, images.rope.draft_at, images.rope.draft_positions)
             ctx = self._with_rope_table(ctx, images.at, images.rope.positions)
-        x = self._embed(token_ids, images)
+        x = self.enter(self._embed(token_ids, images))
         residual: Tensor | None = None
         for layer in self._layers:
             x, residual = layer(x, residual, ctx)
-        hidden = self._norm.add(x, residual)[0]
+        hidden = self._finish(x, residual)
         if self._drafts is not None:
             # embedded again, because norms may have added to the first embeddings in place
             self._drafts.keep(self._embed(token_ids, images), hidden, draft_ctx)
@@ -218,6 +224,10 @@ class Model(ABC):
         lines = positions.index_select(0, self._rope_axes).T  # [T, R]: column r of token t is looked up in this line
         table = self._cos_sin.gather(0, lines)
         return replace(ctx, rope_table=table, positions=torch.arange(len(table), device=table.device))
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the first layer's input, from embeddings `[T, H]`."""
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits `[R, vocab_size]`, in the model's dtype, from `hidden[R, H]`."""

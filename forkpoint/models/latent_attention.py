@@ -94,13 +94,14 @@ class LatentAttention:
         latents = f"{name}.kv_a_proj_with_mqa"
         if config.rotated:
             self._cos_sin = build.rope_table(build.config.rotary)
-            self._latents = Projection(build.ops, _apart(_read(build, latents, rank + config.shared_dim, hidden), rank))
+            narrow = read_dense(build, latents, rank + config.shared_dim, hidden)
+            self._latents = Projection(build.ops, _apart(narrow, rank))
         else:
             self._latents = read_projection(build, latents, rank + config.shared_dim, hidden)
         self._queries = self._read_queries(build, name)
         self._gate = read_projection(build, f"{name}.g_proj", heads, hidden, cut=ROWS) if config.gated else None
         self._norm = RMSNorm(build, f"{name}.kv_a_layernorm", rank, centred=False, eps=LATENT_NORM_EPS)
-        up = _read(build, f"{name}.kv_b_proj", heads * (config.key_dim + config.value_dim), rank, ROWS)
+        up = read_dense(build, f"{name}.kv_b_proj", heads * (config.key_dim + config.value_dim), rank, ROWS)
         keys, values = torch.split(up.view(heads, -1, rank), [config.key_dim, config.value_dim], dim=1)
         self._to_latent = build.ops.prepare_linear_heads(keys.transpose(1, 2))
         self._from_latent = build.ops.prepare_linear_heads(values)
@@ -116,7 +117,7 @@ class LatentAttention:
             width, part = config.query_rank, "q_b_proj"
         heads, dim = config.num_heads, config.key_dim + config.shared_dim
         if config.rotated:
-            wide = _read(build, f"{name}.{part}", heads * dim, width, ROWS).view(heads, dim, width)
+            wide = read_dense(build, f"{name}.{part}", heads * dim, width, ROWS).view(heads, dim, width)
             queries = Projection(build.ops, _apart(wide, config.key_dim).flatten(0, 1))
         else:
             queries = read_projection(build, f"{name}.{part}", heads * dim, width, cut=ROWS)
@@ -176,8 +177,8 @@ class LatentAttention:
         return ops.linear_heads(out, self._from_latent)
 
 
-def _read(build: Build, name: str, rows: int, columns: int, cut: Cut = WHOLE) -> Tensor:
-    """Read a matrix whose rows will be reordered. FP8 is converted to the model's dtype."""
+def read_dense(build: Build, name: str, rows: int, columns: int, cut: Cut = WHOLE) -> Tensor:
+    """Read a matrix whose rows will be split or reordered. Quantised weights are converted to the model's dtype."""
     return dense(build.weights.get_matrix(f"{name}.weight", (rows, columns), cut))
 
 

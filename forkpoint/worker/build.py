@@ -66,7 +66,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     longest = 0 if config.host_tier_bytes or config.disk_tier_bytes else model.config.max_model_len
     layout = CacheLayout.create(model.layer_specs, traits.kernel_block_sizes, longest)
     drafts = _max_num_drafts(config, layout, ops)
-    has_graphs = platform.has_graphs and not config.enforce_eager
+    has_graphs = platform.has_graphs and not config.enforce_eager and model.recordable
     shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=drafts) if has_graphs else ()
     sizes = replace(model.config, layers=(), draft_layer=()), model.config.flops_per_token, model.config.flops_per_pair
     alike = {"sizes of the model": sizes, "layout of the cache": layout, "shapes of graphs": shapes}

@@ -57,6 +57,7 @@ DOCUMENTED = {
     "Kimi-Linear": "Kimi-Linear-48B-A3B",
     "Ling-2.6": "Ling-2.6-flash",
     "Ling-3.0": "Ling-3.0-flash",
+    "GLM-5.3": "GLM-5.3-Flash",
     "Jamba": "Jamba-1",
     "Falcon-Mamba": "FalconMamba-7B",
     "Mamba": "Mamba-2.8B",

@@ -110,6 +110,15 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bailing_moe_v2_5": ("bailing_moe_v2_5", {**SMALL, "layer_group_size": 3, "first_k_dense_replace": 2}),
     "falcon_mamba": ("falcon_mamba", {"hidden_size": 32, "num_hidden_layers": 3}),
+    "glm5_next": (
+        "glm5_next",
+        {
+            **SMALL,
+            "num_key_value_heads": 2,
+            "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+        },
+    ),
 }
 
 SEEING = "qwen3_5"  # the model that reads images
@@ -117,7 +126,7 @@ PUBLISHED_MTP = frozenset({"nemotron_h", "bailing_hybrid", "bailing_moe_v2_5"})
 WITH_MTP = PUBLISHED_MTP | {"qwen3_next", "qwen3_next_moe", SEEING}
 UNCUT = frozenset({"olmo_hybrid"})  # its one KV head, which a norm over all heads sees whole
 # Models that refuse keys and values in 8 bits.
-LATENT = frozenset({"kimi_linear", "bailing_hybrid", "bailing_moe_v2_5"})
+LATENT = frozenset({"kimi_linear", "bailing_hybrid", "bailing_moe_v2_5", "glm5_next"})
 
 
 @dataclass(frozen=True)

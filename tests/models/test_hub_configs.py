@@ -112,6 +112,11 @@ EXPECTED: dict[str, tuple[dict[str, int], int, int]] = {
         4 * 576 * 2,
         28 * 32 * 128 * 128 * 4,
     ),
+    "glm-5.3-flash": (
+        {"KDAConfig": 34, "IndexedLatentConfig": 11, "MLPConfig": 3, "MoEConfig": 42},
+        11 * (512 + 128 // 4) * 2,  # latents, and an index key for four tokens
+        34 * (3 * 24576 * 2 + 64 * 128 * 128 * 4) + 11 * 3 * 256 * 2,  # inputs of the pool that is not complete
+    ),
     "llama-3.1-8b": ({"AttentionConfig": 32, "MLPConfig": 32}, 32 * 2 * 8 * 128 * 2, 0),
     "ministral-8b": ({"AttentionConfig": 36, "MLPConfig": 36}, 36 * 2 * 8 * 128 * 2, 0),
     "mamba2-780m": ({"Mamba2Config": 48}, 0, 48 * (3 * 3328 * 4 + 48 * 64 * 128 * 4)),  # fp32

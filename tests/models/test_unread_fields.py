@@ -52,18 +52,25 @@ def test_what_is_taken_and_not_read_changes_no_logits(family: str, tmp_path: Pat
     model = FAMILIES[family]()
     make_state_sensitive(model, 0)
     full = json.loads(json.dumps({**model.config.to_dict(), "architectures": [type(model).__name__]}))
-    want = read(tmp_path, full)
+    text, want = full.get("text_config"), read(tmp_path, full)
     assert want is not None
-    names = [field.name for field in fields(type(model.config)) if field.name not in COMMON | NOT_TRIED]
-    others = {name: changed(full.get(name)) for name in names if changed(full.get(name)) is not None}
-    silent = {name: value for name, value in others.items() if read(tmp_path, {**full, name: value}) == want}
+
+    def with_fields(values: dict[str, Any]) -> dict[str, Any]:
+        return {**full, **values} if text is None else {**full, "text_config": {**text, **values}}
+
+    own = type(model.config.get_text_config())
+    names = [field.name for field in fields(own) if field.name not in COMMON | NOT_TRIED]
+    others = {name: changed((text or full).get(name)) for name in names}
+    others = {name: value for name, value in others.items() if value is not None}
+    silent = {name: value for name, value in others.items() if read(tmp_path, with_fields({name: value})) == want}
     assert "initializer_range" in silent and len(silent) < len(others)
-    other = type(model)(type(model.config)(**{**full, **silent}))
+    other = type(model)(type(model.config)(**with_fields(silent)))
     other.load_state_dict(model.state_dict())
     assert float((logits(other) - logits(model)).abs().max()) <= 1e-4 * float(logits(model).std())
 
 
 KIMI = json.loads((Path(__file__).parent / "hub_configs" / "kimi-linear-48b-a3b.json").read_text())
+GLM = json.loads((Path(__file__).parent / "hub_configs" / "glm-5.3-flash.json").read_text())
 LFM3 = json.loads((Path(__file__).parent / "hub_configs" / "lfm3-1.7b.json").read_text())
 LFM3_ROPE = LFM3["rope_parameters"]
 LING = json.loads((Path(__file__).parent / "hub_configs" / "ling-2.6-flash.json").read_text())
@@ -86,6 +93,9 @@ LLAMA = json.loads((Path(__file__).parent / "hub_configs" / "llama-3.1-8b.json")
         (KIMI, {"attn_res_block_size": 4}, "attn_res_block_size=4"),
         (KIMI, {"mla_use_output_gate": True}, "mla_use_output_gate=True"),
         (KIMI, {"routed_expert_hidden_size": 512}, "routed_expert_hidden_size=512"),
+        (GLM, {"text_config": {**GLM["text_config"], "mhc": False}}, "mhc=false"),
+        (GLM, {"text_config": {**GLM["text_config"], "indexer_types": ["shared"] * 45}}, "share an index"),
+        (GLM, {"text_config": {**GLM["text_config"], "qk_rope_head_dim": 64}}, "qk_rope_head_dim"),
         (LLAMA, {"sliding_window": 4096}, "sliding_window=4096"),
         (LLAMA, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),

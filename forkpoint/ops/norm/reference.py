@@ -19,6 +19,12 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (_normalised(x, eps) * weight).to(x.dtype)
 
 
+def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Normalise the last dim of `x[..., D]` to mean 0 and variance 1, with `weight[D]` and `bias[D]` fp32."""
+    wide = x.float()
+    return (_normalised(wide - wide.mean(-1, keepdim=True), eps) * weight + bias).to(x.dtype)
+
+
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (norm of `residual + x`, `residual + x`). Neither argument is written."""
     total = residual + x

@@ -1,0 +1,179 @@
+"""Latent attention to the keys that an index chooses (sparse attention of GLM-5.3).
+
+The index has one key for each pool of consecutive tokens, stored in the block next to the tokens' latents. The inputs
+of the pool that is not complete yet are a state of the sequence. Every rank computes the same index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from forkpoint.cache.layout import KVSpec, LayerSpec, StateSpec, TensorSpec
+from forkpoint.config import BLOCK_SIZE
+from forkpoint.errors import ModelFolderError
+from forkpoint.models.config import Build, PartConfig
+from forkpoint.models.context import ForwardContext
+from forkpoint.models.convolution import LastInputs, kept_inputs
+from forkpoint.models.cuts import ROWS, share
+from forkpoint.models.fields import Fields
+from forkpoint.models.latent_attention import read_dense
+from forkpoint.models.layers import Projection, RMSNorm, RowParallel, read_projection
+from forkpoint.ops.norm.reference import layernorm
+from forkpoint.ops.parameters import PoolRule
+from forkpoint.ops.ranks import Ranks
+
+INDEX_NORM_EPS = 1e-6  # fixed in the architecture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexConfig:
+    """The index of a layer: `num_heads` query heads of `dim`, and the pools that they choose by `rule`."""
+
+    num_heads: int
+    dim: int
+    rule: PoolRule
+
+    @classmethod
+    def of(cls, fields: Fields, num_heads: int, dim: int, size: int, num_tokens: int) -> IndexConfig:
+        """Create the config of an index that chooses `num_tokens` tokens in pools of `size`.
+
+        Raises ModelFolderError for sizes that do not divide each other."""
+        if num_tokens % size or BLOCK_SIZE % size or dim % size:
+            raise ModelFolderError(
+                f"{fields.where}: pools of {size} keys, of which {num_tokens} are chosen, with index heads of {dim}; "
+                f"the size of a pool must divide both, and the {BLOCK_SIZE} tokens of a block"
+            )
+        return cls(num_heads=num_heads, dim=dim, rule=PoolRule(size, num_tokens // size))
+
+    def kept(self, dtype: str) -> TensorSpec:
+        """Describe the index keys of a block: one of `dim` for each pool, divided among the pool's tokens."""
+        return TensorSpec("index", (1, self.dim // self.rule.size), dtype)
+
+
+class PoolKeys:
+    """The stored index keys of layer `layer`."""
+
+    def __init__(self, build: Build, layer: int, rule: PoolRule) -> None:
+        self._ops, self._layer, self._rule = build.ops, layer, rule
+
+    def write(self, keys: Tensor, ctx: ForwardContext) -> None:
+        """Store the index keys `[T, D]`, each of the pool that ends with its token. Other tokens' keys are not used."""
+        size, slots, cache = self._rule.size, ctx.attention.slot_mapping, ctx.caches[self._layer]["index"]
+        last = (slots >= 0) & (slots % size == size - 1)
+        by_pool = cache.view(len(cache), 1, -1, keys.shape[1])  # a block's keys follow each other
+        self._ops.store_rows(keys.unsqueeze(1), by_pool, torch.where(last, slots // size, -1))
+
+    def choose(self, queries: Tensor, weights: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return the pools that each token attends to: see `table.ChoosePools`."""
+        cache = ctx.caches[self._layer]["index"]
+        return self._ops.choose_pools(queries, weights, cache, ctx.attention, self._rule)
+
+
+class LatentIndex:
+    """The index of a latent attention. A pool's key is the mean of its tokens' keys, weighted by a softmax per dim."""
+
+    def __init__(self, build: Build, name: str, layer: int, config: IndexConfig, query_rank: int) -> None:
+        heads, dim, hidden, source = config.num_heads, config.dim, build.config.hidden_size, build.weights
+        self._config, self._keys, self._inputs = (
+            config,
+            PoolKeys(build, layer, config.rule),
+            LastInputs(build.ops, layer),
+        )
+        self._queries = read_projection(build, f"{name}.wq_b", heads * dim, query_rank)
+        self._key = read_projection(build, f"{name}.wk", dim, hidden)
+        self._gate = Projection(build.ops, source.get_matrix(f"{name}.index_kpool_compress_gate", (dim, hidden)))
+        self._weights = read_projection(build, f"{name}.weights_proj", heads, hidden)
+        fp32 = torch.float32
+        self._norm = source.get(f"{name}.k_norm.weight", (dim,), fp32, (0.9, 1.1))
+        self._shift = source.get(f"{name}.k_norm.bias", (dim,), fp32, (-0.1, 0.1))
+        self._places = source.get(f"{name}.index_kpool_compress_ape", (config.rule.size, dim), fp32)
+        self._scale = heads**-0.5 * dim**-0.5
+
+    def __call__(self, x: Tensor, q: Tensor, ctx: ForwardContext) -> Tensor:
+        """Store the tokens' index keys and choose their pools, from hidden states `x[T, H]` and `q[T, query_rank]`."""
+        keys = layernorm(self._key(x), self._norm, self._shift, INDEX_NORM_EPS)
+        self._keys.write(self._pooled(self._inputs(torch.cat((keys, self._gate(x)), dim=1), ctx)), ctx)
+        queries = torch.unflatten(self._queries(q), 1, (self._config.num_heads, -1))
+        return self._keys.choose(queries, self._weights(x).float() * self._scale, ctx)
+
+    def _pooled(self, inputs: Tensor) -> Tensor:
+        """Return the mean `[T, D]` of the keys in `inputs[T, size, 2 D]`, which hold keys and the logits of weights."""
+        keys, logits = inputs.float().chunk(2, dim=-1)
+        logits = logits + self._places
+        shares = torch.exp(logits - logits.amax(1, keepdim=True))
+        # added one after another, so that a token's bits do not depend on the batch
+        total, weight = shares[:, 0] * keys[:, 0], shares[:, 0].clone()
+        for i in range(1, inputs.shape[1]):
+            total += shares[:, i] * keys[:, i]
+            weight += shares[:, i]
+        return (total / weight).to(inputs.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedLatentConfig(PartConfig):
+    """One layer's latent attention without positions, to the keys that its index chooses.
+
+    `query_rank` and `rank` are the sizes of the latents of queries, and of keys and values.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    query_rank: int
+    rank: int
+    index: IndexConfig
+    name: str = "self_attn"
+
+    def build(self, build: Build, name: str, layer: int) -> IndexedLatentAttention:
+        return IndexedLatentAttention(build, name, layer, self)
+
+    def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
+        latent, index = TensorSpec("latent", (1, self.rank), dtype), self.index
+        window = kept_inputs(2 * index.dim, index.rule.size, dtype)
+        return KVSpec((latent, index.kept(dtype))), StateSpec((window,))
+
+    def cut(self, ranks: Ranks) -> IndexedLatentConfig:
+        return replace(self, num_heads=share(self.num_heads, "heads", ranks))
+
+    def num_weights(self, hidden_size: int) -> int:
+        index, dims = self.index, self.key_dim + self.value_dim
+        queries = self.query_rank * (hidden_size + self.num_heads * self.key_dim + index.num_heads * index.dim)
+        inner = self.rank * (hidden_size + self.num_heads * dims) + self.num_heads * self.value_dim * hidden_size
+        return queries + inner + hidden_size * (2 * index.dim + index.num_heads)
+
+    def flops_per_pair(self) -> int:
+        """Prefill computes all pairs and masks those that the index does not choose."""
+        return 4 * self.num_heads * self.rank + 2 * self.index.num_heads * self.index.dim // self.index.rule.size
+
+
+class IndexedLatentAttention:
+    """The attention of layer `layer`, with weights packed for its operators."""
+
+    def __init__(self, build: Build, name: str, layer: int, config: IndexedLatentConfig) -> None:
+        self._ops, self._layer, self._config = build.ops, layer, config
+        hidden, heads, rank = build.config.hidden_size, config.num_heads, config.rank
+        self._narrow = read_projection(build, f"{name}.q_a_proj", config.query_rank, hidden)
+        self._query_norm = RMSNorm(build, f"{name}.q_a_layernorm", config.query_rank, centred=False)
+        self._queries = read_projection(build, f"{name}.q_b_proj", heads * config.key_dim, config.query_rank, cut=ROWS)
+        self._latents = read_projection(build, f"{name}.kv_a_proj_with_mqa", rank, hidden)
+        self._norm = RMSNorm(build, f"{name}.kv_a_layernorm", rank, centred=False)
+        up = read_dense(build, f"{name}.kv_b_proj", heads * (config.key_dim + config.value_dim), rank, ROWS)
+        keys, values = torch.split(up.view(heads, -1, rank), [config.key_dim, config.value_dim], dim=1)
+        self._to_latent = build.ops.prepare_linear_heads(keys.transpose(1, 2))
+        self._from_latent = build.ops.prepare_linear_heads(values)
+        self._index = LatentIndex(build, f"{name}.indexer", layer, config.index, config.query_rank)
+        self._out = RowParallel(build, f"{name}.o_proj", hidden, heads * config.value_dim)
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """Attend: `x[T, H] -> [T, H]`. Stores the tokens' latents and index keys first."""
+        ops, config, cache = self._ops, self._config, ctx.caches[self._layer]["latent"]
+        ops.store_rows(self._norm(self._latents(x)).unsqueeze(1), cache, ctx.attention.slot_mapping)
+        narrow = self._query_norm(self._narrow(x))
+        chosen = self._index(x, narrow, ctx)
+        own = torch.unflatten(self._queries(narrow), 1, (config.num_heads, -1))
+        queries, scale = ops.linear_heads(own, self._to_latent), config.key_dim**-0.5
+        out = ops.pool_attention(queries, cache, cache, ctx.attention, scale, chosen, config.index.rule)
+        return self._out(ops.linear_heads(out, self._from_latent).flatten(1))

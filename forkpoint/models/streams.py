@@ -1,0 +1,47 @@
+"""Layers whose hidden state is several residual streams.
+
+A mixer joins the streams into the input of a part, and puts the part's output back into the streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
+from forkpoint.models.config import Block
+from forkpoint.models.context import ForwardContext
+
+# Maps streams `[T, N, H]` to a part's input `[T, H]` and the function from the part's output `[T, H]` to new streams.
+Mixer: TypeAlias = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
+
+
+def repeated(x: Tensor, count: int) -> Tensor:
+    """Return `count` equal streams `[T, count, H]` of `x[T, H]`."""
+    return x.unsqueeze(1).expand(-1, count, -1)
+
+
+def weighted(streams: Tensor, weights: Tensor) -> Tensor:
+    """Return `sum_n weights[t, n] * streams[t, n]` in fp32, for `streams[T, N, H]` and `weights[T, N, ...]` fp32.
+
+    The terms are added one after another, so that a token's bits do not depend on the batch.
+    """
+    total = weights[:, 0] * streams[:, 0].float()
+    for n in range(1, streams.shape[1]):
+        total = total + weights[:, n] * streams[:, n].float()
+    return total
+
+
+class StreamLayer:
+    """Run parts one after another, each between the two halves of its mixer."""
+
+    def __init__(self, parts: Sequence[tuple[Mixer, Block]]) -> None:
+        self._parts = parts
+
+    def __call__(self, streams: Tensor, residual: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, None]:
+        """Map streams `[T, N, H]` to streams. There is no other residual."""
+        for mixer, block in self._parts:
+            x, put_back = mixer(streams)
+            streams = put_back(block(x, ctx))
+        return streams, None
