@@ -15,13 +15,12 @@ from forkpoint.image_families.settings import ImageSettings
 from forkpoint.image_families.table import PROCESSOR_KWARGS, read_image_settings
 from forkpoint.json_options import (
     EXAMPLE_OF_SPECULATION,
-    EXAMPLE_OF_TRANSFER,
     KVEventsConfig,
-    KVTransferConfig,
     SpeculativeConfig,
     StructuredOutputsConfig,
     json_object,
 )
+from forkpoint.transfer_options import EXAMPLE_OF_TRANSFER, KVTransferConfig
 
 BLOCK_SIZE: Final = 64  # tokens per block of keys and values, and the grid of checkpoints
 MIN_CHUNK: Final = BLOCK_SIZE  # tokens that every step leaves for prefill, even with a full decode batch
@@ -204,7 +203,8 @@ class EngineConfig:
     kv_offloading_backend: Literal["native"] = option("native", "what keeps evicted entries; forkpoint has one")
     kv_transfer_config: KVTransferConfig | None = option(
         None,
-        f"JSON: the same as kv_offloading_size, as vLLM's connector takes it: {EXAMPLE_OF_TRANSFER}",
+        "JSON: an exchange of prompts between prefill and decode engines, with NixlConnector and a kv_role, or the "
+        f"same as kv_offloading_size, as vLLM's connector takes it: {EXAMPLE_OF_TRANSFER}",
         metavar="JSON",
     )
     kv_disk_path: str | None = option(
@@ -337,9 +337,14 @@ class EngineConfig:
     @property
     def host_tier_bytes(self) -> int:
         """Bytes of the host's memory for evicted entries, of all ranks together; 0: nothing is kept there."""
-        if self.kv_transfer_config is not None:
+        if self.kv_transfer_config is not None and not self.links_peers:
             return self.kv_transfer_config.cpu_bytes
         return math.ceil((self.kv_offloading_size or 0) * GIB)
+
+    @property
+    def links_peers(self) -> bool:
+        """Whether the engine exchanges prompts with others."""
+        return self.kv_transfer_config is not None and self.kv_transfer_config.links_peers
 
     @property
     def disk_tier_bytes(self) -> int:
@@ -373,7 +378,8 @@ class EngineConfig:
                 f"max_num_batched_tokens={budget} must exceed max_num_seqs={rows} by {MIN_CHUNK - 1} or more, so that "
                 "a full decode batch leaves room for a prefill chunk"
             )
-        if self.kv_transfer_config is not None and self.kv_offloading_size is not None:
+        offloads = self.kv_transfer_config is not None and not self.links_peers
+        if offloads and self.kv_offloading_size is not None:
             raise ConfigError("kv_offloading_size and kv_transfer_config both give the host tier's size; give one")
         if self.host_tier_bytes and not cache.enable_prefix_caching:
             raise ConfigError(
@@ -381,10 +387,26 @@ class EngineConfig:
                 "--no-enable-prefix-caching out"
             )
         self._validate_disk()
+        self._validate_peers()
         if self.deterministic and self.speculative_config and self.mamba_ssm_cache_dtype != "float32":
             raise ConfigError(
                 "--deterministic with --speculative-config needs --mamba-ssm-cache-dtype float32: states in bfloat16 "
                 "are rounded after each token without drafts, and after several with them"
+            )
+
+    def _validate_peers(self) -> None:
+        """Raise a ConfigError if prompts cannot be exchanged with the other options."""
+        if not self.links_peers:
+            return
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"kv_transfer_config with NixlConnector is not possible with tensor_parallel_size="
+                f"{self.tensor_parallel_size}: each rank would have to exchange its share; give 1"
+            )
+        if not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                "kv_transfer_config with NixlConnector needs the prefix cache, whose entries it exchanges; leave "
+                "--no-enable-prefix-caching out"
             )
 
     def _validate_disk(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, Final, Literal, Self
 
-from forkpoint.checks import MAX_INTEGER, MAX_POSITIONS, Bounds, Checker, checked_fields, option
+from forkpoint.checks import MAX_POSITIONS, Bounds, Checker, checked_fields, option
 from forkpoint.errors import ConfigError
 
 MAX_EVENTS: Final = 2**30 - 1
@@ -26,9 +26,6 @@ WITHOUT_EFFECT: Final = (
     "moe_backend",
 )
 SUFFIX_ALONE: Final = "is a field of the method 'suffix' alone; leave it out"
-EXAMPLE_OF_TRANSFER: Final = (
-    '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 8589934592}}'
-)
 EXAMPLE_OF_SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 _CHECK: Final = Checker(ConfigError)
@@ -168,34 +165,3 @@ class SpeculativeConfig(JsonConfig):
         if self.method == "suffix":
             return LEAST_MATCH, self.suffix_decoding_max_tree_depth - 1
         return DEFAULT_LOOKUP, DEFAULT_LOOKUP
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVTransferConfig(JsonConfig):
-    """Options for keeping evicted cache entries in the host's memory, in the form of vLLM's connector."""
-
-    option_name = "kv_transfer_config"
-    kv_connector: Literal["OffloadingConnector"]
-    kv_role: Literal["kv_both"] = "kv_both"
-    kv_load_failure_policy: Literal["recompute"] = "recompute"
-    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super(KVTransferConfig, self).__post_init__()  # dataclass slots replace the class, so a bare super() fails
-        name = f"{self.option_name}: kv_connector_extra_config"
-        extra = json_object(name, self.kv_connector_extra_config, ("cpu_bytes_to_use",))
-        object.__setattr__(self, "kv_connector_extra_config", extra)
-        if "cpu_bytes_to_use" not in extra:
-            raise ConfigError(f"{name} needs 'cpu_bytes_to_use', as in {EXAMPLE_OF_TRANSFER}")
-        _CHECK.integer(f"{name}: cpu_bytes_to_use", extra["cpu_bytes_to_use"], 1, MAX_INTEGER)
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Self:
-        if "kv_connector" not in given:
-            raise ConfigError(f"{cls.option_name}={given!r} needs 'kv_connector', as in {EXAMPLE_OF_TRANSFER}")
-        return super(KVTransferConfig, cls).read(given)
-
-    @property
-    def cpu_bytes(self) -> int:
-        """Bytes of the host's memory for evicted entries, of all ranks together."""
-        return int(self.kv_connector_extra_config["cpu_bytes_to_use"])

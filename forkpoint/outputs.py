@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from forkpoint.params import FinishReason
 
@@ -25,7 +27,8 @@ class CacheReport:
 
     `num_cached_tokens` of `num_prompt_tokens` prompt tokens were reused. Keys and values alone reached
     `kv_num_tokens`. `miss` says why less than the reusable prompt was reused; None means that all of it was.
-    `num_restored_tokens` of the reused tokens were copied from the host tier or the disk tier.
+    `num_restored_tokens` of the reused tokens were copied from the host tier, the disk tier or another engine, and
+    `num_peer_tokens` of them from another engine.
     """
 
     num_prompt_tokens: int = 0
@@ -33,6 +36,7 @@ class CacheReport:
     kv_num_tokens: int = 0
     miss: MissReason | None = None
     num_restored_tokens: int = 0
+    num_peer_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class RequestOutput:
     num_preemptions: int = 0
     num_draft_tokens: int = 0  # of all completions
     num_accepted_tokens: int = 0  # of those
+    kv_transfer_params: Mapping[str, Any] | None = None  # for the engine that continues this prompt
 
     @property
     def num_cached_tokens(self) -> int:

@@ -117,6 +117,7 @@ class SamplingParams:
     then follows, whatever the model would say. Tokens of the tags and of that text do not count.
     `call_openings` are texts that open a tool call. An output that begins with one of them, after any thinking, need
     not match `structured_outputs`.
+    `kv_transfer_params` are those with which vLLM's proxies split a request between a prefill and a decode engine.
     None is taken for an empty text, list or mapping, and numpy's numbers for Python's. Raises InvalidParamsError for
     values of a wrong type or out of range.
     """
@@ -166,6 +167,7 @@ class SamplingParams:
     )
     thinking_end: str = option(THINKING_END, bounds=Bounds(1, MAX_THINKING_END_CHARS))
     call_openings: Sequence[str] = ()
+    kv_transfer_params: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_salt", "" if self.cache_salt is None else self.cache_salt)
@@ -179,6 +181,9 @@ class SamplingParams:
         value = self.structured_outputs
         ok = value is None or isinstance(value, StructuredOutputsParams)
         _CHECK.require(ok, "structured_outputs", value, "None or StructuredOutputsParams(...)")
+        transfer = self.kv_transfer_params
+        is_mapping = transfer is None or isinstance(transfer, Mapping)
+        _CHECK.require(is_mapping, "kv_transfer_params", transfer, "None or a mapping, as a prefill engine answers it")
 
     @property
     def is_greedy(self) -> bool:

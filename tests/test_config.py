@@ -15,6 +15,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.json_options import SpeculativeConfig, StructuredOutputsConfig
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.cuda import CudaPlatform
+from forkpoint.transfer_options import KVTransferConfig
 
 CPU, GPU = CpuPlatform.defaults, CudaPlatform.defaults
 
@@ -144,7 +145,7 @@ def test_the_size_of_the_host_tier() -> None:
     )
     for changes, says in (
         ({"kv_connector": "LMCacheConnectorV1"}, "kv_connector='LMCacheConnectorV1' is not allowed; give .*Offloading"),
-        ({"kv_connector": "NixlConnector"}, "kv_connector='NixlConnector' is not allowed"),
+        ({"kv_connector": "NixlConnector"}, "is not allowed; give a JSON object with side_channel_host"),
         ({"kv_role": "kv_producer"}, "kv_role='kv_producer' is not allowed"),
         ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy='fail' is not allowed"),
         ({"kv_connector_extra_config": {}}, "needs 'cpu_bytes_to_use'"),
@@ -163,6 +164,34 @@ def test_the_size_of_the_host_tier() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             read(**bad)
+
+
+def test_the_exchange_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(**given: Any) -> KVTransferConfig:
+        extra = {"kv_connector_extra_config": given.pop("extra")} if "extra" in given else {}
+        config = EngineConfig.from_flat(
+            model="m", kv_transfer_config={"kv_connector": "NixlConnector", **extra}, **given
+        )
+        assert config.links_peers and config.kv_transfer_config is not None and config.host_tier_bytes == 0
+        return config.kv_transfer_config
+
+    assert read().side_channel == ("127.0.0.1", 0) and read().remote_hosts == ("loopback",)
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.1")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+    assert read().side_channel == ("10.0.0.1", 5600), "the variables of vLLM"
+    assert read(extra={"side_channel_port": 1, "backends": ["UCX"]}).side_channel == ("10.0.0.1", 1)
+    for bad, says in (
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"enable_prefix_caching": False}, "needs the prefix cache"),
+        ({"extra": {"side_channel_port": 70000}}, "side_channel_port=70000"),
+        ({"extra": {"remote_hosts": "all"}}, "remote_hosts='all'"),
+        ({"extra": {"fetch_timeout_s": 0}}, "fetch_timeout_s=0"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            read(**bad)
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "none")
+    with pytest.raises(ConfigError, match="VLLM_NIXL_SIDE_CHANNEL_PORT='none'"):
+        read()
 
 
 def test_options_of_structured_outputs_are_json_or_a_mapping() -> None:

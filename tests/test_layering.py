@@ -16,14 +16,15 @@ import forkpoint
 
 ROOT = Path(forkpoint.__file__).parent
 VALUES = {"errors", "checks", "config", "json_options", "image_families"}
-VALUES |= {"images", "params", "outputs", "plugins", "version"}
+VALUES |= {"transfer_options", "images", "params", "outputs", "plugins", "version"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "checks": {"errors"},
     "params": {"checks", "errors"},
     "outputs": {"params"},
-    "config": {"checks", "errors", "image_families", "json_options", "plugins"},
+    "config": {"checks", "errors", "image_families", "json_options", "plugins", "transfer_options"},
+    "transfer_options": {"checks", "errors", "json_options"},
     "json_options": {"checks", "errors"},
     "images": set(),
     "image_families": {"checks", "errors"},
@@ -36,12 +37,14 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"platforms.table"} | VALUES,
     "models": {"ops", "cache.layout"} | VALUES,
     "disk": {"cache.disk_entries"},
-    "runtime": {"platforms", "models", "ops", "cache.layout", "cache.disk_entries", "disk.store", "sched.plan"}
+    "peer": {"cache.disk_entries", "cache.peer_offers", "disk.namespace"},
+    "runtime": {"platforms", "models", "ops", "cache.layout", "cache.disk_entries", "disk.store", "peer.link"}
+    | {"sched.plan"}
     | VALUES,
     "obs": {"cache.layout", "cache.counters"} | VALUES,
     "grammar": {"sched.plan", "sched.request", "engine.tokenizer"} | VALUES,
     "worker": {"platforms", "sched", "cache.layout", "cache.disk_entries", "cache.tree", "disk", "runtime", "models"}
-    | {"ops", "obs"}
+    | {"ops", "obs", "peer", "cache.peer_offers"}
     | VALUES,
     "engine": {"worker", "grammar", "sched", "cache", "models.registry", "obs", "routing.wire"} | VALUES,
     "server": {"engine", "worker.child", "obs", "cache.hashing", "routing.wire"} | VALUES,
@@ -148,7 +151,7 @@ def test_only_families_and_their_mixer_know_a_kind_of_layer() -> None:
 # Fields of the cache's shared objects, and the only files (of cache/, but for the scheduler's) that write them.
 WRITERS = {
     "children pins condemned": "tree",
-    "checkpoint": "store",
+    "checkpoint": "store fetched",  # fetched: of nodes that are in no tree
     "dropped": "tree store",
     "last_used num_hits superseded num_readers": "store",
     "num_expected": "manager",

@@ -24,10 +24,10 @@ class MoveKind(enum.Enum):
 
 @enum.unique
 class MoveRoute(enum.Enum):
-    """The rooms between which a unit is copied: the arena, the host tier's memory, the disk tier.
+    """The rooms between which a unit is copied: the arena, the host tier's memory, the disk tier, other engines.
 
     A unit comes from the disk in two moves: a read into a buffer of the worker, named by its ticket, and a copy from
-    there.
+    there. Units of another engine come to such a buffer by `StepPlan.fetches`.
     """
 
     ARENA = "arena"  # within the arena
@@ -41,6 +41,10 @@ class MoveRoute(enum.Enum):
     LAND = "land"  # from that buffer to the arena
     DISCARD = "discard"  # no copy: nobody wants the buffer
     REMOVE = "remove"  # no copy: the disk's entries of the name's hash, or all without a name, must not be found again
+    OFFER = "offer"  # from the arena to the memory that other engines fetch from; the ticket is that of the lease
+    WITHDRAW = "withdraw"  # no copy: other engines must not get the name's hash any more, or anything without a name
+    FETCHED = "fetched"  # from the buffer of a fetch, named by its ticket, to the arena; `src` is the entry's place
+    FORGET = "forget"  # no copy: nobody wants what a fetch brings
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,16 +33,19 @@ class CacheCounters:
     disk_skipped: int = 0  # evicted entries that the disk tier did not store
     disk_failed_reads: int = 0  # damaged entries among them
     disk_failed_writes: int = 0
+    peer_hit_tokens: int = 0  # the reused tokens that another engine computed
+    peer_offered_bytes: int = 0  # that were copied for other engines
+    peer_fetched_bytes: int = 0
+    peer_failed_fetches: int = 0  # prompts of other engines that were computed here
 
-    def count_query(self, num_tokens: int, num_cached: int, num_restored: int, from_disk: bool) -> None:
-        """Count a prompt's tokens and the reused ones, of which a tier restored `num_restored`.
-
-        `from_disk` says which tier: the disk's or the host's.
-        """
+    def count_query(self, num_tokens: int, num_cached: int, num_restored: int, source: str) -> None:
+        """Count a prompt's tokens and the reused ones, of which `num_restored` were restored from `source`, by name."""
         self.query_tokens += num_tokens
         self.hit_tokens += num_cached
-        if from_disk:
+        if source == "disk":
             self.disk_hit_tokens += num_restored
+        elif source == "peer":
+            self.peer_hit_tokens += num_restored
         else:
             self.host_hit_tokens += num_restored
 

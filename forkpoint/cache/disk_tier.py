@@ -42,6 +42,8 @@ class DiskTier(Tier):
     write or read removes its entry. After a failed write nothing is stored any more.
     """
 
+    name = "disk"
+
     def __init__(
         self,
         layout: CacheLayout,
@@ -145,7 +147,7 @@ class DiskTier(Tier):
     def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
         kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
         ticket = next(self._tickets)
-        self.arena.moves.append(Move(kind, src, unit, self._source, ticket, _name_of(node, checkpoint)))
+        self.arena.moves.append(Move(kind, src, unit, self._source, ticket, name_of(node, checkpoint)))
         self._writing[ticket] = node.hash, num_bytes
         self._unwritten_bytes += num_bytes
         self.counters.disk_stored_bytes += num_bytes
@@ -201,7 +203,7 @@ class DiskTier(Tier):
             self._answered_s = self._clock()
         ticket = next(self._tickets)
         kind, unit, _ = unit_of(self.layout, node, checkpoint)
-        self.arena.moves.append(Move(kind, unit, 0, MoveRoute.READ, ticket, _name_of(node, checkpoint)))
+        self.arena.moves.append(Move(kind, unit, 0, MoveRoute.READ, ticket, name_of(node, checkpoint)))
         self._reading[ticket] = DiskRead(node, checkpoint, num_bytes)
         self._tickets_of[checkpoint or node] = ticket
         self._read_bytes += num_bytes
@@ -289,7 +291,8 @@ class DiskTier(Tier):
         stats.num_disk_blocks, stats.num_disk_checkpoints = self.store.tree.num_nodes, self.store.num_checkpoints
 
 
-def _name_of(node: Node, checkpoint: Checkpoint | None) -> EntryName:
+def name_of(node: Node, checkpoint: Checkpoint | None) -> EntryName:
+    """Return the name of a node's block, or of its checkpoint if one is given."""
     assert node.parent is not None
     if checkpoint is None:
         return EntryName(BLOCK, node.hash, node.parent.hash, node.depth)

@@ -14,8 +14,11 @@ from forkpoint.cache.hashing import HashChain, TokenIds
 from forkpoint.cache.layout import NO_SLOT, CacheLayout
 from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
+from forkpoint.cache.peer_offers import Fetch
+from forkpoint.cache.peers import PeerExchange
 from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.restorable import Restorable
+from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.restoring import Restoring
 from forkpoint.cache.room import ArenaRoom
 from forkpoint.cache.store import PrefixStore
@@ -56,18 +59,29 @@ class CacheManager:
         self.room = ArenaRoom(self.store)
         self.tier: HostTier | None = None
         self.disk: DiskTier | None = None
+        self.peers: PeerExchange | None = None
         self.restoring: Restoring | None = None
         if self.enabled:
             new_policy = EVICTION.find(config.eviction_policy)
             self.tier, self.disk = build_tiers(tiers, self.store, new_policy, cost, has_private=deterministic)
         self._tiers: list[Tier] = [tier for tier in (self.tier, self.disk) if tier is not None]
-        if self._tiers:
-            self.restoring = Restoring(self.store, self._tiers)
+        sources: list[RestoreSource] = [*self._tiers]
+        if self.enabled and tiers.peers is not None:
+            self.peers = PeerExchange(layout, tiers.peers, self.arena.moves, self.store.counters, tiers.clock)
+            sources += [self.peers.fetched] if self.peers.fetched is not None else []
+        if sources:
+            self.restoring = Restoring(self.store, sources)
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the disk has entries that must not be found again and no plan has said so yet."""
-        return self.disk is not None and self.disk.has_unsent
+        """Whether the disk or other engines are to learn something that no plan has said yet."""
+        return (self.disk is not None and self.disk.has_unsent) or (self.peers is not None and self.peers.has_unsent)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether something for a waiting request is on its way from the disk or from another engine."""
+        is_restoring = self.restoring is not None and self.restoring.is_reading
+        return is_restoring or (self.peers is not None and self.peers.is_fetching)
 
     def save_to_disk(self) -> bool:
         """Store what the arena and the host tier hold in the disk tier, as far as it can be written soon.
@@ -124,6 +138,8 @@ class CacheManager:
         self.store.reset()
         for tier in self._tiers:
             tier.reset()
+        if self.peers is not None:
+            self.peers.reset()
 
     def stats(self) -> CacheStats:
         """Return gauges and counters as they are now."""
@@ -153,8 +169,13 @@ class CacheManager:
         lease.windows = [WindowRow() for _ in self.layout.windows]
         self.store.tree.pin(lease.node)
         self._start_from(lease, hit)
-        if self.restoring is not None and self.restoring.is_for(lease):
-            self.restoring.drop()
+        self.stop_waiting(lease)
+
+    def stop_waiting(self, lease: Lease) -> None:
+        """Stop restoring and fetching a prefix for this lease."""
+        self.drop_restore(lease)
+        if self.peers is not None and self.peers.fetched is not None:
+            self.peers.fetched.leave(lease)
 
     def drop_restore(self, lease: Lease | None = None) -> bool:
         """Stop restoring a prefix, for this lease or for any. False: nothing was being restored."""
@@ -355,6 +376,10 @@ class CacheManager:
             filed = self.filing.drain()
         return moves, filed
 
+    def drain_fetches(self) -> tuple[Fetch, ...]:
+        """Return what the plan under construction orders from other engines. `commit` returns the moves with it."""
+        return () if self.peers is None else self.peers.drain_fetches()
+
     def drain_filed(self) -> list[Node | Checkpoint]:
         """Return what was filed since the last plan, for a caller who gives up the plan under construction."""
         return self.filing.drain()
@@ -421,11 +446,13 @@ class CacheManager:
         An item that was evicted may be in a tier, or back in the arena. Its hash finds these copies.
         """
         items = list(items)
-        if self._tiers:
+        if self._tiers or self.peers is not None:
             self.drop_restore()
             hashes = [item.hash if isinstance(item, Node) else item.node.hash for item in items]
             for tier in self._tiers:
                 tier.condemn(hashes)
+            if self.peers is not None:
+                self.peers.withdraw(hashes)
             copies = [self.store.tree.find(each) for each, item in zip(hashes, items, strict=True) if item.dropped]
             items += [node for node in copies if node is not None]
         self.store.condemn_all(items)
@@ -435,14 +462,14 @@ class CacheManager:
             self.arena.give_blocks(lease.pop_blocks(list(lease.own_blocks)))
 
     def count_query(
-        self, lease: Lease, num_tokens: int, hit: PrefixHit, num_restored: int = 0, from_disk: bool = False
+        self, lease: Lease, num_tokens: int, hit: PrefixHit, num_restored: int = 0, source: str = ""
     ) -> frozenset[int]:
-        """Count a prompt of `num_tokens` tokens and its hit, of which `num_restored` came from a tier.
+        """Count a prompt of `num_tokens` tokens and its hit, of which `num_restored` were restored from that source.
 
         The eviction policy learns of the blocks to compute again. Returns the junctions that the lookup saw. A
         conversation that goes on after it lost its end shows none there.
         """
-        self.store.counters.count_query(num_tokens, hit.num_tokens, min(num_restored, hit.num_tokens), from_disk)
+        self.store.counters.count_query(num_tokens, hit.num_tokens, min(num_restored, hit.num_tokens), source)
         if hit.miss is not None:
             self.store.counters.lost_tokens[hit.miss] += hit.once_num_tokens - hit.num_tokens
         gone = lease.chain.hashes[hit.num_tokens // BLOCK_SIZE : self.layout.usable_prefix(num_tokens) // BLOCK_SIZE]

@@ -9,8 +9,8 @@ from typing import Final
 from forkpoint.cache.layout import NO_BLOCK
 from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.lookup import PrefixHit
+from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tier import Tier
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.config import BLOCK_SIZE
 
@@ -28,7 +28,7 @@ class Restore:
 
     lease: Lease
     order: tuple[int, int]  # of the request, as in ScheduledRequest
-    tier: Tier
+    tier: RestoreSource
     source: Node
     source_checkpoint: Checkpoint | None
     node: Node
@@ -44,7 +44,7 @@ class Restoring:
     whether the plan under construction loads something or starts to read something.
     """
 
-    def __init__(self, store: PrefixStore, tiers: Sequence[Tier]) -> None:
+    def __init__(self, store: PrefixStore, tiers: Sequence[RestoreSource]) -> None:
         """`store` is the arena's. Of two tiers with the same prefix the first one is used."""
         self._store = store
         self._tiers = tiers
@@ -66,17 +66,17 @@ class Restoring:
         """Return whether a prefix is being restored for the request of this lease."""
         return self.current is not None and self.current.lease is lease
 
-    def find(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> tuple[Tier, Node] | None:
+    def find(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> tuple[RestoreSource, Node] | None:
         """Return the tier with the longest prefix and the prefix's end there; None if the arena's `hit` is as long."""
         usable, longest = self._store.layout.usable_prefix(num_tokens), hit.num_tokens
-        found: tuple[Tier, Node] | None = None
+        found: tuple[RestoreSource, Node] | None = None
         for tier in self._tiers:
             node = tier.find(lease.chain, usable // BLOCK_SIZE)
             if node is not None and node.depth * BLOCK_SIZE > longest:
                 found, longest = (tier, node), node.depth * BLOCK_SIZE
         return found
 
-    def begin(self, lease: Lease, order: tuple[int, int], tier: Tier, source: Node, hit: PrefixHit) -> None:
+    def begin(self, lease: Lease, order: tuple[int, int], tier: RestoreSource, source: Node, hit: PrefixHit) -> None:
         """Start to restore the prefix that ends at `source` for a waiting request. Nothing is copied yet.
 
         Pins `hit`, the arena's part, and holds `source` in `tier`. No other restore may be under way.
@@ -108,8 +108,10 @@ class Restoring:
                 loaded = self._load_blocks(restore, num_ready)
             elif not path and (num_ready or self._missing_state(restore) is None):
                 loaded = self._load_state(restore)
-            else:
+            elif restore.tier.is_reading:
                 return False
+            else:  # nothing is to come
+                loaded = False
             if not loaded:
                 self.drop()
                 return False
@@ -171,12 +173,10 @@ class Restoring:
                 self._store.arena.moves.append(restore.tier.load(source.node, source, slot))
                 self._count(self._store.layout.slot_bytes)
                 self._store.adopt(node, slot, source)
-            restore.tier.store.resume(source, None)
             restore.loaded = node.checkpoint
             assert restore.loaded is not None
             self._store.start_reading(restore.loaded)
-        else:
-            restore.tier.store.count_hit(restore.source)
+        restore.tier.count_use(restore.source, source)
         restore.is_complete = True
         return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
@@ -12,11 +12,12 @@ from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import NO_BLOCK, CacheLayout
 from forkpoint.cache.lease import StateSave
 from forkpoint.cache.restorable import is_private
+from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import Checkpoint, Node, nearest_checkpoint
 
 
-class Tier(ABC):
+class Tier(RestoreSource):
     """Keeps what a room above evicts, as a `PrefixStore` over pages of its own.
 
     A checkpoint is stored with its whole path, so that the tier alone can restore it. In a layout without states the
@@ -54,28 +55,11 @@ class Tier(ABC):
         return True
 
     def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
-        """Return how many of these nodes, from the first on, can be loaded at once; 1 more if `checkpoint` can, too.
-
-        A tier that cannot load all of them at once starts to prepare the others.
-        """
         return len(path) + 1
 
     @abstractmethod
     def fill(self, stats: CacheStats) -> None:
         """Write the tier's gauges."""
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether something that `num_ready` prepares is still to come."""
-        return False
-
-    def is_stalled(self) -> bool:
-        """Return whether nothing more can be loaded."""
-        return False
-
-    @abstractmethod
-    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
-        """Return the copy of a node's block, or of its checkpoint if one is given, to a unit of the arena."""
 
     def keep(self, node: Node, checkpoint: Checkpoint | None) -> None:
         """Store the path of a node of the arena, and `checkpoint` if one is given, before they are evicted.
@@ -156,7 +140,6 @@ class Tier(ABC):
         return node.tokens
 
     def find(self, chain: HashChain, max_blocks: int) -> Node | None:
-        """Return the deepest node of a history, at most `max_blocks` deep, that can be restored; None if none can."""
         path = self._match(chain, max_blocks)
         if self.layout.has_states:
             return next((node for node in reversed(path) if node.checkpoint is not None), None)
@@ -167,16 +150,20 @@ class Tier(ABC):
         return self.store.tree.match(chain, max_blocks)
 
     def hold(self, node: Node) -> None:
-        """Keep a node that is about to be loaded, with its path and its checkpoint."""
         self.store.tree.pin(node)
         if node.checkpoint is not None:
             self.store.start_reading(node.checkpoint)
 
     def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        """Undo `hold`. `checkpoint` is the one that the node had then. Reads for it that are under way are given up."""
         if checkpoint is not None:
             self.store.done_reading(checkpoint)
         self.store.unpin(node)
+
+    def count_use(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is not None:
+            self.store.resume(checkpoint, None)
+        else:
+            self.store.count_hit(node)
 
     def condemn(self, hashes: Iterable[BlockHash]) -> None:
         """Let these blocks, and all below them, never be found again, because their contents are wrong."""
@@ -192,6 +179,8 @@ class Tier(ABC):
 
 class HostTier(Tier):
     """Keeps what the arena evicts in the host's memory."""
+
+    name = "host"
 
     def __init__(
         self,

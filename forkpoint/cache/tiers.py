@@ -12,6 +12,7 @@ from forkpoint.cache.arena import MoveRoute
 from forkpoint.cache.disk_entries import DiskFacts
 from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
+from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import HostTier
 from forkpoint.errors import ConfigError
@@ -25,12 +26,13 @@ class TierSizes:
 
     `num_host_pages` is the size of the host tier, its reserved page included; without pages there is no such tier.
     `disk` is the disk tier that the worker has opened. At most `write_limit` bytes are written to it in a day of
-    `wall_clock`. A disk that does not answer is noticed by `clock`.
+    `wall_clock`. A disk that does not answer is noticed by `clock`. `peers` is the worker's link to other engines.
     """
 
     num_host_pages: int = 0
     disk: DiskFacts | None = None
     write_limit: int = NO_LIMIT
+    peers: PeerFacts | None = None
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.perf_counter
 
@@ -51,8 +53,8 @@ def build_tiers(
     What leaves a room falls into the next one that exists. Raises ConfigError if the layout has windows.
     """
     layout, moves, counters = store.layout, store.arena.moves, store.counters
-    if layout.windows and (sizes.num_host_pages or sizes.disk is not None):
-        raise ConfigError("tiers cannot hold blocks of windows; create the layout with longest=0")
+    if layout.windows and (sizes.num_host_pages or sizes.disk is not None or sizes.peers is not None):
+        raise ConfigError("tiers and peers cannot hold blocks of windows; create the layout with longest=0")
     host: HostTier | None = None
     if sizes.num_host_pages:
         host = HostTier(layout, sizes.num_host_pages, moves, new_policy(), cost, counters, has_private=has_private)

@@ -12,9 +12,12 @@ from typing import Any, Final
 
 import xxhash
 
+from forkpoint.cache.disk_entries import EntryName
+
 FORMAT: Final = 1  # of slab and journal; a new one makes old files foreign
 WEIGHT_FILES: Final = "*.safetensors"
 NAMESPACE_BYTES: Final = 16
+PIECE_BYTES: Final = 2**20  # that are summed at once: other threads wait meanwhile
 
 
 def namespace_of(facts: Mapping[str, Any]) -> bytes:
@@ -39,6 +42,16 @@ def weights_digest(folder: Path) -> str | None:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
                 found.update(data)
     return found.hexdigest() if paths else None
+
+
+def entry_sum(namespace: bytes, name: EntryName, data: memoryview) -> bytes:
+    """Return the checksum of an entry's bytes. It covers the namespace and the name, so that no other entry passes for
+    it."""
+    numbers = (name.kind, name.depth, name.origin, int(name.decoded))
+    found = xxhash.xxh3_128(namespace + name.hash + name.parent + repr(numbers).encode())
+    for start in range(0, len(data), PIECE_BYTES):
+        found.update(data[start : start + PIECE_BYTES])
+    return found.digest()
 
 
 def _canonical(value: Any) -> Iterable[str]:

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import xxhash
 
 from forkpoint.cache.disk_entries import BLOCK, DAY_S, RECORD, SLOT, DiskFacts, DiskNews, EntryName, Records
 from forkpoint.disk.journal import Journal
+from forkpoint.disk.namespace import entry_sum
 from forkpoint.disk.slab import Slab, SlabLayout
 
 LOCK_WAIT_S: Final = 2.0  # for the process of an engine that was just killed
 FILE_NAMES: Final = ("slab", "journal")
-PIECE_BYTES: Final = 2**20  # that are summed at once: other threads wait meanwhile
 LOGGER: Final = logging.getLogger("forkpoint")
 
 
@@ -316,13 +315,7 @@ class DiskStore:
         return record
 
     def _sum(self, name: EntryName, data: mmap.mmap) -> bytes:
-        """Return the sum of an entry. It covers the namespace and the name, so that no other entry passes for it."""
-        numbers = (name.kind, name.depth, name.origin, int(name.decoded))
-        found = xxhash.xxh3_128(self._namespace + name.hash + name.parent + repr(numbers).encode())
-        view = memoryview(data)[: self._slab.layout.unit_bytes(name.kind)]
-        for start in range(0, len(view), PIECE_BYTES):
-            found.update(view[start : start + PIECE_BYTES])
-        return found.digest()
+        return entry_sum(self._namespace, name, memoryview(data)[: self._slab.layout.unit_bytes(name.kind)])
 
     def _stop_writing(self, error: OSError) -> None:
         self.writes = False

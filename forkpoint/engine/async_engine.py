@@ -284,6 +284,7 @@ def _update(request: Request, news: messages.SequenceNews) -> RequestUpdate:
     """Update this side's copy of the request, and return the news in the scheduler's form."""
     if news.cache is not None:
         request.cache = news.cache
+    request.kv_transfer_params = news.kv_transfer_params
     request.first_scheduled_s, request.num_preemptions = news.first_scheduled_s, news.num_preemptions
     values = news.token_id, news.logprobs, news.prompt_logprobs, news.finish_reason, news.stop_token_id
     error = news.failure.error() if news.failure is not None else None

@@ -64,7 +64,12 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
         policy=policy(),
         capture=capture(),
         drafter=drafter,
-        tiers=TierSizes(facts.num_host_pages, facts.disk, config.disk_write_limit_bytes // config.tensor_parallel_size),
+        tiers=TierSizes(
+            facts.num_host_pages,
+            facts.disk,
+            config.disk_write_limit_bytes // config.tensor_parallel_size,
+            facts.peers,
+        ),
     )
     _log_plan(config, facts)
     events = None

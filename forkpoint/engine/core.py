@@ -95,6 +95,7 @@ class EngineCore:
             if meanwhile is not None:
                 meanwhile()
             updates = self._finish_oldest()
+            self._send_copies(self._runner)
             if self._log is not None:
                 self._log.write_ends(updates)
             if self._submits_early:
@@ -118,6 +119,12 @@ class EngineCore:
             except Exception as error:  # errors of the model come with the result; this error is in the plan
                 raise EngineStoppedError(f"step {plan.step} was refused and the engine stops: {error}") from error
             collect_garbage(plan.step)
+
+    def _send_copies(self, runner: Runner) -> None:
+        """Run a plan of copies alone if the last requests have ended and other engines are to get something."""
+        if not self._in_flight and self.scheduler.has_copies_alone:
+            self._submit_steps(runner)
+            self._finish_oldest()
 
     def drain(self) -> None:
         """Finish the steps in flight without planning new ones; their updates are lost. Does nothing if closed."""

@@ -5,6 +5,7 @@ Commands go to the engine, and reports come back. Both are encoded as msgpack ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -68,6 +69,7 @@ class SequenceNews(msgspec.Struct, array_like=True, frozen=True, omit_defaults=T
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
     failure: Failure | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
 
 
 class StepReport(Message, frozen=True):

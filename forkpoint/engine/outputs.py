@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from forkpoint.engine.detokenize import Detokenizer, StopStrings
 from forkpoint.engine.inputs import Prompt
@@ -223,6 +223,11 @@ class RequestState:
         return sum(completion.request.num_accepted_tokens for completion in self.completions)
 
     @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What the engine offers of the prompt to the engine that continues it."""
+        return self.completions[0].request.kv_transfer_params
+
+    @property
     def metrics(self) -> RequestTimings:
         scheduled = [c.request.first_scheduled_s for c in self.completions if c.request.first_scheduled_s is not None]
         tokens = [c.first_token_s for c in self.completions if c.first_token_s is not None]
@@ -246,6 +251,7 @@ class RequestState:
             num_preemptions=sum(c.request.num_preemptions for c in self.completions),
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
+            kv_transfer_params=self.kv_transfer_params,
         )
 
     def all_prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:

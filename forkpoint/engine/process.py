@@ -214,6 +214,7 @@ class EngineLoop:
             logprobs=update.logprobs,
             prompt_logprobs=update.prompt_logprobs,
             failure=Failure.of(update.error) if update.error is not None else None,
+            kv_transfer_params=request.kv_transfer_params,
         )
 
     def _send(self, report: messages.Report) -> None:

@@ -13,11 +13,13 @@ from forkpoint.cache.disk_entries import BLOCK, SLOT
 from forkpoint.cache.layout import FP8, BlockGroup, CacheLayout, KVSpec, TensorSpec
 from forkpoint.disk.store import DiskStore
 from forkpoint.models.context import LayerCache
+from forkpoint.peer.link import PeerLink
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8: torch.float8_e4m3fn}
 
 MEMORY_ROUTES = frozenset({MoveRoute.ARENA, MoveRoute.HOST, MoveRoute.STORE, MoveRoute.LOAD})
+PEER_ROUTES = frozenset({MoveRoute.OFFER, MoveRoute.WITHDRAW, MoveRoute.FETCHED, MoveRoute.FORGET})
 
 
 class ArenaBuffer:
@@ -27,7 +29,7 @@ class ArenaBuffer:
     blocks: block b has those from `b * kernel_blocks` on. Tensors of sequences are `[slots, *shape]`. All are strided
     views: in a block or slot the layers' parts follow each other. A layer's blocks are those of its window's group.
     `host` is the memory of the host tier, with `num_host_pages` pages of the same layout. The system provides its pages
-    when they are first written. `disk` has the disk tier, if there is one.
+    when they are first written. `disk` has the disk tier, and `peers` the link to other engines, if there is one.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class ArenaBuffer:
         self.data = torch.empty(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
         self.host = torch.empty(num_host_pages * layout.page_bytes, dtype=torch.uint8)
         self.disk: DiskStore | None = None
+        self.peers: PeerLink | None = None
         self.block_views: list[Tensor] = []  # all tensors of tokens, layer by layer
         self.states: list[tuple[int, TensorSpec, Tensor]] = []  # all tensors of sequences, with their layer's number
         self.layers = tuple(self._views())
@@ -49,7 +52,7 @@ class ArenaBuffer:
     def move(self, moves: Sequence[Move], sound: bool = True) -> None:
         """Copy whole blocks and slots, in order, and hand the disk's moves to its thread.
 
-        Unless the memory is `sound`, nothing is written to the disk: such writes fail.
+        Unless the memory is `sound`, nothing goes to the disk or to other engines: such writes fail.
         """
         for move in moves:
             if move.route in MEMORY_ROUTES:
@@ -57,8 +60,23 @@ class ArenaBuffer:
                 target = self.host if move.route in (MoveRoute.HOST, MoveRoute.STORE) else self.data
                 src, dst = (self._extent(move.kind, unit, move.group) for unit in (move.src, move.dst))
                 target[dst].copy_(source[src])
+            elif move.route in PEER_ROUTES:
+                self._use_peers(move, sound)
             else:
                 self._use_disk(move, sound)
+
+    def _use_peers(self, move: Move, sound: bool) -> None:
+        peers, name = self.peers, move.name
+        assert peers is not None, "the worker has no link to other engines"
+        if move.route is MoveRoute.FETCHED:
+            peers.fetching.take(move.ticket, move.src, self._bytes(self.data, move.kind, move.dst))
+        elif move.route is MoveRoute.FORGET:
+            peers.fetching.forget(move.ticket)
+        elif move.route is MoveRoute.WITHDRAW:
+            peers.withdraw(None if name is None else name.hash)
+        elif sound:
+            assert name is not None
+            peers.offer(name, self._bytes(self.data, move.kind, move.src), move.ticket)
 
     def _use_disk(self, move: Move, sound: bool) -> None:
         disk, route, name = self.disk, move.route, move.name

@@ -35,7 +35,7 @@ from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
 from forkpoint.runtime.state_operators import StateOperators
 from forkpoint.runtime.step_inputs import HostLens, StepBuilder, StepShape
-from forkpoint.runtime.submitted import FailedStep, RunningStep, Verified
+from forkpoint.runtime.submitted import FailedStep, NewsOfCopies, RunningStep, Verified
 from forkpoint.runtime.windows import NO_DRAFT, Windows
 from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, StepPlan, StepResult, StepRows, SubmittedStep
 
@@ -153,6 +153,9 @@ class ModelRunner:
             self._encoded.drop(plan.dropped_images)
         if plan.moves:
             self.arena.move(plan.moves, sound=self._failure is None)
+        if self.arena.peers is not None:
+            for fetch in plan.fetches:
+                self.arena.peers.fetching.start(fetch)
         self.batch.update(plan)
         if self._failure is not None:
             error = StepFailedError(f"step {plan.step} was not run: a step before it failed with {self._failure!r}")
@@ -165,8 +168,13 @@ class ModelRunner:
             return FailedStep(error, self._failure_seen)
 
     def close(self) -> None:
-        """Wait for the device, close the disk tier and drop the graphs. All other memory is freed with the runner."""
+        """Wait for the device, close the disk tier and the link to other engines, and drop the graphs.
+
+        All other memory is freed with the runner.
+        """
         self.platform.synchronize()
+        if self.arena.peers is not None:
+            self.arena.peers.close()
         if self.arena.disk is not None:
             self.arena.disk.close()
         self._graphs.clear()
@@ -182,7 +190,8 @@ class ModelRunner:
         if not plan.num_tokens:
             nothing = StepResult(plan.step, np.empty(0, np.int32))
             wait_s = DISK_WAIT_S if plan.waits_for_disk else 0.0
-            return RunningStep(nothing, self.platform.mark(), plan.sampled_rows, disk=self.arena.disk, wait_s=wait_s)
+            news = NewsOfCopies(self.arena.disk, self.arena.peers, wait_s)
+            return RunningStep(nothing, self.platform.mark(), plan.sampled_rows, news=news)
         sampling = self.batch.sampling(plan.sampled_rows)
         if self._drafts is not None:  # penalties count drafts
             plan = self._drafts.filled(plan, any(row.counts is not None for row in sampling))
@@ -228,8 +237,8 @@ class ModelRunner:
                 answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
             else:
                 answers, verified = self._finish_windows(plan, windows, sampling, sampled)
-        mark, rows, disk = self.platform.mark(), plan.sampled_rows, self.arena.disk
-        return RunningStep(partial_result, mark, rows, answers, verified, logprobs, prompts, disk)
+        mark, rows, news = self.platform.mark(), plan.sampled_rows, NewsOfCopies(self.arena.disk, self.arena.peers)
+        return RunningStep(partial_result, mark, rows, answers, verified, logprobs, prompts, news)
 
     def _without_graph(
         self, plan: StepPlan, shape: StepShape, arrays: Arrays, images: ImageInputs | None, plain: bool

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from forkpoint.disk.store import DiskStore
 from forkpoint.ops.rows.columns import NOT_FINITE
+from forkpoint.peer.link import PeerLink
 from forkpoint.platforms.platform import Mark
 from forkpoint.runtime.logprobs import Scores
 from forkpoint.runtime.windows import Windows
-from forkpoint.sched.plan import IntArray, StepResult, TokenLogprobs
+from forkpoint.sched.plan import DiskNews, FetchNews, IntArray, StepResult, TokenLogprobs
 
 
 class Verified(NamedTuple):
@@ -23,6 +24,28 @@ class Verified(NamedTuple):
     windows: Windows
     counts: Tensor
     apply_counts: Callable[[IntArray], None]
+
+
+@dataclass(frozen=True, slots=True)
+class NewsOfCopies:
+    """Reads news of copies that end later than their plan. `wait_s` is how long to wait for the first ones."""
+
+    disk: DiskStore | None = None
+    peers: PeerLink | None = None
+    wait_s: float = 0.0
+
+    def read(self) -> tuple[DiskNews | None, FetchNews | None]:
+        """Return what the disk and the fetches have done since the last call."""
+        fetched = self.peers.fetching.news() if self.peers is not None else None
+        wait_s = 0.0 if fetched is not None else self.wait_s
+        if self.disk is not None:
+            return self.disk.news(wait_s), fetched
+        if self.peers is not None and wait_s:
+            fetched = self.peers.fetching.news(wait_s)
+        return None, fetched
+
+
+NOTHING: Final = NewsOfCopies()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +63,13 @@ class RunningStep:
     verified: Verified | None = None
     logprobs: Scores | None = None
     prompts: Sequence[tuple[int, Sequence[Scores]]] = ()  # rows, with the scores of their prompts' tiles
-    disk: DiskStore | None = None
-    wait_s: float = 0.0  # for news of the disk
+    news: NewsOfCopies = NOTHING
 
     def result(self) -> StepResult:
         self.done.synchronize()
         prompts = {row: tuple(each for tile in tiles for each in tile.fetch().items()) for row, tiles in self.prompts}
-        news = self.disk.news(self.wait_s) if self.disk is not None else None
-        result = replace(self.partial, prompt_logprobs=prompts, disk=news)
+        disk, fetched = self.news.read()
+        result = replace(self.partial, prompt_logprobs=prompts, disk=disk, fetched=fetched)
         if self.answers is None:
             return result
         token_ids, rows, counts, kept = self.answers.numpy().astype(np.int32), self.rows, None, None

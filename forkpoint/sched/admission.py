@@ -46,12 +46,16 @@ class Admission:
         """
         passed_over = 0
         candidates = list(self._waiting.requests) if only is None else [only]
+        peers = self._cache.peers.fetched if self._cache.peers is not None else None
         for scheduled in candidates:
             if not self._running.free_rows or builder.budget <= 0 or passed_over > MAX_PASSED_OVER:
                 return
             if more_urgent_than is not None and scheduled.order[0] >= more_urgent_than.order[0]:
                 return
             request, lease = scheduled.request, scheduled.lease
+            if peers is not None and only is None and peers.is_waiting(lease):
+                passed_over += 1
+                continue
             usable = self._cache.layout.usable_prefix(request.num_tokens)
             if builder.budget < BLOCK_SIZE and not self._may_end(builder, scheduled, usable):
                 passed_over += 1
@@ -163,7 +167,7 @@ class Admission:
         restoring = self._cache.restoring
         if restoring is not None and restoring.current is not None and restoring.is_for(lease):
             scheduled.num_restored_tokens = max(0, hit.num_tokens - restoring.current.num_tokens_before)
-            scheduled.from_disk = restoring.current.tier is self._cache.disk
+            scheduled.restored_from = restoring.current.tier.name
         self._cache.attach(lease, hit)
         start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
         in_prefill = start < prefill_end
@@ -201,7 +205,7 @@ class Admission:
         self._running.start(scheduled)
         scheduled.prefill_end, scheduled.num_tokens_at_admission = prefill_end, request.num_tokens
         scheduled.junctions = self._cache.count_query(
-            scheduled.lease, request.num_tokens, hit, scheduled.num_restored_tokens, scheduled.from_disk
+            scheduled.lease, request.num_tokens, hit, scheduled.num_restored_tokens, scheduled.restored_from
         )
         scheduled.record_hit(hit)
         if request.first_scheduled_s is None:

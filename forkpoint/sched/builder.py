@@ -127,6 +127,7 @@ class PlanBuilder:
             sampled_rows=rows.row[rows.samples],
             masks=token_masks,
             waits_for_disk=waits_for_disk,
+            fetches=self._manager.drain_fetches(),
         )
         requests = [*self._steady, *(work.scheduled for work in itertools.chain(self._decodes, self._prefills))]
         sampled = requests

@@ -13,6 +13,8 @@ from forkpoint.cache.arena import MoveKind as MoveKind
 from forkpoint.cache.arena import MoveRoute as MoveRoute
 from forkpoint.cache.disk_entries import DiskNews as DiskNews
 from forkpoint.cache.layout import NO_SLOT as NO_SLOT
+from forkpoint.cache.peer_offers import Fetch as Fetch
+from forkpoint.cache.peer_offers import FetchNews as FetchNews
 from forkpoint.images import ImageSpan
 from forkpoint.params import SamplingParams
 
@@ -141,7 +143,8 @@ class StepPlan:
     num_tokens: int = 0  # all rows'
     sampled_rows: IntArray = field(default_factory=_no_ints)  # the rows that sample, in the order of `rows`
     masks: TokenMasks | None = None  # None: every row may sample any id
-    waits_for_disk: bool = False  # a plan without work: its result comes with the next news of the disk, or soon
+    waits_for_disk: bool = False  # a plan without work: its result comes with the next news of disk or peers, or soon
+    fetches: tuple[Fetch, ...] = ()  # orders to get prompts from other engines, which end later than the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +180,7 @@ class StepResult:
     slot_bytes_copied: int = 0
     replayed: bool = False  # by a recorded graph
     disk: DiskNews | None = None  # since the last result
+    fetched: FetchNews | None = None  # since the last result
 
 
 class SubmittedStep(Protocol):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -68,6 +69,7 @@ class Request:
     num_accepted_tokens: int = 0  # accepted draft tokens
     resume_cache: CacheReport | None = None  # the latest run after a preemption; outputs count as its prompt
     prompt_logprobs_done: bool = False
+    kv_transfer_params: Mapping[str, Any] | None = None  # of the answer: what this engine offers of the prompt
 
     @property
     def num_prompt_tokens(self) -> int:

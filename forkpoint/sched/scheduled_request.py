@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class ScheduledRequest:
     expected: Checkpoint | None = None  # the checkpoint that this waiting request would resume from
     restores: bool = True  # whether a longer prefix is to be copied from a tier
     num_restored_tokens: int = 0  # of the prefix that this run starts from: copied from a tier
-    from_disk: bool = False  # these came from the disk tier
+    restored_from: str = ""  # the name of their RestoreSource
     suspect_until: int = 0  # tokens; up to there Retries plans it alone
 
     def __post_init__(self) -> None:
@@ -63,6 +63,8 @@ class ScheduledRequest:
             num_cached = before.num_cached_tokens + gained
         num_restored = min(self.num_restored_tokens, num_cached)
         report = CacheReport(self.num_tokens_at_admission, num_cached, hit.kv_num_tokens, hit.miss, num_restored)
+        if self.restored_from == "peer":
+            report = replace(report, num_peer_tokens=num_restored)
         if first_run:
             request.cache = report
         else:

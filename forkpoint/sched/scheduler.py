@@ -23,6 +23,7 @@ from forkpoint.sched.chunks import Chunks
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.drafting import DraftPlanner
 from forkpoint.sched.encoder_budget import EncoderBudget
+from forkpoint.sched.handover import Handover
 from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult, TokenLogprobs
 from forkpoint.sched.prompt_scores import take_prompt_logprobs
 from forkpoint.sched.queue import WaitingQueue
@@ -72,6 +73,7 @@ class Scheduler:
         self._drafting: DraftPlanner | None = None
         if drafter is not None:
             self._drafting = DraftPlanner(drafter, self.cache, clock)
+        self._handover = Handover(self.cache)
         self._requests: dict[str, ScheduledRequest] = {}
         self._retries = Retries()
         self._steps = itertools.count()
@@ -98,6 +100,7 @@ class Scheduler:
         lease = self.cache.new_lease(request.id, salt, request.prompt_token_ids, images)
         order = request.priority, next(self._arrivals)
         scheduled = ScheduledRequest(request, lease, order, waits_for_output=self._drafting is not None)
+        self._handover.take_up(scheduled)
         self._wait(scheduled)
         self._requests[request.id] = scheduled
 
@@ -119,6 +122,12 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         return bool(self._requests or self._running.leaving or self._issued) or self.cache.has_unsent
+
+    @property
+    def has_copies_alone(self) -> bool:
+        """Whether the next plan only carries copies for other engines."""
+        peers = self.cache.peers
+        return peers is not None and peers.has_unsent and not (self._requests or self._running.leaving or self._issued)
 
     def reset_prefix_cache(self) -> bool:
         """Let nothing cached so far be found again, embeddings of images included. Always True: that never fails."""
@@ -183,7 +192,7 @@ class Scheduler:
                 self._plan_alone(builder, suspect)
         waits, has_copies = False, self.cache.has_unsent or (restoring is not None and restoring.has_loaded)
         if builder.budget == budget and not has_copies:
-            waits = not self._issued and restoring is not None and restoring.is_reading
+            waits = not self._issued and self.cache.is_reading
             is_stuck = not self._issued and bool(self._running.requests or self._waiting.requests)
             assert waits or not is_stuck, "nothing can run, yet requests wait"
             if not waits:
@@ -342,7 +351,7 @@ class Scheduler:
             self._drafting.forget(scheduled.request)
         if scheduled.row == NO_ROW:
             self._waiting.remove(scheduled)
-            self.cache.drop_restore(scheduled.lease)
+            self.cache.stop_waiting(scheduled.lease)
             self.cache.expect(scheduled.expected, -1)
             self.cache.forget_private(scheduled.lease, scheduled.request.num_prompt_tokens)
         elif not scheduled.leaving:
@@ -408,6 +417,7 @@ class Scheduler:
             if len(outputs) >= request.max_tokens or token in request.stop_token_ids or request.grammar is not None:
                 ending = follow(request, token)
                 if ending is not None:
+                    self._handover.offer(scheduled)
                     self.abort(request.id)
                     updates.append(RequestUpdate(request, token, found, (), *ending))
                     continue
@@ -417,9 +427,10 @@ class Scheduler:
         return updates
 
     def note_disk(self, result: StepResult) -> None:
-        """Take in what the disk has done. `apply` does so; call it for a result that is not applied."""
+        """Take in what disk and fetches have done. `apply` does so; call it for a result that is not applied."""
         if result.disk is not None and self.cache.disk is not None:
             self.cache.disk.apply(result.disk)
+        self._handover.note(result)
 
     def _fail_request(self, scheduled: ScheduledRequest) -> RequestUpdate:
         """End a request whose logits were not finite, and let nobody reuse what it computed."""

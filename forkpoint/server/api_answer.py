@@ -94,7 +94,7 @@ class CompletionAnswer(ApiAnswer[A]):
         return {"id": name, "object": kind, "created": self.created_s, "model": self.prepared.model}
 
     def ending(self) -> dict[str, Any]:
-        return {"usage": self.usage(), **self.generation.details()}
+        return {"usage": self.usage(), **self.generation.details(), **self.generation.handover()}
 
     def error_event(self, error: HTTPError) -> bytes:
         return event(error.body()) + DONE
@@ -109,7 +109,7 @@ class CompletionAnswer(ApiAnswer[A]):
                 if prepared.continuous_usage:
                     others["usage"] = self.usage()
                 if num_open == 0 and not prepared.include_usage:
-                    others |= self.generation.details()
+                    others |= self.generation.details() | self.generation.handover()
                 after = b"]," + encode(others).removeprefix(b"{") if others else b"]}"
                 chunks += [before, encode(choice), after, b"\n\n"]
             yield b"".join(chunks)

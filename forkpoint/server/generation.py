@@ -73,6 +73,13 @@ class Generation:
         }
         return {"cache": cache, "speculation": counts}
 
+    def handover(self) -> dict[str, Any]:
+        """Return the field with which another engine continues a single prompt; nothing if it is not offered."""
+        states = self.states
+        if len(states) != 1 or states[0].kv_transfer_params is None:
+            return {}
+        return {"kv_transfer_params": dict(states[0].kv_transfer_params)}
+
     def usage(self, *, counts_output: bool = True) -> dict[str, Any]:
         """Return the token counts so far over all prompts. Without `counts_output` output tokens count as 0."""
         num_prompt = sum(len(state.prompt.token_ids) for state in self.states)
@@ -105,6 +112,7 @@ class Generation:
                 state.prompt.num_image_tokens_before(state.cache.num_cached_tokens) for state in self.states
             ),
             "num_restored_tokens": sum(report.num_restored_tokens for report in reports),
+            "num_peer_tokens": sum(report.num_peer_tokens for report in reports),
             "miss": next((report.miss.value for report in reports if report.miss is not None), None),
         }
 

@@ -137,13 +137,15 @@ class CacheInfo(ReplyModel):
 
     `num_tokens` tokens were reused, `num_image_tokens` of them tokens of images. Keys and values alone were cached for
     `kv_num_tokens`. `miss` says why not all of the reusable prompt was reused.
-    `num_restored_tokens` of the reused tokens were copied from the host tier or the disk tier.
+    `num_restored_tokens` of the reused tokens were copied from the host tier, the disk tier or another engine, and
+    `num_peer_tokens` of them from another engine.
     """
 
     num_tokens: int
     kv_num_tokens: int
     num_image_tokens: int
     num_restored_tokens: int
+    num_peer_tokens: int
     miss: Literal["cold", "short", "no_checkpoint", "evicted", "bypassed"] | None
 
 

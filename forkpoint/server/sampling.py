@@ -116,6 +116,9 @@ class SamplingBody(SampledBody):
     guided_regex: str | None = None
     guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="from a proxy that splits requests between prefill and decode engines"
+    )
 
     @model_validator(mode="after")
     def _check_stream(self) -> SamplingBody:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from forkpoint.cache.disk_entries import DiskFacts
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
 from forkpoint.models.decoder import Model
@@ -30,6 +31,7 @@ from forkpoint.runtime.graphs import graph_shapes
 from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.worker.disk import open_disk_tier
 from forkpoint.worker.memory import GIB, bytes_beside_arena, explained_exhaustion
+from forkpoint.worker.peers import open_peer_link
 from forkpoint.worker.sizing import choose_num_host_pages, choose_num_pages
 from forkpoint.worker.trial import compile_ahead
 from forkpoint.worker.weights_progress import WeightsProgress
@@ -62,8 +64,10 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         ranks.check_equal({"options": config, "operators": ops.backends}, platform.device)
     model = _load(config, ops, platform, ranks)
     traits = platform.traits(platform.device)
-    # Tiers store whole paths, so they need the blocks behind windows too.
-    longest = 0 if config.host_tier_bytes or config.disk_tier_bytes else model.config.max_model_len
+    # Tiers and peers get whole paths, so they need the blocks behind windows too.
+    longest = model.config.max_model_len
+    if config.host_tier_bytes or config.disk_tier_bytes or config.links_peers:
+        longest = 0
     layout = CacheLayout.create(model.layer_specs, traits.kernel_block_sizes, longest)
     drafts = _max_num_drafts(config, layout, ops)
     has_graphs = platform.has_graphs and not config.enforce_eager and model.recordable
@@ -88,6 +92,9 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     disk: DiskFacts | None = None
     if config.kv_disk_path is not None:
         disk = open_disk_tier(config, loaded, runner.arena, ranks)
+    peers: PeerFacts | None = None
+    if config.links_peers:
+        peers = open_peer_link(config, loaded, runner.arena)
     facts = WorkerFacts(
         layout,
         num_pages,
@@ -98,6 +105,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         model.config.flops_per_pair,
         num_host_pages,
         disk,
+        peers,
     )
     return Worker(facts, runner, platform.release_unused)
 
@@ -133,7 +141,8 @@ def _check_device(config: EngineConfig, num_rows: int, platform: Platform) -> No
             f"kv_cache_dtype='fp8' is not possible on {device}, which does not convert 8-bit floats (NVIDIA GPUs of "
             "compute capability 8.9 or more do); give 'auto'"
         )
-    if (config.host_tier_bytes or config.disk_tier_bytes) and not platform.shares_memory:
+    wants_tier = config.host_tier_bytes or config.disk_tier_bytes or config.links_peers
+    if wants_tier and not platform.shares_memory:
         raise ConfigError(
             f"a tier (kv_offloading_size, kv_transfer_config, kv_disk_path) is not possible on {device}, whose steps "
             "would wait for its copies; tiers are for models that run on a CPU; leave it out"

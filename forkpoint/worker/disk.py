@@ -40,7 +40,7 @@ def open_disk_tier(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ran
             f"kv_disk_size={config.kv_disk_size} holds nothing: on {ranks.size} ranks it has to be "
             f"{LEAST_PAGES * slab.page_bytes * ranks.size} bytes or more"
         )
-    namespace = namespace_of(_namespace_facts(config, loaded, ranks))
+    namespace = namespace_of(namespace_facts(config, loaded, ranks))
     store: DiskStore | None = open_store(
         Path(config.kv_disk_path), slab, config.disk_tier_bytes, namespace, ranks.rank, ranks.size
     )
@@ -59,7 +59,7 @@ def slab_layout(arena: ArenaBuffer) -> SlabLayout:
     return SlabLayout(layout.blocks_per_page, layout.slots_per_page, block_bytes, slot_bytes)
 
 
-def _namespace_facts(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> dict[str, Any]:
+def namespace_facts(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> dict[str, Any]:
     """Return all that the bytes of an entry depend on, besides its tokens."""
     weights = f"dummy {config.seed}"
     if config.load_format != "dummy":

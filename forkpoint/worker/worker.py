@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from forkpoint.cache.disk_entries import DiskFacts
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.config import SchedulerConfig
 from forkpoint.sched.plan import Runner
 
@@ -24,6 +25,7 @@ class WorkerFacts:
     flops_per_pair: int  # for one query that attends to one key
     num_host_pages: int = 0  # of the host tier, including its page 0; 0: there is no such tier
     disk: DiskFacts | None = None  # the disk tier
+    peers: PeerFacts | None = None  # the link to other engines
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def test_echoed_log_probabilities_bypass_the_cache_and_say_so(client: openai.Ope
         )
         chunks = list(answer) if stream else [answer]
         extra = chunks[-1].model_extra["cache"]
-        assert extra.pop("num_restored_tokens") == 0
+        assert extra.pop("num_restored_tokens") == extra.pop("num_peer_tokens") == 0
         assert extra == {"num_tokens": 0, "kv_num_tokens": 0, "num_image_tokens": 0, "miss": "bypassed"}
         parts = [choice.logprobs for chunk in chunks for choice in chunk.choices]
         tokens = [token for part in parts for token in part.tokens]
@@ -152,7 +152,7 @@ def test_another_prompt_can_start_at_a_breakpoint(client: openai.OpenAI) -> None
         second = client.completions.create(prompt=shared + "b" * 200, extra_body={"cache_salt": salt}, **GREEDY)
         assert second.model_extra is not None
         found = dict(second.model_extra["cache"])
-        assert found.pop("num_restored_tokens") == 0
+        assert found.pop("num_restored_tokens") == found.pop("num_peer_tokens") == 0
         return found
 
     none = {"num_tokens": 0, "kv_num_tokens": 0, "num_image_tokens": 0, "miss": "cold"}

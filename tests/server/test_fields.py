@@ -45,7 +45,6 @@ def ask(http: httpx2.Client, path: str, **fields: Any) -> httpx2.Response:
         ({"guided_whitespace_pattern": " ?"}, "disable_any_whitespace"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "exclude each other"),
         ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "exclude each other"),
-        ({"kv_transfer_params": {}}, "leave it out"),
         ({"prompt_embeds": "AAAA"}, "give text or token ids"),
         ({"return_tokens_as_token_ids": True}, "return_token_ids"),
         ({"stream_options": {"include_usage": True}}, "stream: true"),
@@ -158,7 +157,12 @@ def test_usage_in_openrouters_form(http: httpx2.Client) -> None:
         {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "session_id": "s", "stream_interval": 2},
         {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "do_sample": True},
         {"guided_decoding_backend": "xgrammar", "spaces_between_special_tokens": True, "cache_prompt": True},
-        {"logprob_token_ids": None, "kv_transfer_params": None, "guided_json": None, "truncation_side": "left"},
+        {
+            "logprob_token_ids": None,
+            "kv_transfer_params": {"do_remote_decode": True},
+            "guided_json": None,
+            "truncation_side": "left",
+        },
         {"n": 1, "stop": None, "seed": -5, "logit_bias": {}, "presence_penalty": 0, "stream": False},
     ],
 )

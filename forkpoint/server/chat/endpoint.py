@@ -53,6 +53,7 @@ class ChatReply(ReplyModel):
     usage: CompletionUsage
     cache: CacheInfo | None
     speculation: SpeculationInfo | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 

@@ -38,6 +38,7 @@ class CompletionReply(ReplyModel):
     usage: CompletionUsage
     cache: CacheInfo | None
     speculation: SpeculationInfo | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,274 @@
+"""Prompts that other engines have computed, on their way here for requests that wait."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
+from typing import Final
+
+from forkpoint.cache.arena import Move, MoveKind, MoveRoute
+from forkpoint.cache.counters import CacheCounters
+from forkpoint.cache.disk_entries import EntryName
+from forkpoint.cache.disk_tier import name_of
+from forkpoint.cache.hashing import HashChain
+from forkpoint.cache.layout import NO_BLOCK, NO_SLOT, CacheLayout
+from forkpoint.cache.lease import Lease
+from forkpoint.cache.peer_offers import Fetch, FetchNews, Offer, PeerFacts
+from forkpoint.cache.restore_source import RestoreSource
+from forkpoint.cache.tier import unit_of
+from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.checks import is_loopback
+from forkpoint.config import BLOCK_SIZE
+
+AVOIDED_S: Final = 30.0  # for which a peer that did not answer is not asked again
+LATE_S: Final = 1.0  # after the worker should have given up; then its answer is not waited for
+LOGGER: Final = logging.getLogger("forkpoint")
+
+
+@dataclass(slots=True, eq=False)
+class FetchedPrompt:
+    """An offer that is taken up for the requests of `leases`. `end` is the last node of its path. `places` are those of
+    the entries that are fetched, which are those that the arena lacked."""
+
+    offer: Offer
+    end: Node
+    places: dict[Node | Checkpoint, int]
+    num_bytes: int
+    until_s: float
+    leases: set[Lease] = field(default_factory=set)
+    ticket: int = 0  # 0: not started, because others take the memory
+    has_arrived: bool = False
+
+
+class FetchedPrompts(RestoreSource):
+    """Fetches the prompts of offers, at most `facts.max_bytes` at a time, and lets `Restoring` copy them to the arena.
+
+    `orders` are for the next plan, which carries the moves too. A request waits until its fetch has ended or its time
+    is up. Then it computes what it does not find.
+    """
+
+    name = "peer"
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        facts: PeerFacts,
+        moves: list[Move],
+        counters: CacheCounters,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._layout, self._facts, self._moves, self._counters, self._clock = layout, facts, moves, counters, clock
+        self.orders: list[Fetch] = []
+        self.has_forgotten = False  # since the last plan
+        self._prompts: dict[tuple[str, int], FetchedPrompt] = {}  # by engine and lease, in the order of arrival
+        self._by_ticket: dict[int, FetchedPrompt] = {}
+        self._of: dict[Lease, FetchedPrompt] = {}
+        self._avoided: dict[tuple[str, int], float] = {}  # peer -> until when it is not asked
+        self._tickets = itertools.count(1)
+        self._num_bytes = 0  # of the prompts that were started
+
+    # --- requests
+
+    def take_up(self, lease: Lease, offer: Offer, num_usable: int, num_in_arena: int) -> None:
+        """Fetch an offer for a waiting request, if that is possible.
+
+        The request can use `num_usable` tokens. The arena has the keys and values of `num_in_arena` of them.
+        """
+        prompt = self._prompts.get((offer.engine_id, offer.lease))
+        if prompt is None:
+            why = self._refusal(lease.chain, offer, num_usable)
+            if why:
+                self._counters.peer_failed_fetches += 1
+                LOGGER.warning("a prompt at %s port %d is not fetched: %s", offer.host, offer.port, why)
+                return
+            prompt = self._new(lease.chain, offer, num_in_arena // BLOCK_SIZE)
+            self._prompts[offer.engine_id, offer.lease] = prompt
+            self._start_next()
+        prompt.leases.add(lease)
+        self._of[lease] = prompt
+
+    def decline(self, offer: Offer) -> None:
+        """Let the other engine end its lease: nothing of it is needed."""
+        if self._is_allowed(offer.host):
+            self._order(offer, 0, (), self._facts.timeout_s)
+
+    def _refusal(self, chain: HashChain, offer: Offer, num_usable: int) -> str:
+        """Return why an offer cannot be used, or nothing."""
+        index = offer.num_tokens // BLOCK_SIZE - 1
+        if not self._is_allowed(offer.host):
+            return f"remote_hosts of kv_connector_extra_config does not name {offer.host}; add it there"
+        if offer.namespace != self._facts.namespace:
+            return "it runs another model, or options that give other numbers"
+        if offer.num_tokens > num_usable or chain.hashes[index] != offer.last_hash:
+            return "it computed another prompt, or the same one with another cache_salt"
+        if self._bytes(index + 1) > self._facts.max_bytes:
+            return f"it is larger than kv_buffer_size={self._facts.max_bytes}"
+        if self._avoided.get((offer.host, offer.port), 0.0) > self._clock():
+            return f"it has not answered in the last {AVOIDED_S:g} s"
+        return ""
+
+    def _is_allowed(self, host: str) -> bool:
+        for each in self._facts.allowed_hosts:
+            if host == each or (each == "loopback" and is_loopback(host)):
+                return True
+            try:
+                if ip_address(host) in ip_network(each, strict=False):
+                    return True
+            except ValueError:  # one of them is a name
+                continue
+        return False
+
+    def _bytes(self, num_blocks: int) -> int:
+        return num_blocks * self._layout.block_bytes * self._layout.has_kv + self._layout.slot_bytes
+
+    def _new(self, chain: HashChain, offer: Offer, num_held: int) -> FetchedPrompt:
+        """Build the path of an offer. Its first `num_held` blocks are in the arena and are not fetched."""
+        count, places = offer.num_tokens // BLOCK_SIZE, dict[Node | Checkpoint, int]()
+        node = Node(None, chain.root, b"", 0, NO_BLOCK)
+        for depth, block_hash in enumerate(chain.hashes[:count], 1):
+            node = Node(node, block_hash, b"", depth, NO_BLOCK)
+            if self._layout.has_kv and depth > num_held:
+                places[node] = len(places)
+        num_bytes = len(places) * self._layout.block_bytes
+        if self._layout.has_states:
+            node.checkpoint = Checkpoint(node, NO_SLOT, offer.num_tokens, offer.origin, offer.decoded)
+            places[node.checkpoint] = len(places)
+            num_bytes += self._layout.slot_bytes
+        return FetchedPrompt(offer, node, places, num_bytes, self._clock() + self._facts.timeout_s)
+
+    def is_waiting(self, lease: Lease) -> bool:
+        """Return whether what a request waits for may still come."""
+        prompt = self._of.get(lease)
+        if prompt is None or prompt.has_arrived:
+            return False
+        late_s = LATE_S if prompt.ticket else 0.0
+        if self._clock() < prompt.until_s + late_s:
+            return True
+        LOGGER.warning("a prompt at %s port %d is late and is computed", prompt.offer.host, prompt.offer.port)
+        self._counters.peer_failed_fetches += 1
+        self._end(prompt)
+        return False
+
+    def leave(self, lease: Lease) -> None:
+        """Note that a request waits no longer: it runs or has ended."""
+        prompt = self._of.pop(lease, None)
+        if prompt is not None:
+            prompt.leases.discard(lease)
+            if not prompt.leases:
+                self._end(prompt)
+
+    def reset(self) -> None:
+        """Give up everything that is on its way."""
+        for prompt in list(self._prompts.values()):
+            self._end(prompt)
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a request waits for something."""
+        return any(not prompt.has_arrived for prompt in self._prompts.values())
+
+    # --- fetches
+
+    @property
+    def has_unsent(self) -> bool:
+        return self.has_forgotten or bool(self.orders)
+
+    def drain_orders(self) -> tuple[Fetch, ...]:
+        """Return the orders for the plan under construction."""
+        orders, self.orders, self.has_forgotten = tuple(self.orders), [], False
+        return orders
+
+    def _start_next(self) -> None:
+        """Start prompts in their order while they fit."""
+        for prompt in self._prompts.values():
+            if prompt.ticket:
+                continue
+            if self._num_bytes and self._num_bytes + prompt.num_bytes > self._facts.max_bytes:
+                return
+            prompt.ticket = next(self._tickets)
+            self._by_ticket[prompt.ticket] = prompt
+            self._num_bytes += prompt.num_bytes
+            entries = ((entry, None) if isinstance(entry, Node) else (entry.node, entry) for entry in prompt.places)
+            names = tuple(name_of(node, checkpoint) for node, checkpoint in entries)
+            self._order(prompt.offer, prompt.ticket, names, max(0.0, prompt.until_s - self._clock()))
+
+    def _order(self, offer: Offer, ticket: int, names: tuple[EntryName, ...], timeout_s: float) -> None:
+        self.orders.append(Fetch(ticket, offer.host, offer.port, offer.engine_id, offer.lease, names, timeout_s))
+
+    def _end(self, prompt: FetchedPrompt, forget: bool = True) -> None:
+        """Give up a prompt, or what is left of it. `forget`: the worker may have something of it."""
+        del self._prompts[prompt.offer.engine_id, prompt.offer.lease]
+        for lease in prompt.leases:
+            self._of.pop(lease, None)
+        if prompt.ticket:
+            del self._by_ticket[prompt.ticket]
+            self._num_bytes -= prompt.num_bytes
+            if forget:
+                self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.FORGET, prompt.ticket))
+                self.has_forgotten = True
+        self._start_next()
+
+    def apply(self, news: FetchNews) -> None:
+        """Take in which fetches have ended."""
+        for ticket in news.done:
+            if ticket in self._by_ticket:
+                prompt = self._by_ticket[ticket]
+                prompt.has_arrived = True
+                self._counters.peer_fetched_bytes += prompt.num_bytes
+        for ticket in news.failed:
+            if ticket in self._by_ticket:
+                prompt = self._by_ticket[ticket]
+                if ticket in news.unreachable:
+                    self._avoided[prompt.offer.host, prompt.offer.port] = self._clock() + AVOIDED_S
+                self._counters.peer_failed_fetches += 1
+                self._end(prompt, forget=False)
+
+    # --- restoring
+
+    def find(self, chain: HashChain, max_blocks: int) -> Node | None:
+        found: Node | None = None
+        for prompt in self._prompts.values():
+            if not prompt.has_arrived:
+                continue
+            node = prompt.end
+            while not self._layout.has_states and node.depth > max_blocks and node.parent is not None:
+                node = node.parent
+            is_named = 0 < node.depth <= max_blocks and chain.hashes[node.depth - 1] == node.hash
+            if is_named and (found is None or node.depth > found.depth):
+                found = node
+        return found
+
+    def hold(self, node: Node) -> None:
+        """Do nothing: what a request waits for stays until `leave`."""
+
+    def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        """Do nothing: what a request waits for stays until `leave`."""
+
+    def count_use(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        """Do nothing: the other engine has its own counts."""
+
+    def _prompt_of(self, node: Node) -> FetchedPrompt | None:
+        return next((each for each in self._prompts.values() if node in each.places or node is each.end), None)
+
+    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
+        wanted: list[Node | Checkpoint] = []
+        if self._layout.has_kv:
+            wanted += path
+        if checkpoint is not None:
+            wanted.append(checkpoint)
+        prompt: FetchedPrompt | None = None
+        if path or checkpoint is not None:
+            prompt = self._prompt_of(path[-1] if checkpoint is None else checkpoint.node)
+        if prompt is None:
+            return 0
+        return sum(1 for _ in itertools.takewhile(lambda entry: entry in prompt.places, wanted))
+
+    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
+        prompt = self._prompt_of(node)
+        assert prompt is not None
+        kind, _, _ = unit_of(self._layout, node, checkpoint)
+        return Move(kind, prompt.places[checkpoint or node], unit, MoveRoute.FETCHED, prompt.ticket)

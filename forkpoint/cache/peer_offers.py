@@ -1,0 +1,142 @@
+"""Prefill/decode disaggregation in values: what a prefill engine offers and what a decode engine fetches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from forkpoint.cache.disk_entries import EntryName
+from forkpoint.cache.hashing import HASH_BYTES
+from forkpoint.cache.tree import Origin
+from forkpoint.config import BLOCK_SIZE
+
+OWN_FIELD: Final = "forkpoint"  # of kv_transfer_params: what vLLM's fields cannot say
+MAX_PORT: Final = 2**16 - 1
+MAX_HOST_CHARS: Final = 253
+MAX_LEASE: Final = 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFacts:
+    """How a worker exchanges prompts with other engines.
+
+    Others fetch from it at `host` and `port`; port 0: it offers nothing. `engine_id` is new with every start. It asks
+    only `allowed_hosts`: host names, addresses and networks. Without any it fetches nothing. At most `max_bytes` are on
+    their way to it at a time. A request waits at most `timeout_s` for them.
+    """
+
+    namespace: bytes
+    engine_id: str
+    host: str
+    port: int
+    allowed_hosts: tuple[str, ...]
+    max_bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A prompt's first `num_tokens` tokens, which another engine has computed and holds for a while under `lease`.
+
+    `last_hash` is the hash of their last block. `origin` and `decoded` are those of the checkpoint at their end.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    namespace: bytes
+    lease: int
+    num_tokens: int
+    last_hash: bytes
+    origin: Origin
+    decoded: bool
+
+    def params(self, request_id: str) -> dict[str, Any]:
+        """Return the `kv_transfer_params` of the answer. Names are vLLM's; proxies pass them on unread."""
+        own = {
+            "namespace": self.namespace.hex(),
+            "lease": self.lease,
+            "last_hash": self.last_hash.hex(),
+            "origin": self.origin.value,
+            "decoded": self.decoded,
+        }
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": request_id,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "remote_block_ids": [],
+            "remote_num_tokens": self.num_tokens,
+            "tp_size": 1,
+            OWN_FIELD: own,
+        }
+
+    @classmethod
+    def read(cls, params: Mapping[str, Any]) -> Self:
+        """Read an answer's `kv_transfer_params`. Raises ValueError, which says what is wrong with them."""
+        own = params.get(OWN_FIELD)
+        if not isinstance(own, Mapping):
+            raise ValueError(f"they have no {OWN_FIELD!r} field, so another kind of engine wrote them")
+        host = _text(params, "remote_host", MAX_HOST_CHARS)
+        num_tokens = _integer(params, "remote_num_tokens", 2**31)
+        if num_tokens % BLOCK_SIZE:
+            raise ValueError(f"remote_num_tokens={num_tokens} is not a multiple of {BLOCK_SIZE}")
+        return cls(
+            _text(params, "remote_engine_id", MAX_HOST_CHARS),
+            host,
+            _integer(params, "remote_port", MAX_PORT),
+            _bytes(own, "namespace"),
+            _integer(own, "lease", MAX_LEASE),
+            num_tokens,
+            _bytes(own, "last_hash"),
+            Origin(_text(own, "origin", MAX_HOST_CHARS)),
+            own.get("decoded") is True,
+        )
+
+
+def _text(given: Mapping[str, Any], name: str, most: int) -> str:
+    value = given.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= most:
+        raise ValueError(f"{name} is not a text of at most {most} characters")
+    return value
+
+
+def _integer(given: Mapping[str, Any], name: str, most: int) -> int:
+    value = given.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise ValueError(f"{name} is not an integer from 1 to {most}")
+    return value
+
+
+def _bytes(given: Mapping[str, Any], name: str) -> bytes:
+    value = bytes.fromhex(_text(given, name, 2 * HASH_BYTES))
+    if len(value) != HASH_BYTES:
+        raise ValueError(f"{name} does not have {HASH_BYTES} bytes")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """An order to the worker: get these entries, in their order, within `timeout_s`. Without names it only ends the
+    other engine's lease, and nothing is reported."""
+
+    ticket: int
+    host: str
+    port: int
+    engine_id: str
+    lease: int
+    names: tuple[EntryName, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchNews:
+    """The tickets of fetches that have ended since the last report. `unreachable` are failed ones whose peer did not
+    answer in time, or not as a peer does."""
+
+    done: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+    unreachable: tuple[int, ...] = ()

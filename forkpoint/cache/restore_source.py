@@ -1,0 +1,53 @@
+"""What prefixes are restored from: the tiers, and other engines."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from forkpoint.cache.arena import Move
+from forkpoint.cache.hashing import HashChain
+from forkpoint.cache.tree import Checkpoint, Node
+
+
+class RestoreSource(ABC):
+    """Has whole paths of nodes of its own, which `Restoring` copies to the arena. Metrics and logs use its `name`."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def find(self, chain: HashChain, max_blocks: int) -> Node | None:
+        """Return the deepest node of a history, at most `max_blocks` deep, that can be restored; None if none can."""
+
+    @abstractmethod
+    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
+        """Return the copy of a node's block, or of its checkpoint if one is given, to a unit of the arena."""
+
+    @abstractmethod
+    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
+        """Return how many of these nodes, from the first on, can be loaded at once; 1 more if `checkpoint` can, too.
+
+        A source that cannot load all of them at once starts to prepare the others.
+        """
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether something that `num_ready` prepares is still to come."""
+        return False
+
+    def is_stalled(self) -> bool:
+        """Return whether nothing more can be loaded."""
+        return False
+
+    @abstractmethod
+    def hold(self, node: Node) -> None:
+        """Keep a node that is about to be loaded, with its path and its checkpoint."""
+
+    @abstractmethod
+    def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        """Undo `hold`. `checkpoint` is the one that the node had then."""
+
+    @abstractmethod
+    def count_use(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        """Count that a request resumes from a node's checkpoint, or in a layout without states from the node."""
