@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forkpoint.models.config import Build
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import rows
+from forkpoint.models.cuts import Cut, rows
 from forkpoint.models.fields import Fields
 from forkpoint.models.joints import join_rows
 from forkpoint.models.layers import Projection
@@ -26,7 +26,8 @@ class GDNConfig(RecurrentConfig):
 
     `wide` are the weight names of q, k, v and the gate. `narrow` are the weight names of b and a, which FP8 models may
     store unquantised. If there are several names, the last ones have one part each and the first has all others. A
-    single name has all parts, one key head after another.
+    single name has all parts, one key head after another. Without names in `narrow`, the single name in `wide` has all
+    six parts, one after another.
     """
 
     wide: tuple[str, ...]
@@ -49,10 +50,15 @@ class GDNConfig(RecurrentConfig):
         spec, ops = self.spec, build.ops
         group = spec.num_v_heads // spec.num_k_heads
         values = group * spec.value_dim
-        matrices = [
-            self._read(build, name, self.wide, [spec.key_dim, spec.key_dim, values, values]),
-            self._read(build, name, self.narrow, [group, group]),
-        ]
+        if self.narrow:
+            matrices = [
+                self._read(build, name, self.wide, [spec.key_dim, spec.key_dim, values, values]),
+                self._read(build, name, self.narrow, [group, group]),
+            ]
+        else:
+            heads = spec.num_v_heads
+            parts = Cut(0, (*self.conv_cut.sections, *rows(self.inner, heads, heads).sections))
+            matrices = [join_rows(build.weights, {f"{name}.{self.wide[0]}": parts}, build.config.hidden_size)]
         plain = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
         if len(plain) == 2:
             matrices = [torch.cat(plain)]  # unquantised matrices are multiplied as one

@@ -46,6 +46,7 @@ class MoEConfig(PartConfig):
     gated: bool = True
     bias: str | None = None
     shared_name: str = "shared_expert"
+    wide_router: bool = False  # compute scores in fp32; routers with sigmoid scores always do
     latent_size: int = 0  # size of the routed experts' inputs and outputs, between two projections; 0: the hidden size
     limit: float | None = None  # clamps gate(x) and up(x), see `silu_mul`
     name: str = "mlp"
@@ -135,10 +136,10 @@ class SparseMLP:
         rows = {f"{name}.gate": moe.num_experts}
         if moe.rule.shared == "gated":
             rows[f"{name}.{moe.shared_name}_gate"] = 1
-        # Sigmoids of large scores are close together, so such routers compute in fp32.
+        # sigmoids of large scores are close together
         hidden, fp32 = build.config.hidden_size, torch.float32
         self._router: Callable[[Tensor], Tensor]
-        if moe.rule.score == "sigmoid":
+        if moe.wide_router or moe.rule.score == "sigmoid":
             parts = [_wide(source, f"{part}.weight", (count, hidden)) for part, count in rows.items()]
             self._router = Projection(build.ops, torch.cat(parts)).wide
         else:
