@@ -198,6 +198,21 @@ FAMILIES: dict[str, Callable[..., Any]] = {
             }
         )
     ),
+    "lara_mini": lambda **x: transformers.LaraMiniForCausalLM(
+        transformers.LaraMiniConfig(
+            **{
+                **COMMON,
+                **HEAD,
+                **GDN,
+                **MOE,
+                "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+                "sliding_window": 70,
+                "tie_word_embeddings": False,
+                "eos_token_id": 1,
+                **x,
+            }
+        )
+    ),
     "granite_hybrid": lambda **x: transformers.GraniteMoeHybridForCausalLM(
         transformers.GraniteMoeHybridConfig(**{**GRANITE, "num_local_experts": 0, **x})
     ),

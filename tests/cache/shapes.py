@@ -83,5 +83,8 @@ REAL_LAYOUTS = {
     "LFM3-1.7B": layout_of(
         [attention(4, 128)] * 6 + [replace(attention(4, 128), window=256)] * 5 + [state((6, 2048), None)] * 13
     ),
+    "Lara-4-Mini": layout_of(
+        [attention(4, 128)] * 7 + [replace(attention(4, 128), window=512)] * 13 + [delta_net(8, 16)] * 14
+    ),
     "LFM2-8B-A1B": layout(18, state((2, 2048), None), 6, attention(8, 64)),
 }

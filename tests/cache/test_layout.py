@@ -54,6 +54,7 @@ DOCUMENTED = {
     "LFM2-VL": "LFM2-1.2B",
     "LFM2, experts": "LFM2-8B-A1B",
     "LFM3": "LFM3-1.7B",
+    "LaraMini": "Lara-4-Mini",
     "Kimi-Linear": "Kimi-Linear-48B-A3B",
     "Ling-2.6": "Ling-2.6-flash",
     "Ling-3.0": "Ling-3.0-flash",

@@ -84,6 +84,10 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm3",
         {**SMALL, "head_dim": 16, "layer_types": ["conv", "full_attention", "sliding_attention"]},
     ),
+    "lara_mini": (
+        "lara_mini",
+        {**SMALL, "head_dim": 16, "layer_types": ["linear_attention", "sliding_attention", "full_attention"]},
+    ),
     "mistral": ("mistral", {**SMALL, "head_dim": 16, "num_hidden_layers": 2, "sliding_window": 100}),
     "falcon_h1": ("falcon_h1", {**SMALL, "num_hidden_layers": 2, "head_dim": 16}),
     "zamba2": (

@@ -13,6 +13,7 @@ from forkpoint.models.config import ModelConfig
 from forkpoint.models.latent_attention import LatentAttentionConfig
 from forkpoint.models.layers import MLPConfig, PostNormConfig
 from forkpoint.models.registry import load_config
+from forkpoint.models.rotary import NO_POSITIONS
 
 FOLDER = Path(__file__).parent / "hub_configs"
 # File -> parts of all layers, bytes of a token, of a checkpoint.
@@ -52,6 +53,11 @@ EXPECTED: dict[str, tuple[dict[str, int], int, int]] = {
         18 * 2 * 2048 * 2,
     ),
     "lfm3-1.7b": ({"PostNormConfig": 48}, 6 * 2 * 4 * 128 * 2, 13 * 6 * 2048 * 2),
+    "lara-4-mini": (
+        {"AttentionConfig": 20, "GDNConfig": 14, "MoEConfig": 34},
+        7 * 2 * 4 * 128 * 2,
+        14 * (3 * 4096 * 2 + 16 * 128 * 128 * 4),
+    ),
     "falcon-h1-0.5b": (
         {"ParallelConfig": 36, "MLPConfig": 36},
         36 * 2 * 2 * 64 * 2,
@@ -177,6 +183,12 @@ def test_lfm3_has_two_kinds_of_attention(tmp_path: Path) -> None:
     full, sliding = (part.rotary.frequencies for part in attention[:2] if part.rotary is not None)
     assert full[31] == pytest.approx(1e6 ** (-62 / 128)) and full[32:] == (0.0,) * 32
     assert sliding[63] == pytest.approx(1e4 ** (-126 / 128))
+
+
+def test_lara_rotates_where_it_has_a_window(tmp_path: Path) -> None:
+    mixers = [parts[0] for parts in read("lara-4-mini", tmp_path).layers]
+    attention = [(part.window, part.rotary) for part in mixers if isinstance(part, AttentionConfig)]
+    assert attention == [(512, None), (None, NO_POSITIONS), (512, None)] * 6 + [(512, None), (None, NO_POSITIONS)]
 
 
 def test_llama_is_stretched_and_ministral_has_a_window(tmp_path: Path) -> None:
