@@ -72,7 +72,6 @@ class Checker:
         return found
 
     def flag(self, name: str, value: object) -> bool:
-        """Return a boolean."""
         if not isinstance(value, bool) and type(value).__name__ not in ("bool_", "bool"):
             self.refuse(name, value, "True or False")
         return bool(value)

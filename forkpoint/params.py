@@ -206,7 +206,7 @@ class SamplingParams:
 
 
 def checked_priority(value: object) -> int:
-    """Check a request's priority; the smallest runs first. Raises InvalidParamsError."""
+    """Return a request's priority; the smallest runs first. Raises InvalidParamsError for a wrong one."""
     return Checker(InvalidParamsError).integer("priority", value, MIN_PRIORITY, MAX_INT32)
 
 

@@ -126,7 +126,7 @@ class Filing:
         return nodes[-1]
 
     def _follow(self, lease: Lease, node: Node, last: int) -> Node:
-        """Follow the lease's history from `node`, to depth `last` or as far as the tree has it.
+        """Follow the lease's history from `node`, to depth `last` or as far as the tree has it; return the last node.
 
         The lease is detached if a node of the same hash has another history.
         """

@@ -278,7 +278,7 @@ class CacheManager:
         lease.has_duplicates = False
 
     def ensure_slot(self, lease: Lease) -> bool:
-        """Get a running slot. True if the lease has one, or needs none since the layout has no states."""
+        """Get a running slot. True if the lease has one, or needs none (no states); False: all are in use."""
         if lease.slot != NO_SLOT or not self.layout.has_states:
             return True
         slot = self.store.take_slot(lease)
@@ -337,7 +337,7 @@ class CacheManager:
             self.store.drop_checkpoint(previous)
 
     def _fresh_slot(self, lease: Lease, save: StateSave, owner: Lease | StateSave) -> int | None:
-        """Return a slot for the next decode checkpoint.
+        """Return a slot for the next decode checkpoint, owned by `owner`; None if there is no room.
 
         The request's previous one gives up its slot, unless somebody uses it or the next one is not certain.
         """

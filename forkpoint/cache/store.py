@@ -121,7 +121,7 @@ class PrefixStore:
         return True
 
     def _evict_dead(self, most: int) -> list[Node]:
-        """Evict up to `most` blocks that no checkpoint needs, the ends of histories first.
+        """Evict up to `most` blocks that no checkpoint needs, the ends of histories first. Return their nodes.
 
         The caller gives the blocks back to the arena or reuses them.
         """
@@ -133,7 +133,7 @@ class PrefixStore:
         return gone
 
     def _evict_leaves(self, leaf: Node, most: int) -> list[Node]:
-        """Evict a leaf and the ancestors that become leaves, `most` nodes in all.
+        """Evict a leaf and the ancestors that become leaves, `most` nodes in all, and return them.
 
         The caller gives the blocks back to the arena or reuses them.
         """

@@ -88,7 +88,7 @@ class WindowBlocks:
             del row.blocks[kept:]
 
     def clear(self, rows: Iterable[WindowRow]) -> None:
-        """Give back all blocks."""
+        """Give back all blocks of these rows, which are then empty."""
         for row in rows:
             self._let_go(row.blocks, busy=True)
             row.blocks, row.start = [], 0

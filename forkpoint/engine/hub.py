@@ -101,7 +101,10 @@ def _fetch(
 
 
 def _bar(interrupt: DeferredInterrupt, show_bar: bool) -> type[Any]:
-    """Return a class of progress bars for downloads. Through it Ctrl-C stops one at once, not after its files."""
+    """Return a class of progress bars for downloads, by which Ctrl-C stops one at once (InterruptedError).
+
+    Without them it would stop after its files. They are invisible unless `show_bar` is set.
+    """
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]  # mypy does not look into the library

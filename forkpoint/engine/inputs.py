@@ -172,7 +172,10 @@ class InputProcessor:
         ]
 
     def _prompt_of_mapping(self, given: Mapping[str, object], params: SamplingParams | None) -> Prompt:
-        """Read a prompt, its images and its videos. A placeholder counts as one token until it is expanded."""
+        """Read a prompt, its images and its videos, and return it, expanded and checked.
+
+        Raises InvalidPromptError. A placeholder counts as one token until it is expanded.
+        """
         key = next((key for key in ("prompt_token_ids", "prompt") if given.get(key) is not None), None)
         if key is None:
             raise InvalidPromptError(f"a prompt dict needs 'prompt' or 'prompt_token_ids'; it has {shown(list(given))}")
@@ -260,7 +263,7 @@ def expanded(prompt: Prompt, expansions: Sequence[Expansion], started_s: float) 
 
 
 def processor_kwargs(given: object) -> Mapping[str, Any] | None:
-    """Return a request's image settings as they are. Raises InvalidPromptError if they are not a mapping."""
+    """Return a request's image settings as they are, or None. Raises InvalidPromptError for anything else."""
     if given is not None and not isinstance(given, Mapping):
         raise InvalidPromptError(
             f"mm_processor_kwargs={shown(given)} is not allowed; give the settings of the model's images, such as "

@@ -28,7 +28,7 @@ STARTING_POLL_MS = 2  # how often an idle engine checks whether a grammar has be
 def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
     """Run the engine process: load the model, serve `commands` until Stop, and report on `reports` (ZeroMQ addresses).
 
-    After an error it sends a Died report and exits with code 1. It ends at once when its parent does.
+    After an error it sends a Died report and exits with code 1 (SystemExit). It ends at once when its parent does.
     """
     begin_child()  # the parent decides when the engine ends
     from forkpoint.engine.build import build_parts, load_tokenizer  # imports torch, which the parent does not need

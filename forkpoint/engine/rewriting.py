@@ -110,7 +110,10 @@ class Rewriter:
         return Rewritten(tuple(placed), frozenset(rewrites))
 
     def _system(self, placed: list[Placed], rewrites: set[Rewrite]) -> list[Placed]:
-        """Rewrite system and developer messages, and note that in `rewrites`, as the next methods do."""
+        """Return the messages with system and developer ones as the template can show them.
+
+        This and the next methods note what they change in `rewrites`.
+        """
         traits = self._traits
         if not traits.developer and any(one.role == "developer" for one in placed):
             rewrites.add(Rewrite.DEVELOPER)
@@ -132,7 +135,7 @@ class Rewriter:
         return first + rest
 
     def _without_system(self, placed: list[Placed]) -> list[Placed]:
-        """Turn system messages into user messages, or append them to the tool result before them."""
+        """Return the messages with system ones turned into the user's, or appended to the result before them."""
         turned: list[Placed] = []
         for one in placed:
             if one.role not in SYSTEM_ROLES:
@@ -157,7 +160,7 @@ class Rewriter:
         return joined
 
     def _calls(self, placed: list[Placed], rewrites: set[Rewrite]) -> list[Placed]:
-        """Write calls and results in the form that the template shows, or as text."""
+        """Return the messages with calls and results in the form that the template shows, or as text."""
         traits = self._traits
         shown: list[Placed] = []
         shows_results = traits.results_of_text  # whether results of the last assistant message's calls are shown
@@ -201,7 +204,10 @@ class Rewriter:
         return parts
 
     def _filled(self, placed: list[Placed], rewrites: set[Rewrite]) -> list[Placed]:
-        """Insert empty messages where the template demands one."""
+        """Return the messages, with empty ones inserted where the template demands them (noted in `rewrites`).
+
+        An empty answer gets a blank as its text if the template cannot show it.
+        """
         traits = self._traits
         answer = "" if traits.empty_answer else " "
         takes_answer_first = traits.assistant_first
@@ -229,9 +235,9 @@ class Rewriter:
 def _renamed_calls(
     placed: list[Placed], new_id: Callable[[str, int], str], rewrites: set[Rewrite] | None = None
 ) -> list[Placed]:
-    """Give each call the id `new_id(name of its function, number of calls before it)`, and its result the same id.
+    """Return the messages with each call's id `new_id(name of its function, number of calls before it)`.
 
-    With `rewrites`, a change is noted there as SHORT_IDS.
+    Its result gets the same id. With `rewrites`, a change is noted there as SHORT_IDS.
     """
     numbers = count()
     ids: dict[str, str] = {}

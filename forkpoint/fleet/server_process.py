@@ -16,7 +16,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def run_server(engine: EngineConfig, server: ServerConfig) -> None:
-    """Serve until SIGTERM, then exit; with code 1 if the engine died. Ends at once when the parent does."""
+    """Serve until SIGTERM, then exit (SystemExit); with code 1 if the engine died. Ends when the parent does."""
     begin_child()
     from forkpoint.server.run import serve
 

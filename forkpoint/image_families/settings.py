@@ -164,7 +164,6 @@ class Values:
         return value
 
     def number(self, name: str, default: float) -> float:
-        """Return a positive number."""
         value = self.values.get(name)
         value = default if value is None else value
         if type(value) not in (int, float) or not 0 < value < 1e9:

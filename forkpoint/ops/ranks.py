@@ -37,7 +37,8 @@ class Ranks:
     def meet(cls, backend: str, rank: int, size: int, place: Path, gathers: bool, device: torch.device) -> Ranks:
         """Meet the other ranks through `place`, a file that does not exist yet, and wait for all of them.
 
-        `backend` is torch.distributed's. Devices that reach each other's memory also get the kernels' exchanges.
+        `backend` is torch.distributed's, kept to the loopback interface by default. Devices that reach each other's
+        memory also get the kernels' exchanges.
         """
         for name in LOOPBACK:
             os.environ.setdefault(name, "lo")  # all ranks are on this machine, and nobody else may listen

@@ -56,8 +56,6 @@ def npu_traits(num_processors: int) -> DeviceTraits:
 
 
 class NpuPlatform(AcceleratorPlatform):
-    """One Ascend NPU."""
-
     kind, graph_class, allocator_variable = "npu", "NPUGraph", "PYTORCH_NPU_ALLOC_CONF"
 
     @classmethod

@@ -84,7 +84,6 @@ class Platform(Protocol):
 
     @classmethod
     def traits(cls, device: torch.device) -> DeviceTraits:
-        """Return the traits of a device of this kind."""
         return DeviceTraits()
 
     @abstractmethod

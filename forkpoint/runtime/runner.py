@@ -272,7 +272,7 @@ class ModelRunner:
         return self.batch.images.inputs(plan.rows, self._encoded.get, self.platform)
 
     def _issue(self, tensors: Tensors, shape: StepShape) -> StepOutputs:
-        """Issue a whole step on the device, including greedy sampling: the work that a graph records."""
+        """Issue a whole step on the device, with greedy sampling, and return its outputs: what a graph records."""
         return self._heads(self._forward(tensors, shape), tensors)
 
     def _forward(
@@ -315,7 +315,7 @@ class ModelRunner:
         plain: bool,
         windows: Windows | None = None,
     ) -> Sampled:
-        """Sample each row of the logits: the sampled rows, or all positions of their windows.
+        """Return a sample for each row of the logits: the sampled rows, or all positions of their windows.
 
         `sampling` has an element for each row of the logits. `plain`: all rows take the likeliest id and nothing else.
         Without windows the ids become the last sampled ones of the rows.
@@ -389,7 +389,7 @@ class ModelRunner:
         return out
 
     def _prompt_scores(self, added: AddedRow, start: int, end: int, first: int, hidden: Tensor) -> list[Scores]:
-        """Score the prompt tokens that the row's tokens `[start, end)` predict, in tiles.
+        """Return scores of the prompt tokens that the row's tokens `[start, end)` predict, in tiles.
 
         `hidden` has the step's hidden states, the row's from index `first` on.
         """

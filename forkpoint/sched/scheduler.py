@@ -313,7 +313,7 @@ class Scheduler:
     def _make_room(self, scheduled: ScheduledRequest, builder: PlanBuilder, may_preempt_itself: bool) -> bool:
         """Stop the restore, or else preempt the last request not planned yet that comes after `scheduled`.
 
-        False: `scheduled` has to wait, or was preempted itself.
+        Returns whether there may be room now. False: `scheduled` has to wait, or was preempted itself.
         """
         if self.cache.drop_restore():
             return True

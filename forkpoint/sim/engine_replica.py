@@ -101,7 +101,7 @@ class EngineReplica:
         return load
 
     def finish(self, now_s: float) -> StepNews:
-        """Finish the planned step: its rows get their tokens from the trace."""
+        """Finish the planned step at `now_s`: its rows get their tokens from the trace. Return what happened."""
         self._now = now_s
         plan = self._plan
         assert plan is not None

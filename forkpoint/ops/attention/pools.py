@@ -114,7 +114,7 @@ def _groups(q: Tensor, k: Tensor, fixed: bool) -> list[tuple[slice, slice]]:
 
 
 def _all_complete(start: int, num_queries: int, rule: PoolRule, device: torch.device) -> Tensor:
-    """Choose all pools that are complete for the queries at positions from `start` on."""
+    """Return all pools `[T, most]` that are complete for the queries at positions from `start` on."""
     complete = (torch.arange(start, start + num_queries, device=device) + 1) // rule.size
     pools = torch.arange(rule.most, device=device)
     return torch.where(pools < complete[:, None], pools, NO_POOL).int()
@@ -139,7 +139,7 @@ def _scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def _highest(scores: Tensor, complete: Tensor, most: int) -> Tensor:
-    """Choose the `most` pools of the highest scores `[T, P]` among the first `complete[T]` pools of each query."""
+    """Return the `most` pools of the highest scores `[T, P]` among the first `complete[T]` of each query, ascending."""
     pools = torch.arange(scores.shape[1], device=scores.device)
     there = pools < complete[:, None]
     order = scores.masked_fill(~there, float("-inf")).sort(dim=1, descending=True, stable=True).indices[:, :most]

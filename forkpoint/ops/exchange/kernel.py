@@ -237,7 +237,7 @@ def words_each(num_words: int) -> int:
 
 
 def exchange(x: Tensor, out: Tensor, inboxes: Inboxes, sums: bool) -> Tensor:
-    """Write the sum of the ranks' bfloat16 `x` to `out`, or with `sums` false their concatenated rows."""
+    """Return `out` with the sum of the ranks' bfloat16 `x`, or with `sums` false their concatenated rows."""
     words = x.contiguous().view(torch.int32)
     num_words = words.numel()
     if num_words:

@@ -142,7 +142,7 @@ def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inbo
 
 
 def gather(own: Own, out: Tensor, inboxes: Inboxes) -> Tensor:
-    """Write the ranks' concatenated rows `[T, D]` to bfloat16 `out[T, size * D]`."""
+    """Return bfloat16 `out[T, size * D]` with the ranks' concatenated rows `[T, D]`."""
     for part in _parts(out):
         to = out[part].view(torch.int32)
         operands = (own.part(part), None, None, (to,), inboxes, len(to), None)

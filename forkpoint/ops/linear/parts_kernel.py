@@ -56,7 +56,7 @@ def _make_kernel(
 
 
 def make(parts: Parts, bias: Tensor | None, out: Tensor, up: Parts | None = None) -> Tensor:
-    """Store the sum in `out[M, N]`, plus a bias, or as the gate of a second sum `up`."""
+    """Return `out[M, N]` with the sum of `parts`, plus a bias, or as the gate of a second sum `up`."""
     num_rows, num_outputs = out.shape
     pieces = triton.cdiv(num_outputs, BLOCK.value)
     operands = (parts.own, None if up is None else up.own, parts.shares, bias, out)

@@ -162,7 +162,7 @@ def block_columns(WIDTH: tl.constexpr, BLOCKED: tl.constexpr):
 
 @triton.jit
 def block_scales(scales, start, width, WIDTH: tl.constexpr):
-    """Load the scales of the blocks of `block_columns` from `start` on."""
+    """Load the scales of the blocks of columns `[start, start + WIDTH)`, as a column; 0 from `width` on."""
     block = start // SCALE_WIDTH + tl.arange(0, WIDTH // SCALE_WIDTH)
     return tl.load(scales + block, mask=block * SCALE_WIDTH < width, other=0.0)[:, None]
 

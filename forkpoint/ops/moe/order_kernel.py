@@ -146,8 +146,10 @@ def _few_kernel(
 
 
 def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrder:
-    """Sort the pairs of contiguous `ids[T, top_k]` int32, with as many tiles of `tile_rows` pairs as any routing
-    needs."""
+    """Return the pairs of contiguous `ids[T, top_k]` int32 sorted by expert, in tiles of `tile_rows` pairs.
+
+    There are as many tiles as any routing needs.
+    """
     num_pairs, sub = ids.numel(), launch_table(ids.device).order_pairs
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_rows - 1)) // tile_rows
     padded = triton.next_power_of_2(num_experts)

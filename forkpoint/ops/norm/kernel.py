@@ -109,7 +109,7 @@ def _strides(x: Tensor) -> tuple[int, int]:
 
 
 def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, rounded: bool, **flags: bool) -> Tensor:
-    """Launch the kernel; `flags` are its boolean options."""
+    """Launch the kernel and return the norm's output, with FP8 codes if `rounded`; `flags` are the kernel's options."""
     shares, num_parts, part_stride = None, 0, 0
     like = x
     if isinstance(x, Parts):

@@ -206,7 +206,7 @@ def _launch(
     records: Records,
     out: Tensor,
 ) -> Tensor:
-    """Launch the step kernel. Without `records`, rows have one token each."""
+    """Launch the step kernel and return `out`. Without `records`, rows have one token each."""
     spec, num_rows, num_tokens = params.spec, len(index), inputs.mixed.shape[0]
     assert all(record.is_contiguous() for record in records), "records must be dense"
     block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(spec.value_dim))

@@ -44,7 +44,7 @@ def accept(token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
 
 
 def _drafted(ids: Tensor, drafted: Tensor | None, at: Tensor | None) -> Tensor:
-    """Return `ids` with the drafts that only the device has."""
+    """Return `ids`, but entry `at` of the flattened `drafted`, which only the device has, where `at` is not -1."""
     if drafted is None or at is None:
         return ids
     return torch.where(at < 0, ids, drafted.view(-1)[at.clamp(min=0)])

@@ -159,7 +159,7 @@ def scan_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
 def _launch(
     inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex | VerifyIndex, records: Records, out: Out
 ) -> Tensor:
-    """Launch the step kernel. Without `records`, rows have one token each."""
+    """Launch the step kernel and return its output (None: a new one). Without `records`, rows have one token each."""
     assert all(record.is_contiguous() for record in records), "records must be dense"
     out, num_tokens = inputs.x.new_empty(inputs.x.shape) if out is None else out, inputs.x.shape[0]
     sizes, strides = scan_sizes(inputs, params, pool, out, CHANNELS), (value.stride(0) for value in inputs)
