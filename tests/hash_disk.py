@@ -42,6 +42,12 @@ class HashDisk:
         match move.route:
             case MoveRoute.READ:
                 self._read(step, move)
+            case MoveRoute.FETCH:
+                room = rooms[MoveRoute.FETCH]
+                is_right = room.is_whole(kind, move.src) or not sound
+                require(is_right, step, f"fetches {kind.value} {move.src}, which holds garbage")
+                self._buffers[ticket] = kind, room.contents(kind, move.src)
+                self.wait(ticket)
             case MoveRoute.LAND:
                 require(ticket in self._reported, step, f"copies read {ticket} before it was reported")
                 found, contents = self._buffers.pop(ticket)
@@ -69,7 +75,7 @@ class HashDisk:
             self._buffers[move.ticket] = move.kind, self._memory.contents(move.kind, move.src)
         fails = not is_there or self.random.random() < self.fail_chance
         self.num_failed += fails
-        self._wait(move.ticket, fails)
+        self.wait(move.ticket, fails)
 
     def _write(self, step: int, move: Move, room: HashMemory, sound: bool) -> None:
         self._memory.put(step, move.kind, move.dst, room.contents(move.kind, move.src))
@@ -78,7 +84,7 @@ class HashDisk:
         self.num_failed += fails
         require(fails or room.is_whole(move.kind, move.src), step, f"stores garbage of {move.kind.value} {move.src}")
         self._own(move.kind, move.dst, None if fails else move.name)
-        self._wait(move.ticket, fails)
+        self.wait(move.ticket, fails)
 
     def _own(self, kind: MoveKind, unit: int, name: EntryName | None) -> None:
         """Make a name that of a unit. The page's units of the other kind lose theirs."""
@@ -91,7 +97,8 @@ class HashDisk:
         if name is not None:
             self._names[kind, unit] = name
 
-    def _wait(self, ticket: int, fails: bool) -> None:
+    def wait(self, ticket: int, fails: bool = False) -> None:
+        """Report a ticket some results later."""
         require(ticket not in self._waiting and ticket not in self._reported, None, f"ticket {ticket} is used twice")
         self._waiting[ticket] = self.random.randint(0, self.most_delay), fails
 

@@ -207,13 +207,16 @@ class HashRunner:
     def _move(self, step: int, move: Move) -> None:
         if move.route is MoveRoute.STORE:
             self._host.copy_from(self._memory, step, move.kind, move.src, move.dst, self._failed)
+            if move.ticket:
+                self.disk.wait(move.ticket)
         elif move.route is MoveRoute.LOAD:
             self._memory.copy_from(self._host, step, move.kind, move.src, move.dst, self._failed)
         elif move.route is MoveRoute.HOST:
             self._host.move(step, move.kind, move.src, move.dst)
         elif move.route is not MoveRoute.ARENA:
             rooms = {MoveRoute.LAND: self._memory, MoveRoute.ARENA_TO_DISK: self._memory}
-            self.disk.move(step, move, {**rooms, MoveRoute.HOST_TO_DISK: self._host}, sound=not self._failed)
+            rooms |= {MoveRoute.HOST_TO_DISK: self._host, MoveRoute.FETCH: self._host}
+            self.disk.move(step, move, rooms, sound=not self._failed)
         else:
             self._memory.move(step, move.kind, move.src, move.dst, move.group)
             window = self._memory.window_of(move.kind, move.group)

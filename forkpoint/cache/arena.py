@@ -27,7 +27,8 @@ class MoveRoute(enum.Enum):
     """The rooms between which a unit is copied: the arena, the host tier's memory, the disk tier, other engines.
 
     A unit comes from the disk in two moves: a read into a buffer of the worker, named by its ticket, and a copy from
-    there. Units of another engine come to such a buffer by `StepPlan.fetches`.
+    there. It comes so from the host tier too if the copies of that run beside the steps. Units of another engine come
+    to such a buffer by `StepPlan.fetches`.
     """
 
     ARENA = "arena"  # within the arena
@@ -35,6 +36,7 @@ class MoveRoute(enum.Enum):
     DISK = "disk"  # within the disk tier
     STORE = "store"  # from the arena to the host tier
     LOAD = "load"  # from the host tier to the arena
+    FETCH = "fetch"  # from the host tier to the buffer of the move's ticket
     ARENA_TO_DISK = "arena_to_disk"
     HOST_TO_DISK = "host_to_disk"
     READ = "read"  # from the disk tier to the buffer of the move's ticket
@@ -52,8 +54,8 @@ class Move:
     """The copy of one unit from `src` to `dst`.
 
     A move within a room is a part of its compaction: every table that names `src` has to name `dst` afterwards. A move
-    between rooms leaves the contents of `src` in place. Moves to the disk, and reads, end later than the plan: the
-    worker then reports their `ticket`. `name` says what they write, or what they must find. `group` is the place of a
+    between rooms leaves the contents of `src` in place. Moves with a `ticket` end later than the plan: the worker then
+    reports the ticket. `name` says what they write, or what they must find. `group` is the place of a
     block's group in `layout.groups`.
     """
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
@@ -17,6 +15,7 @@ from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import Tier, unit_of
+from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Node, Origin
 
 READ_AT_ONCE: Final = 128 * 2**20  # bytes that the worker reads ahead into buffers; a larger state is read alone
@@ -25,21 +24,11 @@ STALLED_S: Final = 20.0  # without an answer to a read, after which nothing is r
 ORIGINS: Final = tuple(Origin)  # a record's `origin` is an index of it
 
 
-@dataclass(slots=True)
-class DiskRead:
-    """A read of a node's block, or of its checkpoint. When it `has_arrived`, a buffer of the worker has the bytes."""
-
-    node: Node
-    checkpoint: Checkpoint | None
-    num_bytes: int
-    has_arrived: bool = False
-
-
 class DiskTier(Tier):
     """Keeps what the room above evicts on a disk, which a thread of the worker reads and writes.
 
-    Its nodes have no tokens: their hashes alone name them. `apply` takes in what the worker's disk reports. A failed
-    write or read removes its entry. After a failed write nothing is stored any more.
+    Its nodes have no tokens: their hashes alone name them. A failed write or read removes its
+    entry. After a failed write nothing is stored any more.
     """
 
     name = "disk"
@@ -55,26 +44,27 @@ class DiskTier(Tier):
         *,
         has_private: bool,
         source: MoveRoute,
+        tickets: Iterator[int],
         write_limit: int,
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`source` is the route from the room above. At most `write_limit` bytes are written in a day."""
+        """`source` is the route from the room above. At most `write_limit` bytes are written in a day.
+
+        `tickets` are those of all tiers.
+        """
         arena = Arena(layout, facts.num_pages, MoveRoute.DISK, moves)
         super().__init__(layout, arena, policy, cost, counters, has_private=has_private)
         self.writes = self.reads = True
         self.has_unsent = False  # entries to remove that no plan has carried yet
         self._source = source
         self._write_limit = write_limit
-        self._wall_clock, self._clock = wall_clock, clock
+        self._wall_clock = wall_clock
         self._window_start_s, self._window_bytes = facts.window_start_s, facts.window_bytes
-        self._tickets = itertools.count(1)
+        self._tickets = tickets
+        self._reader = TierReads(layout, moves, tickets, READ_AT_ONCE, clock)
         self._writing: dict[int, tuple[BlockHash, int]] = {}  # ticket -> hash and bytes
         self._unwritten_bytes = 0
-        self._reading: dict[int, DiskRead] = {}  # by ticket; reads whose contents have not been copied to the arena
-        self._tickets_of: dict[Node | Checkpoint, int] = {}
-        self._read_bytes = 0
-        self._answered_s = 0.0
         self._load(facts)
 
     def _load(self, facts: DiskFacts) -> None:
@@ -174,73 +164,27 @@ class DiskTier(Tier):
         return path
 
     def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
-        """Return how many units, the blocks of `path` and then the checkpoint, have been read, in this order.
+        return self._reader.num_ready(path, checkpoint, self._read)
 
-        Starts to read those that follow, as READ_AT_ONCE allows, and gives up the reads of all other entries.
-        """
-        wanted: list[tuple[Node, Checkpoint | None]] = []
-        if self.layout.has_kv:
-            wanted += [(node, None) for node in path]
-        if checkpoint is not None:
-            wanted.append((checkpoint.node, checkpoint))
-        self._keep_only({state or node for node, state in wanted})
-        for node, state in wanted:
-            if (state or node) in self._tickets_of:
-                continue
-            num_bytes = unit_of(self.layout, node, state)[2]
-            if self._read_bytes and self._read_bytes + num_bytes > READ_AT_ONCE:
-                break
-            self._read(node, state, num_bytes)
-        ready = itertools.takewhile(self._has_arrived, wanted)
-        return sum(1 for _ in ready)
-
-    def _has_arrived(self, wanted: tuple[Node, Checkpoint | None]) -> bool:
-        ticket = self._tickets_of.get(wanted[1] or wanted[0])
-        return ticket is not None and self._reading[ticket].has_arrived
-
-    def _read(self, node: Node, checkpoint: Checkpoint | None, num_bytes: int) -> None:
-        if not self.is_reading:
-            self._answered_s = self._clock()
-        ticket = next(self._tickets)
+    def _read(self, node: Node, checkpoint: Checkpoint | None, ticket: int) -> Move:
         kind, unit, _ = unit_of(self.layout, node, checkpoint)
-        self.arena.moves.append(Move(kind, unit, 0, MoveRoute.READ, ticket, name_of(node, checkpoint)))
-        self._reading[ticket] = DiskRead(node, checkpoint, num_bytes)
-        self._tickets_of[checkpoint or node] = ticket
-        self._read_bytes += num_bytes
+        return Move(kind, unit, 0, MoveRoute.READ, ticket, name_of(node, checkpoint))
 
     @property
     def is_reading(self) -> bool:
-        """Whether the answer to a read is still to come."""
-        return any(not read.has_arrived for read in self._reading.values())
+        return self._reader.is_waiting
 
     def is_stalled(self) -> bool:
         """Return whether a read had no answer for STALLED_S. From then on nothing is read, and it is True."""
-        if self.is_reading and self._clock() - self._answered_s > STALLED_S:
-            self.reads = False
+        self.reads = self.reads and self._reader.waited_s <= STALLED_S
         return not self.reads
 
     def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
-        kind, _, num_bytes = unit_of(self.layout, node, checkpoint)
-        ticket = self._tickets_of[checkpoint or node]
-        self._end_read(ticket)
-        self.counters.disk_loaded_bytes += num_bytes
-        return Move(kind, 0, unit, MoveRoute.LAND, ticket)
-
-    def _end_read(self, ticket: int) -> DiskRead:
-        read = self._reading.pop(ticket)
-        del self._tickets_of[read.checkpoint or read.node]
-        self._read_bytes -= read.num_bytes
-        return read
-
-    def _keep_only(self, wanted: set[Node | Checkpoint]) -> None:
-        """Give up the reads of other entries; the next plan makes the worker discard their buffers."""
-        for entry, ticket in list(self._tickets_of.items()):
-            if entry not in wanted:
-                self._end_read(ticket)
-                self.arena.moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.DISCARD, ticket))
+        self.counters.disk_loaded_bytes += unit_of(self.layout, node, checkpoint)[2]
+        return self._reader.land(node, checkpoint, unit)
 
     def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        self._keep_only(set())
+        self._reader.keep_only(set())
         super().release(node, checkpoint)
 
     # --- what the worker reports
@@ -248,16 +192,14 @@ class DiskTier(Tier):
     def apply(self, news: DiskNews) -> None:
         """Take in what the worker's disk has done. Entries whose read or write failed are condemned."""
         self.writes = self.writes and news.writes
-        self._answered_s = self._clock()
         for ticket in news.done:
-            if ticket in self._reading:
-                self._reading[ticket].has_arrived = True
-            else:
+            if not self._reader.arrive(ticket):
                 self._end_write(ticket)
         for ticket in news.failed:
-            if ticket in self._reading:
+            node = self._reader.fail(ticket)
+            if node is not None:
                 self.counters.disk_failed_reads += 1
-                self.condemn([self._end_read(ticket).node.hash])
+                self.condemn([node.hash])
             elif (block_hash := self._end_write(ticket)) is not None:
                 self.counters.disk_failed_writes += 1
                 self.condemn([block_hash])

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from forkpoint.cache.arena import Arena, Move, MoveRoute
 from forkpoint.cache.capture import Candidate
 from forkpoint.cache.counters import CacheStats
+from forkpoint.cache.disk_entries import DiskNews
 from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.filing import Filing
@@ -95,6 +96,18 @@ class CacheManager:
         if self.tier is not None:
             self.disk.save(self.tier.store, MoveRoute.HOST_TO_DISK)
         return self.disk.is_writing or self.has_unsent
+
+    def begin_plan(self) -> None:
+        """Start to count what the next plan loads, and store what may be evicted soon."""
+        if self.restoring is not None:
+            self.restoring.begin_plan()
+        for tier in self._tiers:
+            tier.store_ahead(self.store)
+
+    def apply_news(self, news: DiskNews) -> None:
+        """Take in what the worker reports of the tiers' copies."""
+        for tier in self._tiers:
+            tier.apply(news)
 
     def watch_restorable(self) -> Restorable:
         """Start to track what lookups can find, and return the tracker. Call it on an empty cache."""

@@ -54,7 +54,7 @@ class Restoring:
         self._left_bytes = 0
 
     def begin_plan(self) -> None:
-        """Start the next plan's count of loaded bytes."""
+        """Start to count what the next plan loads."""
         self._left_bytes, self.has_loaded = self.loaded_at_once, False
 
     @property

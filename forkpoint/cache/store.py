@@ -120,6 +120,11 @@ class PrefixStore:
             self.refile(above)
         return True
 
+    def next_victim(self) -> Checkpoint | Node | None:
+        """Return the entry that `evict_least` would evict now."""
+        found = self._queue.lowest(self.arena.turnover)
+        return None if found is None else found[1]
+
     def _evict_dead(self, most: int) -> list[Node]:
         """Evict up to `most` blocks that no checkpoint needs, the ends of histories first. Return their nodes.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters, CacheStats
+from forkpoint.cache.disk_entries import DiskNews
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import NO_BLOCK, CacheLayout
@@ -54,12 +55,23 @@ class Tier(RestoreSource):
         """Return whether the tier takes so many bytes more now."""
         return True
 
+    def store_ahead(self, store: PrefixStore) -> None:
+        """Store a part of what the arena's `store` evicts next, if that needs time."""
+        return
+
     def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
         return len(path) + 1
 
     @abstractmethod
     def fill(self, stats: CacheStats) -> None:
         """Write the tier's gauges."""
+
+    def apply(self, news: DiskNews) -> None:
+        """Take in what the worker reports of copies that end later than their plan.
+
+        Tickets of other tiers are among them.
+        """
+        return
 
     def keep(self, node: Node, checkpoint: Checkpoint | None) -> None:
         """Store the path of a node of the arena, and `checkpoint` if one is given, before they are evicted.
@@ -95,19 +107,25 @@ class Tier(RestoreSource):
         if source is not None and node.checkpoint is not None:
             self.store.follow(source, node.checkpoint)
 
-    def _copy(self, top: Node, missing: Sequence[Node], checkpoint: Checkpoint | None) -> bool:
+    def _copy(
+        self, top: Node, missing: Sequence[Node], checkpoint: Checkpoint | None, *, is_whole: bool = True
+    ) -> bool:
         """Copy nodes below `top`, and a checkpoint at their end, into units of the tier.
 
-        False: it stores nothing, because it may not or has nothing worth less to evict.
+        If the nodes are not the whole path to the checkpoint, that is not copied yet. False: it stores nothing, because
+        it may not or has nothing worth less to evict.
         """
         below: float | None = None
         owner: StateSave | None = None
-        num_bytes = len(missing) * self.layout.block_bytes + (checkpoint is not None) * self.layout.slot_bytes
+        num_bytes = len(missing) * self.layout.block_bytes
+        if checkpoint is not None and is_whole:
+            num_bytes += self.layout.slot_bytes
         if not self.may_store(num_bytes):
             return False
         if checkpoint is not None:
             inside = not missing and bool(top.children)
             below = self.store.keys.of_copy(checkpoint, nearest_checkpoint(top), inside)
+        if checkpoint is not None and is_whole:
             owner = StateSave(checkpoint.num_tokens, checkpoint.origin)
             slot = self.store.take_slot(owner, below)
             if slot is None:
@@ -131,7 +149,7 @@ class Tier(RestoreSource):
         if checkpoint is not None and owner is not None:
             self._send(checkpoint.node, checkpoint, owner.slot)
             self.store.adopt(top, owner.slot, checkpoint)
-        elif not self.layout.has_states:
+        else:
             self.store.touch(top)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +10,12 @@ from functools import partial
 from typing import Final
 
 from forkpoint.cache.arena import MoveRoute
-from forkpoint.cache.disk_entries import DiskFacts
+from forkpoint.cache.disk_entries import HOST_READY, DiskFacts
 from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.cache.store import PrefixStore
+from forkpoint.cache.streamed_tier import StreamedHostTier
 from forkpoint.cache.tier import HostTier
 from forkpoint.errors import ConfigError
 
@@ -24,7 +26,8 @@ NO_LIMIT: Final = 1 << 62
 class TierSizes:
     """The tiers of an engine.
 
-    `num_host_pages` is the size of the host tier, its reserved page included; without pages there is no such tier.
+    `num_host_pages` is the size of the host tier, its reserved page included; without pages there is no such tier. It
+    `streams` if its copies run beside the steps.
     `disk` is the disk tier that the worker has opened. At most `write_limit` bytes are written to it in a day of
     `wall_clock`. A disk that does not answer is noticed by `clock`. `peers` is the worker's link to other engines.
     """
@@ -35,6 +38,7 @@ class TierSizes:
     peers: PeerFacts | None = None
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.perf_counter
+    streams: bool = False
 
 
 NO_TIERS: Final = TierSizes()
@@ -56,8 +60,12 @@ def build_tiers(
     if layout.windows and (sizes.num_host_pages or sizes.disk is not None or sizes.peers is not None):
         raise ConfigError("tiers and peers cannot hold blocks of windows; create the layout with longest=0")
     host: HostTier | None = None
+    tickets = itertools.count(HOST_READY + 1)
     if sizes.num_host_pages:
-        host = HostTier(layout, sizes.num_host_pages, moves, new_policy(), cost, counters, has_private=has_private)
+        new_host: Callable[..., HostTier] = HostTier
+        if sizes.streams:
+            new_host = partial(StreamedHostTier, tickets=tickets, clock=sizes.clock)
+        host = new_host(layout, sizes.num_host_pages, moves, new_policy(), cost, counters, has_private=has_private)
         store.keep = host.keep
     if sizes.disk is None:
         return host, None
@@ -70,6 +78,7 @@ def build_tiers(
         counters,
         has_private=has_private,
         source=MoveRoute.ARENA_TO_DISK if host is None else MoveRoute.HOST_TO_DISK,
+        tickets=tickets,
         write_limit=sizes.write_limit,
         wall_clock=sizes.wall_clock,
         clock=sizes.clock,

@@ -69,6 +69,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
             facts.disk,
             config.disk_write_limit_bytes // config.tensor_parallel_size,
             facts.peers,
+            streams=facts.host_streams,
         ),
     )
     _log_plan(config, facts)

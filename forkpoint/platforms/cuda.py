@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import Tensor
 
 from forkpoint.platforms.accelerator import AcceleratorPlatform
-from forkpoint.platforms.platform import DeviceTraits
+from forkpoint.platforms.copy_stream import DeviceCopyStream
+from forkpoint.platforms.platform import CopyStream, DeviceTraits
 
 
 class CudaPlatform(AcceleratorPlatform):
@@ -15,6 +17,7 @@ class CudaPlatform(AcceleratorPlatform):
 
     kind, graph_class, allocator_variable = "cuda", "CUDAGraph", "PYTORCH_CUDA_ALLOC_CONF"
     collectives = "nccl"
+    has_copy_streams = True
 
     def __init__(self, index: int = 0) -> None:
         # With a workspace, cuBLASLt chooses kernels for 512 rows and more that first clear a counter. It reads this
@@ -48,6 +51,17 @@ class CudaPlatform(AcceleratorPlatform):
             reaches_peers=is_nvidia and all(torch.cuda.can_device_access_peer(own, other) for other in others),
             state_write_interval=8,
         )
+
+    def copy_stream(self) -> CopyStream:
+        return DeviceCopyStream(self._torch, self.device)
+
+    def pin(self, memory: Tensor) -> None:
+        self._torch.set_device(self.device)  # of the calling thread
+        code = self._torch.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        self._torch.check_error(int(code))
+
+    def unpin(self, memory: Tensor) -> None:
+        self._torch.cudart().cudaHostUnregister(memory.data_ptr())
 
     def operators(self, cpu_ops: str) -> str:
         return "triton"

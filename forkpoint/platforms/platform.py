@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import SchedulerConfig
+from forkpoint.errors import ConfigError
 from forkpoint.platforms.packing import Arrays, Tensors, places_of, views
 
 
@@ -43,12 +44,37 @@ class Mark(Protocol):
     def synchronize(self) -> None:
         """Wait until all work issued before the mark is done."""
 
+    def query(self) -> bool:
+        """Return whether all work issued before the mark is done."""
+
 
 class _PastMark:
     """A mark on a device whose work is done when the issuing call returns, so that nothing waits for it."""
 
     def synchronize(self) -> None:
         """Return at once."""
+
+    def query(self) -> bool:
+        return True
+
+
+class CopyStream(Protocol):
+    """Copies between the device and pinned memory of the host, one after the other, beside the device's other work."""
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Return memory of the device for a copy on this stream. Raises torch.OutOfMemoryError."""
+
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Issue copies, each given by its target and its source, which have to live until the copies are done."""
+
+    def mark(self) -> Mark:
+        """Return a mark after all copies issued so far."""
+
+    def wait_for(self, mark: Mark) -> None:
+        """Start no copy that is issued later before the mark is reached."""
+
+    def release(self, buffer: Tensor) -> None:
+        """Drop a buffer that the device's other work issued so far still reads."""
 
 
 class Platform(Protocol):
@@ -64,6 +90,7 @@ class Platform(Protocol):
     device: torch.device
     shares_memory: bool = True  # the device works on the host's memory: uploads are the arrays themselves
     has_graphs: bool = False  # `record_graph` is of use
+    has_copy_streams: bool = False  # `copy_stream` returns one
 
     @abstractmethod
     def __init__(self, index: int = 0) -> None:
@@ -127,6 +154,21 @@ class Platform(Protocol):
             offset = offsets[name]
             packed[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
         return views(self.upload(packed), arrays, offsets)
+
+    def copy_stream(self) -> CopyStream:
+        """Return a new stream for copies. Raises ConfigError where `has_copy_streams` is not set."""
+        raise ConfigError(f"{self.device} has no streams for copies")
+
+    def pin(self, memory: Tensor) -> None:
+        """Pin memory of the host, so that copies run beside the device's other work. Raises RuntimeError.
+
+        The memory starts at a multiple of the size of the host's pages.
+        """
+        return
+
+    def unpin(self, memory: Tensor) -> None:
+        """Undo `pin` for memory that starts at the same address."""
+        return
 
     @abstractmethod
     def free_bytes(self) -> int:

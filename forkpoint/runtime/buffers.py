@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,11 +15,14 @@ from forkpoint.cache.layout import FP8, BlockGroup, CacheLayout, KVSpec, TensorS
 from forkpoint.disk.store import DiskStore
 from forkpoint.models.context import LayerCache
 from forkpoint.peer.link import PeerLink
-from forkpoint.sched.plan import Move, MoveKind, MoveRoute
+from forkpoint.platforms.platform import Platform
+from forkpoint.runtime.host_copies import DirectCopies, HostCopies, StreamCopies, TierMemory
+from forkpoint.runtime.news import NewsOfCopies
+from forkpoint.sched.plan import DiskNews, Move, MoveKind, MoveRoute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8: torch.float8_e4m3fn}
 
-MEMORY_ROUTES = frozenset({MoveRoute.ARENA, MoveRoute.HOST, MoveRoute.STORE, MoveRoute.LOAD})
+HOST_ALIGNMENT = 1 << 21  # bytes; pieces of the host tier are pinned from multiples of it on
 PEER_ROUTES = frozenset({MoveRoute.OFFER, MoveRoute.WITHDRAW, MoveRoute.FETCHED, MoveRoute.FORGET})
 
 
@@ -29,16 +33,23 @@ class ArenaBuffer:
     blocks: block b has those from `b * kernel_blocks` on. Tensors of sequences are `[slots, *shape]`. All are strided
     views: in a block or slot the layers' parts follow each other. A layer's blocks are those of its window's group.
     `host` is the memory of the host tier, with `num_host_pages` pages of the same layout. The system provides its pages
-    when they are first written. `disk` has the disk tier, and `peers` the link to other engines, if there is one.
+    when they are first written, and `copies` runs the host tier's copies. `disk` has the disk tier, and `peers` the
+    link to other engines, if there is one.
     """
 
     def __init__(
-        self, layout: CacheLayout, num_pages: int, device: torch.device | None = None, num_host_pages: int = 0
+        self, layout: CacheLayout, num_pages: int, platform: Platform | None = None, num_host_pages: int = 0
     ) -> None:
+        """Without a `platform` the arena lies in the host's memory."""
         self.layout = layout
         self.num_pages = num_pages
+        device = None if platform is None else platform.device
         self.data = torch.empty(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
-        self.host = torch.empty(num_host_pages * layout.page_bytes, dtype=torch.uint8)
+        self.host = _aligned(num_host_pages * layout.page_bytes)
+        memory = TierMemory(self.data, self.host, layout.page_bytes, self._extent)
+        self.copies: HostCopies = DirectCopies(memory)
+        if num_host_pages and platform is not None and platform.has_copy_streams:
+            self.copies = StreamCopies(memory, platform)
         self.disk: DiskStore | None = None
         self.peers: PeerLink | None = None
         self.block_views: list[Tensor] = []  # all tensors of tokens, layer by layer
@@ -55,15 +66,32 @@ class ArenaBuffer:
         Unless the memory is `sound`, nothing goes to the disk or to other engines: such writes fail.
         """
         for move in moves:
-            if move.route in MEMORY_ROUTES:
-                source = self.host if move.route in (MoveRoute.HOST, MoveRoute.LOAD) else self.data
-                target = self.host if move.route in (MoveRoute.HOST, MoveRoute.STORE) else self.data
+            if move.route is MoveRoute.ARENA:
                 src, dst = (self._extent(move.kind, unit, move.group) for unit in (move.src, move.dst))
-                target[dst].copy_(source[src])
+                self.data[dst].copy_(self.data[src])
             elif move.route in PEER_ROUTES:
                 self._use_peers(move, sound)
-            else:
+            elif not self.copies.run(move):
                 self._use_disk(move, sound)
+        self.copies.issue()
+
+    def news_of_copies(self, wait_s: float = 0.0) -> NewsOfCopies:
+        """Return what reads the news of copies at the end of a step."""
+        is_late = self.disk is not None or isinstance(self.copies, StreamCopies)
+        return NewsOfCopies(self.news if is_late else None, self.peers, wait_s)
+
+    def news(self, wait_s: float = 0.0) -> DiskNews | None:
+        """Return what the tiers have done since the last call; None if that is nothing.
+
+        With `wait_s`, wait so long for the first news.
+        """
+        done = self.copies.news(wait_s)
+        if self.disk is None:
+            return done
+        found = self.disk.news(0.0 if done is not None else wait_s)
+        if found is None or done is None:
+            return found or done
+        return replace(found, done=done.done + found.done)
 
     def _use_peers(self, move: Move, sound: bool) -> None:
         peers, name = self.peers, move.name
@@ -118,6 +146,14 @@ class ArenaBuffer:
         """Return a unit's bytes in `room`, memory of the host. They can be written."""
         return room[self._extent(kind, unit)].numpy().data
 
+    def close(self) -> None:
+        """End all copies, and close the disk tier and the link to other engines."""
+        self.copies.close()
+        if self.peers is not None:
+            self.peers.close()
+        if self.disk is not None:
+            self.disk.close()
+
     def _views(self) -> Iterator[LayerCache]:
         layout, slot_offset = self.layout, 0
         groups, offsets = {group.window: group for group in layout.groups}, Counter[int | None]()
@@ -149,3 +185,12 @@ class ArenaBuffer:
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         outer = stride_bytes // kind.itemsize
         return self.data.view(kind).as_strided((count, *shape), (outer, *strides), offset_bytes // kind.itemsize)
+
+
+def _aligned(num_bytes: int) -> Tensor:
+    """Return uninitialised memory of the host that starts at a multiple of HOST_ALIGNMENT, unless it is empty."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = torch.empty(num_bytes + HOST_ALIGNMENT, dtype=torch.uint8)
+    start = -memory.data_ptr() % HOST_ALIGNMENT
+    return memory[start : start + num_bytes]

@@ -35,13 +35,13 @@ from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
 from forkpoint.runtime.state_operators import StateOperators
 from forkpoint.runtime.step_inputs import HostLens, StepBuilder, StepShape
-from forkpoint.runtime.submitted import FailedStep, NewsOfCopies, RunningStep, Verified
+from forkpoint.runtime.submitted import FailedStep, RunningStep, Verified
 from forkpoint.runtime.windows import NO_DRAFT, Windows
 from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, StepPlan, StepResult, StepRows, SubmittedStep
 
 MOST_QUERIES = 32  # query heads of one key head, over all tokens of a row for which keys are read together
 
-DISK_WAIT_S = 0.01  # of a step without work for news of the disk; requests that arrive meanwhile wait as long
+DISK_WAIT_S = 0.01  # of a step without work for news of a tier; requests that arrive meanwhile wait as long
 
 
 class StepOutputs(NamedTuple):
@@ -91,7 +91,7 @@ class ModelRunner:
         num_rows, most = loaded.sched.max_num_seqs, loaded.max_num_drafts
         shapes = loaded.shapes if platform.has_graphs else ()
         self.platform, self._model, self._ops = platform, model, ops
-        self.arena = ArenaBuffer(layout, num_pages, platform.device, num_host_pages)
+        self.arena = ArenaBuffer(layout, num_pages, platform, num_host_pages)
         longest = max_model_len or model.config.max_model_len
         images: RowImages | None = None
         self._encoded: EncodedImages | None = None
@@ -168,15 +168,12 @@ class ModelRunner:
             return FailedStep(error, self._failure_seen)
 
     def close(self) -> None:
-        """Wait for the device, close the disk tier and the link to other engines, and drop the graphs.
+        """Wait for the device, close the tiers and the link to other engines, and drop the graphs.
 
         All other memory is freed with the runner.
         """
         self.platform.synchronize()
-        if self.arena.peers is not None:
-            self.arena.peers.close()
-        if self.arena.disk is not None:
-            self.arena.disk.close()
+        self.arena.close()
         self._graphs.clear()
         if self._drafts is not None:
             self._drafts.close()
@@ -190,7 +187,7 @@ class ModelRunner:
         if not plan.num_tokens:
             nothing = StepResult(plan.step, np.empty(0, np.int32))
             wait_s = DISK_WAIT_S if plan.waits_for_disk else 0.0
-            news = NewsOfCopies(self.arena.disk, self.arena.peers, wait_s)
+            news = self.arena.news_of_copies(wait_s)
             return RunningStep(nothing, self.platform.mark(), plan.sampled_rows, news=news)
         sampling = self.batch.sampling(plan.sampled_rows)
         if self._drafts is not None:  # penalties count drafts
@@ -237,7 +234,7 @@ class ModelRunner:
                 answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
             else:
                 answers, verified = self._finish_windows(plan, windows, sampling, sampled)
-        mark, rows, news = self.platform.mark(), plan.sampled_rows, NewsOfCopies(self.arena.disk, self.arena.peers)
+        mark, rows, news = self.platform.mark(), plan.sampled_rows, self.arena.news_of_copies()
         return RunningStep(partial_result, mark, rows, answers, verified, logprobs, prompts, news)
 
     def _without_graph(

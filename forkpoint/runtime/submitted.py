@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from forkpoint.disk.store import DiskStore
 from forkpoint.ops.rows.columns import NOT_FINITE
-from forkpoint.peer.link import PeerLink
 from forkpoint.platforms.platform import Mark
 from forkpoint.runtime.logprobs import Scores
+from forkpoint.runtime.news import NO_NEWS, NewsOfCopies
 from forkpoint.runtime.windows import Windows
-from forkpoint.sched.plan import DiskNews, FetchNews, IntArray, StepResult, TokenLogprobs
+from forkpoint.sched.plan import IntArray, StepResult, TokenLogprobs
 
 
 class Verified(NamedTuple):
@@ -24,28 +23,6 @@ class Verified(NamedTuple):
     windows: Windows
     counts: Tensor
     apply_counts: Callable[[IntArray], None]
-
-
-@dataclass(frozen=True, slots=True)
-class NewsOfCopies:
-    """Reads news of copies that end later than their plan. `wait_s` is how long to wait for the first ones."""
-
-    disk: DiskStore | None = None
-    peers: PeerLink | None = None
-    wait_s: float = 0.0
-
-    def read(self) -> tuple[DiskNews | None, FetchNews | None]:
-        """Return what the disk and the fetches have done since the last call."""
-        fetched = self.peers.fetching.news() if self.peers is not None else None
-        wait_s = 0.0 if fetched is not None else self.wait_s
-        if self.disk is not None:
-            return self.disk.news(wait_s), fetched
-        if self.peers is not None and wait_s:
-            fetched = self.peers.fetching.news(wait_s)
-        return None, fetched
-
-
-NOTHING: Final = NewsOfCopies()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +40,7 @@ class RunningStep:
     verified: Verified | None = None
     logprobs: Scores | None = None
     prompts: Sequence[tuple[int, Sequence[Scores]]] = ()  # rows, with the scores of their prompts' tiles
-    news: NewsOfCopies = NOTHING
+    news: NewsOfCopies = NO_NEWS
 
     def result(self) -> StepResult:
         self.done.synchronize()

@@ -178,8 +178,7 @@ class Scheduler:
                 return None
             early = found
         step, budget, restoring = next(self._steps), self.config.max_num_batched_tokens, self.cache.restoring
-        if restoring is not None:
-            restoring.begin_plan()
+        self.cache.begin_plan()
         builder = PlanBuilder(step, budget, self.cache)
         if suspect is None:
             self._plan_all(builder, early)
@@ -427,9 +426,9 @@ class Scheduler:
         return updates
 
     def note_disk(self, result: StepResult) -> None:
-        """Take in what disk and fetches have done. `apply` does so; call it for a result that is not applied."""
-        if result.disk is not None and self.cache.disk is not None:
-            self.cache.disk.apply(result.disk)
+        """Take in what tiers and fetches have done. `apply` does so; call it for a result that is not applied."""
+        if result.disk is not None:
+            self.cache.apply_news(result.disk)
         self._handover.note(result)
 
     def _fail_request(self, scheduled: ScheduledRequest) -> RequestUpdate:

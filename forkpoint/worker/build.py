@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from forkpoint.cache.disk_entries import DiskFacts
+from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, STORED_AT_ONCE, DiskFacts
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.config import EngineConfig
@@ -106,7 +106,9 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         num_host_pages,
         disk,
         peers,
+        platform.has_copy_streams,
     )
+    runner.arena.copies.start(LOGGER.log)
     return Worker(facts, runner, platform.release_unused)
 
 
@@ -141,11 +143,16 @@ def _check_device(config: EngineConfig, num_rows: int, platform: Platform) -> No
             f"kv_cache_dtype='fp8' is not possible on {device}, which does not convert 8-bit floats (NVIDIA GPUs of "
             "compute capability 8.9 or more do); give 'auto'"
         )
-    wants_tier = config.host_tier_bytes or config.disk_tier_bytes or config.links_peers
-    if wants_tier and not platform.shares_memory:
+    if config.host_tier_bytes and not (platform.shares_memory or platform.has_copy_streams):
         raise ConfigError(
-            f"a tier (kv_offloading_size, kv_transfer_config, kv_disk_path) is not possible on {device}, whose steps "
-            "would wait for its copies; tiers are for models that run on a CPU; leave it out"
+            f"a host tier (kv_offloading_size, kv_transfer_config) is not possible on {device}, whose steps would wait "
+            "for its copies; it needs a CPU or a device that torch calls cuda; leave it out"
+        )
+    if (config.disk_tier_bytes or config.links_peers) and not platform.shares_memory:
+        raise ConfigError(
+            f"a disk tier (kv_disk_path) or a link to other engines (NixlConnector in kv_transfer_config) is not "
+            f"possible on {device}, whose steps would wait for its copies; both are for models that run on a CPU; "
+            "leave it out, and give kv_offloading_size for a tier in the host's memory"
         )
     if traits.most_rows is not None and num_rows > traits.most_rows:
         raise ConfigError(
@@ -209,6 +216,8 @@ def _size_arena(config: EngineConfig, loaded: Loaded) -> int:
         LOGGER.info("memory beside weights and arena: %.2f GiB for activations, logits and graphs", beside / GIB)
         # Read again: by now the driver holds the memory that kernels take when they first run.
         share = max(0, (platform.arena_bytes(config.gpu_memory_utilization) or 0) - beside)
+    if share is not None and config.host_tier_bytes and platform.has_copy_streams:
+        share = max(0, share - STORED_AT_ONCE - FETCHED_AT_ONCE)
     limit = loaded.model.config.max_model_len
     return choose_num_pages(loaded.layout, limit, given, platform.free_bytes(), share)
 

@@ -26,6 +26,7 @@ class WorkerFacts:
     num_host_pages: int = 0  # of the host tier, including its page 0; 0: there is no such tier
     disk: DiskFacts | None = None  # the disk tier
     peers: PeerFacts | None = None  # the link to other engines
+    host_streams: bool = False  # copies of the host tier run beside the steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from tests.engine.tokenizers import byte_level
 from tests.four_bit_checkpoints import FORMATS, put_in_four_bits
 from tests.fp8_checkpoints import Layout, write_fp8
 from tests.image_models import write_vision_checkpoint
+from tests.late_streams import LatePlatform
 from tests.thread_ranks import Meeting, ThreadRanks
 
 MAX_MODEL_LEN = 2048
@@ -145,6 +146,7 @@ class Options:
     force_state_copy: bool = False
     async_scheduling: bool = False
     host_tokens: int = 0  # tokens for which the host tier has room; 0: there is none
+    host_streams: float = 0.0  # its copies run late: chance that they go on when one looks; 0: they run at once
     loaded_at_once: int = 0  # bytes that a plan copies from it; 0: as usual
     disk_tokens: int = 0  # tokens for which the disk tier has room; 0: there is none
     budget: int = 2048
@@ -414,8 +416,7 @@ class RealEngine:
         assert left.num_free_disk_pages == max(0, left.num_disk_pages - 1), "pages of the disk tier are lost"
         assert left.disk_failed_reads == left.disk_failed_writes == 0
         for runner in (self.probe.inner, *self.probe.others):
-            if runner.arena.disk is not None:
-                runner.arena.disk.close()
+            runner.arena.close()
 
 
 def start(
@@ -435,6 +436,8 @@ def start(
         encoder_cache_size=options.encoder_cache_size,
     )
     device = platform or CpuPlatform()
+    if options.host_streams:
+        device = LatePlatform(options.host_tokens, options.host_streams)
     drafts, interval = options.max_num_drafts, options.state_write_interval
     loaded = [Loaded(model, ops, layout, config, device, (), drafts, interval) for model in models]
     num_host_pages = 0
@@ -445,6 +448,7 @@ def start(
     for runner in runners:
         runner.arena.data.fill_(0xFF)  # NaN in every dtype
         runner.arena.host.fill_(0xFF)
+        runner.arena.copies.start()
     num_disk_pages = 0
     if options.disk_tokens and layout.has_kv:
         num_disk_pages = layout.num_pages_for(options.disk_tokens, max(2, options.disk_tokens // 200)) + 1
@@ -461,7 +465,7 @@ def start(
         config,
         deterministic=options.deterministic,
         drafter=drafter,
-        tiers=TierSizes(num_host_pages, disk),
+        tiers=TierSizes(num_host_pages, disk, streams=device.has_copy_streams),
     )
     if sched.cache.restoring is not None and options.loaded_at_once:
         sched.cache.restoring.loaded_at_once = options.loaded_at_once

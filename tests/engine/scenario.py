@@ -88,7 +88,10 @@ class Draw:
             checkpoint_interval=self.pick(0, 64, 128, 512),
             num_ghosts=self.pick(0, 3, 1000),
         )
-        tier = np.random.default_rng([23, self.seed])  # drawn apart, like the next
+        tier = np.random.default_rng([23, self.seed])  # drawn apart, like the next two
+        streams = (0.0, 0.3, 0.9)[np.random.default_rng([24, self.seed]).integers(3)]
+        host_tokens, loaded_at_once = (0, 300, 2000, 20000)[tier.integers(4)], (0, 1)[tier.integers(2)]
+        disk_tokens = (0, 2000, 20000)[tier.integers(3)]
         kept_by = np.random.default_rng([21, self.seed])  # drawn apart, so that the rest is what it was
         deterministic = self.chance(0.4)
         model = self.models[self.seed % len(self.models)] + form
@@ -107,9 +110,10 @@ class Draw:
             max_num_seqs=self.pick(3, 5, 8),
             cache=cache,
             max_num_drafts=(3, 0, 15, 1)[self.seed // 2 % 4],
-            host_tokens=(0, 300, 2000, 20000)[tier.integers(4)],
-            loaded_at_once=(0, 1)[tier.integers(2)],
-            disk_tokens=(0, 2000, 20000)[tier.integers(3)],
+            host_tokens=host_tokens,
+            loaded_at_once=loaded_at_once,
+            host_streams=streams * (not disk_tokens),  # a disk tier has no streams
+            disk_tokens=disk_tokens,
             kernel_block_sizes=((), (16,), (128, 32))[kept_by.integers(3)],
             encoder_budget=(None, 1, 150)[kept_by.integers(3)],
             encoder_cache_size=(1 << 15, 100, 0)[kept_by.integers(3)],
@@ -415,6 +419,7 @@ class Example:
             restored_with_drafts=options.max_num_drafts and stats.cache.host_hit_tokens,
             restored_by_ranks=(options.num_ranks > 1) * stats.cache.host_hit_tokens,
             stored=stats.cache.host_stored_bytes,
+            streamed=(options.host_streams > 0) * stats.cache.host_hit_tokens,
             copied=run.core.slot_bytes_copied > 0,
             no_caching=not caching,
             drafts_accepted=stats.drafts.num_accepted_tokens,

@@ -31,6 +31,7 @@ DRAWN = [
     "restored",
     "restored_with_drafts",
     "restored_by_ranks",
+    "streamed",
     "read",
     "read_with_drafts",
     "read_by_ranks",

@@ -18,6 +18,7 @@ from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.parameters import KVScales
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
+from forkpoint.platforms.table import resolve_platform
 from forkpoint.runtime.buffers import ArenaBuffer
 from tests.ops.cpu_table import build
 from tests.ops.triton_cases import DEVICE, ON_GPU, relative_error, sized, triton_ops
@@ -73,7 +74,8 @@ class Rows:
         self.ops, self.heads, self.kv_lens, self.queries = ops, heads, kv_lens, queries
         spec = KVSpec.of(heads.keys, heads.dim, heads.value_dim, "bfloat16", takes_fp8=True).in_fp8()
         widths = [-(-n // 64) for n in kv_lens]
-        arena = ArenaBuffer(CacheLayout.create([(spec,), (spec,)]), sum(widths) + 2, DEVICE)
+        platform = resolve_platform(torch.device(DEVICE).type)
+        arena = ArenaBuffer(CacheLayout.create([(spec,), (spec,)]), sum(widths) + 2, platform)
         arena.data.fill_(0xFF)  # NaN, in scales too
         cache = arena.layers[1]
         self.caches, self.scales = (cache["k"], cache["v"]), KVScales(cache["k_scale"], cache["v_scale"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from forkpoint.cache.disk_entries import DiskFacts, no_entries
+from forkpoint.cache.disk_entries import HOST_READY, DiskFacts, DiskNews, no_entries
 from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.cache.tree import Checkpoint, Node
@@ -69,8 +69,9 @@ class Harness:
     draft_chance: float = 0.0  # that one is right
     cache: CacheConfig = field(default_factory=CacheConfig)
     num_host_pages: int = 0
+    host_streams: bool = False
     num_disk_pages: int = 0
-    disk_delay: int = 0  # results before the disk reports what it did, at most
+    disk_delay: int = 0  # results before the disk, or a host tier that streams, reports what it did, at most
     disk_fail_chance: float = 0.0
     loaded_at_once: int = 0  # bytes from the host tier in a plan; 0: as in the engine
     updates: dict[str, list[RequestUpdate]] = field(default_factory=dict)
@@ -104,8 +105,10 @@ class Harness:
             config,
             deterministic=self.deterministic,
             drafter=drafter,
-            tiers=TierSizes(self.num_host_pages, disk),
+            tiers=TierSizes(self.num_host_pages, disk, streams=self.host_streams),
         )
+        if self.host_streams:
+            self.sched.cache.apply_news(DiskNews((HOST_READY,)))
         restoring = self.sched.cache.restoring
         if restoring is not None and self.loaded_at_once:
             restoring.loaded_at_once = self.loaded_at_once

@@ -13,6 +13,7 @@ from forkpoint.cache.tree import Node
 from forkpoint.sched.request import Request
 from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
 
+STREAMS = pytest.mark.parametrize("host_streams", [False, True])
 ONE_UNIT = 1  # bytes that a plan may load; the first unit is always copied
 
 
@@ -64,9 +65,9 @@ def next_turn(prompt: np.ndarray, seed: int = 9) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("loaded_at_once", [0, ONE_UNIT])
-def test_an_evicted_prefix_comes_back(layout: str, loaded_at_once: int) -> None:
-    harness = tight(layout, loaded_at_once=loaded_at_once)
+@pytest.mark.parametrize(("loaded_at_once", "host_streams"), [(0, False), (ONE_UNIT, False), (0, True)])
+def test_an_evicted_prefix_comes_back(layout: str, loaded_at_once: int, host_streams: bool) -> None:
+    harness = tight(layout, loaded_at_once=loaded_at_once, host_streams=host_streams, disk_delay=3)
     prompt = evicted(harness)
     again = harness.ask("again", next_turn(prompt), 2)
     assert again.cache.num_cached_tokens >= 576
@@ -110,8 +111,9 @@ def test_a_request_that_waits_for_copies_holds_up_nobody() -> None:
     assert waiting.cache is not None and waiting.cache.num_restored_tokens >= 576
 
 
-def test_requests_of_one_prefix_share_its_copies() -> None:
-    harness = tight(loaded_at_once=ONE_UNIT)
+@STREAMS
+def test_requests_of_one_prefix_share_its_copies(host_streams: bool) -> None:
+    harness = tight(loaded_at_once=ONE_UNIT, host_streams=host_streams)
     prompt = evicted(harness)
     before = harness.sched.stats().cache.host_loaded_bytes
     for seed in range(4):
@@ -132,9 +134,10 @@ def begin(harness: Harness, **options: object) -> Request:
     return request
 
 
+@STREAMS
 @pytest.mark.parametrize("how", ["abort", "reset", "fail", "suspend"])
-def test_nothing_is_held_after_a_restore_was_given_up(how: str) -> None:
-    harness = tight(loaded_at_once=ONE_UNIT)
+def test_nothing_is_held_after_a_restore_was_given_up(how: str, host_streams: bool) -> None:
+    harness = tight(loaded_at_once=ONE_UNIT, host_streams=host_streams, disk_delay=5)
     begin(harness)
     if how == "abort":
         harness.sched.abort("waits")
@@ -236,9 +239,10 @@ def test_a_restore_gives_its_memory_to_running_requests(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_a_tier_that_overflows_stays_right(layout: str) -> None:
+@STREAMS
+def test_a_tier_that_overflows_stays_right(layout: str, host_streams: bool) -> None:
     chosen = LAYOUTS[layout]
-    harness = tight(layout, num_host_pages=chosen.num_pages_for(700, 1) + 1)
+    harness = tight(layout, num_host_pages=chosen.num_pages_for(700, 1) + 1, host_streams=host_streams, disk_delay=2)
     prompts = [tokens(seed, 641) for seed in range(6)]
     for index, prompt in enumerate(prompts):
         harness.ask(f"first {index}", prompt, 2)

@@ -1,0 +1,110 @@
+"""The host tier of a device with memory of its own: copies run beside the steps and end later than their plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from forkpoint.cache.arena import Move, MoveRoute
+from forkpoint.cache.counters import CacheCounters
+from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, HOST_READY, STORED_AT_ONCE, DiskNews
+from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.restorable import is_private
+from forkpoint.cache.store import PrefixStore
+from forkpoint.cache.tier import HostTier, unit_of
+from forkpoint.cache.tier_reads import TierReads
+from forkpoint.cache.tree import Checkpoint, Node
+
+AHEAD_AT_ONCE: Final = 64 * 2**20  # bytes that a plan stores before eviction asks for it
+RESERVE_SHARE: Final = 50  # with fewer than 1 / 50 of the arena's pages free, entries are stored ahead
+
+
+class StreamedHostTier(HostTier):
+    """A host tier whose copies are reported by tickets.
+
+    A plan copies a stored unit to a buffer of the device. The unit can be given out again at once, in the same plan. A
+    stream copies the buffer to the host beside the steps. A loaded unit goes the same way back, so that a plan copies
+    to the arena only units that have arrived. Nothing is stored before the worker has reported HOST_READY.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_pages: int,
+        moves: list[Move],
+        policy: EvictionPolicy,
+        cost: RecomputeCost,
+        counters: CacheCounters,
+        *,
+        has_private: bool,
+        tickets: Iterator[int],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`tickets` are those of all tiers."""
+        super().__init__(layout, num_pages, moves, policy, cost, counters, has_private=has_private)
+        self.is_ready = False
+        self.stored_at_once = STORED_AT_ONCE
+        self._tickets = tickets
+        self._reader = TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock)
+        self._storing: dict[int, int] = {}  # ticket -> bytes
+        self._storing_bytes = 0
+
+    def may_store(self, num_bytes: int) -> bool:
+        return self.is_ready and self._storing_bytes + num_bytes <= self.stored_at_once
+
+    def store_ahead(self, store: PrefixStore) -> None:
+        """Store a part of what the arena's `store` evicts next, if its memory is nearly used up.
+
+        A long prefix is thus stored over several plans, and nothing is left to copy when it is evicted.
+        """
+        if not self.is_ready or store.arena.num_free_pages > store.arena.num_pages // RESERVE_SHARE:
+            return
+        entry = store.next_victim()
+        if entry is None:
+            return
+        node, checkpoint = (entry, None) if isinstance(entry, Node) else (entry.node, entry)
+        top, missing = self._split(node)
+        if self._has_private and any(map(is_private, missing)):
+            return
+        if not missing and (checkpoint is None or top.checkpoint is not None):
+            return
+        count = max(1, AHEAD_AT_ONCE // max(1, self.layout.block_bytes))
+        self.store.tree.pin(top)
+        self._copy(top, missing[:count], checkpoint, is_whole=len(missing) <= count)
+        self.store.unpin(top)
+
+    def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
+        kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
+        ticket = next(self._tickets)
+        self.arena.moves.append(Move(kind, src, unit, MoveRoute.STORE, ticket))
+        self._storing[ticket] = num_bytes
+        self._storing_bytes += num_bytes
+        self.counters.host_stored_bytes += num_bytes
+
+    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
+        return self._reader.num_ready(path, checkpoint, self._fetch)
+
+    def _fetch(self, node: Node, checkpoint: Checkpoint | None, ticket: int) -> Move:
+        kind, unit, _ = unit_of(self.layout, node, checkpoint)
+        return Move(kind, unit, 0, MoveRoute.FETCH, ticket)
+
+    @property
+    def is_reading(self) -> bool:
+        return self._reader.is_waiting
+
+    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
+        self.counters.host_loaded_bytes += unit_of(self.layout, node, checkpoint)[2]
+        return self._reader.land(node, checkpoint, unit)
+
+    def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        self._reader.keep_only(set())
+        super().release(node, checkpoint)
+
+    def apply(self, news: DiskNews) -> None:
+        for ticket in news.done:
+            if ticket == HOST_READY:
+                self.is_ready = True
+            elif not self._reader.arrive(ticket):
+                self._storing_bytes -= self._storing.pop(ticket, 0)

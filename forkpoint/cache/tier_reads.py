@@ -1,0 +1,125 @@
+"""Reads of a tier: units on their way from a tier to buffers of the worker, from where they go to the arena."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from forkpoint.cache.arena import Move, MoveKind, MoveRoute
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tree import Checkpoint, Node
+
+
+@dataclass(slots=True)
+class TierRead:
+    """A read of a node's block, or of its checkpoint."""
+
+    node: Node
+    checkpoint: Checkpoint | None
+    num_bytes: int
+    has_arrived: bool = False
+
+
+class TierReads:
+    """Starts reads in the order of a path, and knows which of them have arrived.
+
+    A read ends later than the plan that starts it. The worker then reports its ticket. `moves` is the list of copies
+    that all rooms share, and all tiers draw from the same `tickets`.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        moves: list[Move],
+        tickets: Iterator[int],
+        most_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """At most `most_bytes` are read at a time; a larger state is read alone."""
+        self._layout, self._moves, self._tickets = layout, moves, tickets
+        self._most_bytes = most_bytes
+        self._clock = clock
+        self._reads: dict[int, TierRead] = {}  # by ticket; those whose contents have not been copied to the arena
+        self._tickets_of: dict[Node | Checkpoint, int] = {}
+        self._num_bytes = 0  # of these reads
+        self.answered_s = 0.0  # when a read was reported last, or when the first of the present ones began
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the answer to a read is still to come."""
+        return any(not read.has_arrived for read in self._reads.values())
+
+    @property
+    def waited_s(self) -> float:
+        """For how long no read has been reported, while one is awaited."""
+        return self._clock() - self.answered_s if self.is_waiting else 0.0
+
+    def num_ready(
+        self,
+        path: Sequence[Node],
+        checkpoint: Checkpoint | None,
+        read: Callable[[Node, Checkpoint | None, int], Move],
+    ) -> int:
+        """Return how many of these units, in order, have arrived, and start to read those that follow.
+
+        `read` returns the move that reads a unit under a ticket.
+        """
+        wanted: list[tuple[Node, Checkpoint | None]] = []
+        if self._layout.has_kv:
+            wanted += [(node, None) for node in path]
+        if checkpoint is not None:
+            wanted.append((checkpoint.node, checkpoint))
+        self.keep_only({state or node for node, state in wanted})
+        for node, state in wanted:
+            if (state or node) in self._tickets_of:
+                continue
+            num_bytes = self._layout.block_bytes if state is None else self._layout.slot_bytes
+            if self._num_bytes and self._num_bytes + num_bytes > self._most_bytes:
+                break
+            if not self.is_waiting:
+                self.answered_s = self._clock()
+            ticket = next(self._tickets)
+            self._moves.append(read(node, state, ticket))
+            self._reads[ticket] = TierRead(node, state, num_bytes)
+            self._tickets_of[state or node] = ticket
+            self._num_bytes += num_bytes
+        return sum(1 for _ in itertools.takewhile(self._has_arrived, wanted))
+
+    def _has_arrived(self, wanted: tuple[Node, Checkpoint | None]) -> bool:
+        ticket = self._tickets_of.get(wanted[1] or wanted[0])
+        return ticket is not None and self._reads[ticket].has_arrived
+
+    def arrive(self, ticket: int) -> bool:
+        """Note that a read has ended. Returns False if the ticket is of no read that is wanted."""
+        if ticket not in self._reads:
+            return False
+        self._reads[ticket].has_arrived = True
+        self.answered_s = self._clock()
+        return True
+
+    def fail(self, ticket: int) -> Node | None:
+        """Forget a read that failed and return its node; None if the ticket is of no read that is wanted."""
+        if ticket not in self._reads:
+            return None
+        self.answered_s = self._clock()
+        return self._end(ticket).node
+
+    def land(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
+        """Return the copy of a unit that has arrived to a unit of the arena."""
+        ticket = self._tickets_of[checkpoint or node]
+        self._end(ticket)
+        return Move(MoveKind.BLOCK if checkpoint is None else MoveKind.SLOT, 0, unit, MoveRoute.LAND, ticket)
+
+    def keep_only(self, wanted: set[Node | Checkpoint]) -> None:
+        """Give up the reads of other entries."""
+        for entry, ticket in list(self._tickets_of.items()):
+            if entry not in wanted:
+                self._end(ticket)
+                self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.DISCARD, ticket))
+
+    def _end(self, ticket: int) -> TierRead:
+        read = self._reads.pop(ticket)
+        del self._tickets_of[read.checkpoint or read.node]
+        self._num_bytes -= read.num_bytes
+        return read

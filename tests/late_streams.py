@@ -1,0 +1,150 @@
+"""A CPU with streams for copies that run late, in any order that the marks allow, and in two halves."""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forkpoint.platforms.cpu import CpuPlatform
+from forkpoint.platforms.platform import CopyStream, Mark
+
+POISON = 0xA5
+
+
+class LateMark:
+    """A point of a stream. A look at it lets some streams go on."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.is_reached = False
+
+    def query(self) -> bool:
+        self._world.go_on()
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self._world.finish()
+
+
+class ComputeMark:
+    """A point in the order of the CPU's own work, which is always done."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+
+class World:
+    """All streams, whose work is done only when somebody looks at a mark, and not always then."""
+
+    def __init__(self, seed: int, chance: float) -> None:
+        self.random = random.Random(seed)
+        self.chance = chance  # that a look at a mark lets a stream do one more thing
+        self.streams: list[LateStream] = []
+        self.newest_compute: Mark | None = None
+        self.has_memory = True
+        self.lock = threading.RLock()  # ranks are threads
+
+    def go_on(self) -> None:
+        with self.lock:
+            while self.random.random() < self.chance and self._do_one():
+                pass
+
+    def finish(self) -> None:
+        with self.lock:
+            while self._do_one():
+                pass
+            assert not any(stream.work for stream in self.streams), "streams wait for each other"
+
+    def _do_one(self) -> bool:
+        ready = [stream for stream in self.streams if stream.work and stream.work[0][0]()]
+        if not ready:
+            return False
+        self.random.choice(ready).work.popleft()[1]()
+        return True
+
+
+class LateStream:
+    """Implements `platform.CopyStream`. Its work is a list of (whether it may begin, what it does)."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.work: deque[tuple[Callable[[], bool], Callable[[], Any]]] = deque()
+        self._buffers: list[weakref.ref[Tensor]] = []
+        self._waited_for: Mark | None = None
+        world.streams.append(self)
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        if not self._world.has_memory:
+            raise torch.OutOfMemoryError("no memory is left for a buffer")
+        buffer = torch.full((num_bytes,), POISON, dtype=torch.uint8)
+        self._buffers.append(weakref.ref(buffer))
+        return buffer
+
+    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        with self._world.lock:
+            self._buffers = [each for each in self._buffers if each() is not None]
+            own = {id(each()) for each in self._buffers}
+            if not all(id(target) in own for target, _ in copies):  # to the host, from buffers that the CPU has filled
+                assert self._waited_for is self._world.newest_compute, "the copy does not wait for the step before it"
+            for target, source in copies:
+                to, of = weakref.ref(target), weakref.ref(source)
+                self.work.append((_at_once, lambda to=to: _living(to).fill_(POISON)))
+                self.work.append((_at_once, lambda to=to, of=of: _living(to).copy_(_living(of))))
+
+    def mark(self) -> Mark:
+        mark = LateMark(self._world)
+        with self._world.lock:
+            self.work.append((_at_once, lambda: setattr(mark, "is_reached", True)))
+        return mark
+
+    def wait_for(self, mark: Mark) -> None:
+        if isinstance(mark, LateMark):
+            with self._world.lock:
+                self.work.append((lambda: mark.is_reached, lambda: None))
+        else:
+            self._waited_for = mark
+
+    def release(self, buffer: Tensor) -> None:
+        buffer.fill_(POISON)
+
+
+def _at_once() -> bool:
+    return True
+
+
+def _living(tensor: weakref.ref[Tensor]) -> Tensor:
+    found = tensor()
+    assert found is not None, "the memory of a copy was dropped before its mark"
+    return found
+
+
+class LatePlatform(CpuPlatform):
+    """A CPU whose host tier streams. `chance` says how far its streams come between two steps."""
+
+    has_copy_streams = True
+
+    def __init__(self, seed: int, chance: float = 0.5) -> None:
+        super().__init__()
+        self.world = World(seed, chance)
+
+    def copy_stream(self) -> CopyStream:
+        return LateStream(self.world)
+
+    def mark(self) -> Mark:
+        mark = ComputeMark()
+        with self.world.lock:
+            self.world.newest_compute = mark
+        return mark
+
+    def synchronize(self) -> None:
+        self.world.finish()
