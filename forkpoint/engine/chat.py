@@ -18,7 +18,7 @@ from forkpoint.engine.chat_images import ChatImages, has_images
 from forkpoint.engine.conversation import Message, TakeImage, last_text, read_message
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt, processor_kwargs
-from forkpoint.engine.pictures import NONE_FETCHED
+from forkpoint.engine.media_urls import NONE_FETCHED
 from forkpoint.engine.rewriting import Rewrite, Rewriter, Rewritten
 from forkpoint.engine.template_traits import TemplateTraits, probe_traits
 from forkpoint.engine.tokenizer import Tokenizer

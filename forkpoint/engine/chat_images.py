@@ -15,16 +15,19 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
-from forkpoint.engine.conversation import VIDEO_PART, Message, content_texts, is_media
+from forkpoint.engine.conversation import VIDEO_PART, VIDEO_URL_PART, Message, content_texts, is_media
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt, expanded
-from forkpoint.engine.pictures import NONE_FETCHED, detail_of, image_parts, picture_of
+from forkpoint.engine.media_urls import NONE_FETCHED
+from forkpoint.engine.pictures import detail_of, image_parts, picture_of
 from forkpoint.engine.placeholders import image_expansions, video_expansions
 from forkpoint.engine.rewriting import Rewritten
 from forkpoint.engine.tokenizer import Tokenizer
-from forkpoint.engine.videos import Video, check_videos
+from forkpoint.engine.video_files import VideoFile
+from forkpoint.engine.videos import SizedVideo, Video, check_videos
 from forkpoint.errors import InvalidPromptError
 
+MEDIA_FIELDS: Final = ("image_url", "image", "video", "video_url")  # of parts; their texts are not shown to the model
 PRIVATE_USE: Final = range(0xE000, 0xF900)  # characters that have no meaning of their own
 
 
@@ -76,16 +79,22 @@ class ChatImages:
 
         Raises InvalidPromptError.
         """
-        if part.get("type") == VIDEO_PART:
+        if part.get("type") in (VIDEO_PART, VIDEO_URL_PART):
             if VIDEO_PART not in self._kinds:
-                raise InvalidPromptError("the model reads no videos; leave parts of the type 'video' out")
+                raise InvalidPromptError(f"the model reads no videos; leave parts of the type {part['type']!r} out")
             kind = self._kinds[VIDEO_PART]
-            kind.given.append(Video.read(part.get("video")))
+            kind.given.append(self._video_of(part))
             check_videos(kind.given)
             return kind.mark
         self._kinds["image"].given.append(picture_of(part, self._fetched))
         self._details.append(detail_of(part))
         return self._kinds["image"].mark
+
+    def _video_of(self, part: Mapping[str, Any]) -> SizedVideo:
+        settings = self._processor.settings.video
+        if part["type"] == VIDEO_URL_PART and settings is not None:
+            return VideoFile.of_part(part, settings, self._fetched)
+        return Video.read(part.get("video"))
 
     def in_parts(self, rewritten: Rewritten) -> Rewritten:
         """Return the conversation with image and video parts in place of their characters.
@@ -190,8 +199,6 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (
-            text for name, each in value.items() if name not in ("image_url", "image", "video") for text in _texts(each)
-        )
+        yield from (text for name, each in value.items() if name not in MEDIA_FIELDS for text in _texts(each))
     elif isinstance(value, list | tuple):
         yield from (text for each in value for text in _texts(each))

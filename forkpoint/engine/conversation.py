@@ -15,7 +15,7 @@ Message: TypeAlias = Mapping[str, Any]
 # part type -> key of its text
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 IMAGE_PARTS = ("image_url", "input_image", "image", "image_pil")  # part types of images
-VIDEO_PART = "video"  # part type of the frames of a video
+VIDEO_PART, VIDEO_URL_PART = "video", "video_url"  # part types of the frames of a video, and of a video file
 SPEAKERS = ("system", "developer", "user")  # roles whose messages need content
 TakeImage: TypeAlias = Callable[[Mapping[str, Any]], str]  # returns the text that stands for an image part
 SHOWN = 80  # characters of a wrong value that an error message shows
@@ -103,8 +103,8 @@ def is_image(part: object) -> bool:
 
 
 def is_media(part: object) -> bool:
-    """Return whether this part of a message is an image or the frames of a video."""
-    return is_image(part) or (isinstance(part, Mapping) and part.get("type") == VIDEO_PART)
+    """Return whether this part of a message is an image or a video."""
+    return is_image(part) or (isinstance(part, Mapping) and part.get("type") in (VIDEO_PART, VIDEO_URL_PART))
 
 
 def _part(part: object, take_image: TakeImage | None) -> str:
@@ -118,7 +118,12 @@ def _part(part: object, take_image: TakeImage | None) -> str:
     if (name := TEXT_PARTS.get(str(member(part, "type")))) is not None:
         text = member(part, name)
     if not isinstance(text, str):
-        raise InvalidPromptError(f"a message may contain only text parts and images; given {part!r:.{SHOWN}}")
+        given = f"{part!r:.{SHOWN}}"
+        if isinstance(part, Mapping):  # its values may be data
+            given = f"a part of the type {part.get('type')!r:.{SHOWN}} with {', '.join(map(str, part))!r:.{SHOWN}}"
+        raise InvalidPromptError(
+            f"a message may contain only text parts and images, and videos of models that read them; given {given}"
+        )
     return text
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.resized_pictures import Parts
 from forkpoint.engine.tokenizer import Tokenizer
-from forkpoint.engine.videos import Video
+from forkpoint.engine.videos import SizedVideo
 from forkpoint.errors import InvalidPromptError
 from forkpoint.images import ImageSpan
 from forkpoint.sched.plan import IntArray
@@ -57,7 +57,7 @@ def _places(token_ids: IntArray, token_id: int, given: Sequence[int] | None) -> 
 def video_expansions(
     token_ids: IntArray,
     processor: ImageProcessor,
-    videos: Sequence[Video],
+    videos: Sequence[SizedVideo],
     tokenizer: Tokenizer | None,
     places: Sequence[int] | None = None,
 ) -> list[Expansion]:
@@ -77,7 +77,12 @@ def video_expansions(
         start, end = place, place + 1
         if token_ids[max(start - 1, 0) : end + 1].tolist() == around:
             start, end = start - 1, end + 1
-        expansions.append(Expansion(start, end, video.parts(settings, encode), settings.token_id))
+        resize = partial(video.parts, settings, encode)
+        if video.digest is None:
+            parts = resize()
+        else:
+            parts = processor.kept.get(video.digest, processor.settings, resize)
+        expansions.append(Expansion(start, end, parts, settings.token_id))
     return expansions
 
 

@@ -47,8 +47,11 @@ class ResizedPictures:
         if key in self._parts:
             self._parts.move_to_end(key)
             return self._parts[key]
-        found = self._parts[key] = resize()
-        self._num_bytes += _num_bytes(found)
+        found = resize()
+        if (num_bytes := _num_bytes(found)) > self._max_bytes:
+            return found
+        self._parts[key] = found
+        self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= _num_bytes(self._parts.popitem(last=False)[1])
         return found

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -15,7 +15,11 @@ from forkpoint.errors import InvalidPromptError
 from forkpoint.image_families.settings import VideoSettings
 from forkpoint.images import ImageSpan, PixelArray
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 MAX_FRAMES: Final = 768  # of all videos of a prompt
+MAX_DECODED_PIXELS: Final = 1 << 32  # of all frames of a prompt's files: about 10 s of one core
 DEFAULT_FPS: Final = 2.0  # frames a second that the model's own processor samples
 EXAMPLE: Final = "an array [frames, height, width, 3] of uint8, a list of frames, or (frames, {'fps': 2.0})"
 
@@ -36,28 +40,79 @@ class Video:
         frames = _frames(given)
         return cls(frames, _times(metadata, len(frames)))
 
-    def parts(self, settings: VideoSettings, encode: Callable[[str], Sequence[int]]) -> Parts:
-        """Return the spans of groups of frames, each after the time as text, between the tokens that stand around it.
+    @property
+    def digest(self) -> None:
+        return None
 
-        `encode` returns a text's ids. Frames are resized, and the last one fills up the last group. Raises
-        InvalidPromptError for frames that are too narrow.
-        """
+    @property
+    def num_frames(self) -> int:
+        return len(self.frames)
+
+    @property
+    def num_pixels(self) -> int:
+        return self.frames.size // 3
+
+    @property
+    def num_decoded_pixels(self) -> int:
+        return 0
+
+    def parts(self, settings: VideoSettings, encode: Callable[[str], Sequence[int]]) -> Parts:
+        """Return the spans of the video as `frame_parts` does. Raises InvalidPromptError for narrow frames."""
         from PIL import Image
 
-        count, height, width, _ = self.frames.shape
-        num_missing = -count % settings.num_frames
-        new_height, new_width = settings.resized(count, height, width)
-        size, images = (new_width, new_height), map(Image.fromarray, self.frames)
-        frames = [np.asarray(image.resize(size, Image.Resampling.BICUBIC)) for image in images]
-        frames += frames[-1:] * num_missing
-        times = [*self.times_s, *self.times_s[-1:] * num_missing]
-        parts = list[ImageSpan | int]()
-        for start in range(0, len(frames), settings.num_frames):
-            group = slice(start, start + settings.num_frames)
-            first, *_, last = times[group]
-            parts += encode(f"<{(first + last) / 2:.1f} seconds>")
-            parts += [settings.start_id, ImageSpan.of(0, np.stack(frames[group]), settings.side), settings.end_id]
-        return parts
+        return frame_parts(map(Image.fromarray, self.frames), self.times_s, settings, encode)
+
+
+class SizedVideo(Protocol):
+    """A video whose size is known before its frames are resized.
+
+    `digest` identifies a file (None: the frames came without one), of which `num_decoded_pixels` have to be decoded.
+    `num_pixels` are held at once.
+    """
+
+    @property
+    def digest(self) -> bytes | None: ...
+
+    @property
+    def num_frames(self) -> int: ...
+
+    @property
+    def num_pixels(self) -> int: ...
+
+    @property
+    def num_decoded_pixels(self) -> int: ...
+
+    def parts(self, settings: VideoSettings, encode: Callable[[str], Sequence[int]]) -> Parts: ...
+
+
+def frame_parts(
+    frames: Iterable[Image], times_s: Sequence[float], settings: VideoSettings, encode: Callable[[str], Sequence[int]]
+) -> Parts:
+    """Return the spans of groups of frames, each after the time as text, between the tokens that stand around it.
+
+    `times_s` has the time of each frame. `encode` returns a text's ids. All frames are resized to one size, which
+    follows from the first frame, and the last one fills up the last group. Raises InvalidPromptError for frames that
+    are too narrow.
+    """
+    from PIL.Image import Resampling
+
+    count, num_missing = len(times_s), -len(times_s) % settings.num_frames
+    size: tuple[int, int] | None = None
+    resized = list[PixelArray]()
+    for frame in frames:
+        if size is None:
+            height, width = settings.resized(count, frame.height, frame.width)
+            size = width, height
+        resized.append(np.asarray(frame.resize(size, Resampling.BICUBIC)))
+    resized += resized[-1:] * num_missing
+    times = [*times_s, *[times_s[-1]] * num_missing]
+    parts = list[ImageSpan | int]()
+    for start in range(0, len(resized), settings.num_frames):
+        group = slice(start, start + settings.num_frames)
+        first, *_, last = times[group]
+        parts += encode(f"<{(first + last) / 2:.1f} seconds>")
+        parts += [settings.start_id, ImageSpan.of(0, np.stack(resized[group]), settings.side), settings.end_id]
+    return parts
 
 
 def read_videos(given: object) -> list[Video]:
@@ -72,14 +127,20 @@ def read_videos(given: object) -> list[Video]:
     return videos
 
 
-def check_videos(videos: Sequence[Video]) -> None:
+def check_videos(videos: Sequence[SizedVideo]) -> None:
     """Raise InvalidPromptError if a prompt has too many frames or pixels."""
-    num_frames = sum(len(video.frames) for video in videos)
-    num_pixels = sum(video.frames.size // 3 for video in videos)
+    num_frames = sum(video.num_frames for video in videos)
+    num_pixels = sum(video.num_pixels for video in videos)
     if num_frames > MAX_FRAMES or num_pixels > MAX_REQUEST_PIXELS:
         raise InvalidPromptError(
             f"the videos of the prompt have {num_frames} frames with {num_pixels} pixels; at most {MAX_FRAMES} frames "
             f"and {MAX_REQUEST_PIXELS} pixels are read"
+        )
+    num_decoded = sum(video.num_decoded_pixels for video in videos)
+    if num_decoded > MAX_DECODED_PIXELS:
+        raise InvalidPromptError(
+            f"the video files of the prompt have {num_decoded} pixels in all frames; at most {MAX_DECODED_PIXELS} are "
+            "decoded: send shorter or smaller videos"
         )
 
 

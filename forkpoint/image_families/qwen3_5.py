@@ -53,7 +53,8 @@ class Qwen35Images(ImageSettings):
         if any(config.values.get(name) is None for name in TOKEN_IDS):
             return found
         token_id, start_id, end_id = (config.integer(name, None, 2**31 - 1, 0) for name in TOKEN_IDS)
-        size = read_processor(folder, "video").inner("size", DEFAULT_VIDEO_SIZE)
+        processor = read_processor(folder, "video")
+        size = processor.inner("size", DEFAULT_VIDEO_SIZE)
         video = VideoSettings(
             token_id=token_id,
             start_id=start_id,
@@ -63,6 +64,9 @@ class Qwen35Images(ImageSettings):
             min_pixels=size.integer("shortest_edge", None, 2**40),
             max_pixels=size.integer("longest_edge", None, 2**62),
             max_frame_pixels=found.max_pixels,
+            fps=processor.number("fps", 2.0),
+            min_frames=processor.integer("min_frames", 4, 2**31),
+            max_frames=processor.integer("max_frames", 768, 2**31),
         )
         return replace(found, video=video)
 

@@ -51,6 +51,15 @@ class VideoSettings:
     min_pixels: int
     max_pixels: int
     max_frame_pixels: int
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+
+    def sampled(self, num_frames: int, fps: float) -> list[int]:
+        """Return the indices of the frames that are sampled from a file of `num_frames` frames, `fps` a second."""
+        count = min(max(int(num_frames / fps * self.fps), self.min_frames), self.max_frames, num_frames)
+        step = (num_frames - 1) / max(count - 1, 1)
+        return [round(index * step) for index in range(count)]
 
     def resized(self, count: int, height: int, width: int) -> tuple[int, int]:
         """Return the height and width that each of `count` frames is resized to, within the bounds.

@@ -19,7 +19,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from forkpoint.checks import shown
-from forkpoint.engine.pictures import MAX_BYTES
+from forkpoint.engine.media_urls import MAX_BYTES
 from forkpoint.errors import InvalidPromptError, QueueFullError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.version import installed_version
@@ -174,7 +174,7 @@ class Fetcher:
                 connector=connector,
                 headers={
                     "User-Agent": f"forkpoint/{installed_version()}",
-                    "Accept": "image/*",
+                    "Accept": "image/*, video/*",
                     "Accept-Encoding": "identity",
                 },
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s),

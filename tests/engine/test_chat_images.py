@@ -192,7 +192,7 @@ def test_what_is_refused_says_why_and_shows_no_data(llm: LLM) -> None:
         ({"type": "image_url", "image_url": {"url": good[:-200]}}, "cannot be decoded"),
         ({"type": "image_url", "image_url": {}}, "needs image_url"),
         ({"type": "input_image", "file_id": "file-1"}, "file_id is not supported"),
-        ({"type": "video_url", "video_url": {"url": "data:,"}}, "only text parts and images"),
+        ({"type": "input_audio", "input_audio": {"data": secret}}, "only text parts and images"),
     ]:
         with pytest.raises(InvalidPromptError, match=says) as refused:
             llm.render_chat([user("look", part)])

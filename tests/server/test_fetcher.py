@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from forkpoint.engine.pictures import MAX_BYTES
+from forkpoint.engine.media_urls import MAX_BYTES
 from forkpoint.errors import ConfigError, InvalidPromptError, QueueFullError
 from forkpoint.server import fetcher
 from forkpoint.server.config import ServerConfig

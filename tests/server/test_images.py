@@ -18,6 +18,7 @@ import pytest
 from forkpoint.cli.main import main
 from forkpoint.routing.feed import EventFeed
 from tests.engine.test_events import wait_for
+from tests.engine.test_video_files import clip
 from tests.image_models import CHAT_IDS, picture, write_chat_model
 from tests.server.conftest import EVENTS
 from tests.server.running import RunningServer, start_server
@@ -151,6 +152,26 @@ def test_images_are_fetched_from_named_hosts(http: httpx2.Client) -> None:
         body = {"model": "m", "messages": [{"role": "user", "content": [moved]}]}
         answer = http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400 and "redirect" in answer.text and paths[-1] == "/moved"
+
+
+def test_videos_are_read_from_data_urls_and_named_hosts(http: httpx2.Client) -> None:
+    """Both give one prompt; the next turn reuses its frames."""
+    pytest.importorskip("av")
+    data = clip(8, 4)
+    with site(data) as (url, paths):
+        inline = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+        answers = []
+        for where in (inline, f"{url}/clip.mp4"):
+            parts = [{"type": "video_url", "video_url": {"url": where}}, {"type": "text", "text": "what happens? " * 5}]
+            messages = [{"role": "user", "content": parts}]
+            answers.append(post(http, "/v1/chat/completions", messages=messages, temperature=0, max_tokens=2))
+    first, again = (answer["usage"] for answer in answers)
+    assert first["prompt_tokens_details"]["image_tokens"] == 4 // 2 * 2 * 3 and paths == ["/clip.mp4"]
+    assert again["prompt_tokens"] == first["prompt_tokens"]
+    assert again["prompt_tokens_details"]["cached_tokens"] >= 64
+    broken = {"type": "video_url", "video_url": {"url": inline[: len(inline) // 2]}}
+    answer = http.post("/v1/chat/completions", json={"model": "m", "messages": [{"role": "user", "content": [broken]}]})
+    assert answer.status_code == 400 and "video" in answer.json()["error"]["message"]
 
 
 def test_routers_hash_images_as_the_cache_does(server: RunningServer, http: httpx2.Client) -> None:

@@ -1,0 +1,60 @@
+"""Files behind the URLs of images and videos: data URLs, and files that were fetched."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from forkpoint.checks import member, shown
+from forkpoint.engine.conversation import is_media
+from forkpoint.errors import InvalidPromptError
+
+MAX_BYTES: Final = 20 << 20  # of one file
+FIELDS: Final = ("image_url", "image_pil", "image", "video_url")  # where a part has its picture or video
+EXAMPLES: Final = {"image": "data:image/png;base64,...", "video": "data:video/mp4;base64,..."}
+REMOTE: Final = ("http://", "https://")
+NONE_FETCHED: Final[Mapping[str, bytes]] = MappingProxyType({})
+
+
+def url_of(part: Mapping[str, Any]) -> Any:
+    """Return the URL of a part, or the picture itself, or None."""
+    given = next((part[name] for name in FIELDS if part.get(name) is not None), None)
+    if isinstance(given, Mapping):
+        return given.get("url")
+    return given
+
+
+def remote_urls(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the http and https URLs of the images and videos of a conversation, each once."""
+    contents = (member(message, "content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content if is_media(part))
+    urls = map(url_of, parts)
+    return list(dict.fromkeys(url for url in urls if isinstance(url, str) and url[:8].lower().startswith(REMOTE)))
+
+
+def media_bytes(url: str, fetched: Mapping[str, bytes], kind: Literal["image", "video"]) -> bytes:
+    """Return the file behind a data URL, or one of those that were `fetched`.
+
+    Raises InvalidPromptError, which never shows the data.
+    """
+    if (found := fetched.get(url)) is not None:
+        return found
+    example, an = EXAMPLES[kind], {"image": "an image", "video": "a video"}[kind]
+    scheme, _, rest = url.partition(":")
+    if scheme.lower() != "data":
+        raise InvalidPromptError(
+            f"the {kind} URL {shown(url)} is not fetched; give a data URL ({example}), or start the server with "
+            "--allowed-media-domains and the http or https URL's host"
+        )
+    head, comma, data = rest.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidPromptError(f"{an}'s data URL is not in base64; give {example}")
+    if len(data) * 3 // 4 > MAX_BYTES:
+        raise InvalidPromptError(f"{an} has {len(data) * 3 // 4} bytes; at most {MAX_BYTES} are read")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidPromptError(f"{an}'s data URL is not valid base64; give {example}") from None
