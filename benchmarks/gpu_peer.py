@@ -35,6 +35,19 @@ NINE: dict[str, Any] = {
     "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
 }  # fmt: skip
 
+LEFT_OUT = ["lm_head", "mlp.gate", "mlp.shared_expert_gate"]  # matrices that published folders leave in bfloat16
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "fp8": {
+        "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+        "modules_to_not_convert": LEFT_OUT,
+    },
+    "int4": {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "lm_head": False,
+        "checkpoint_format": "gptq", "dynamic": {f"-:.*{name}$": {} for name in LEFT_OUT},
+    },
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"*{name}" for name in LEFT_OUT]},
+}  # fmt: skip
+
 
 class Engine:
     """Either engine with its own defaults, prefix caching, fp32 states and random weights."""
@@ -164,6 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=("forkpoint", "vllm"))
     parser.add_argument("--config", type=Path, help="a model's config.json (default: the 9B shape)")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="the format of the weights (default: bfloat16)")
     parser.add_argument("--drafts", type=int, default=0, help="drafts of the MTP layer, which count by set rates")
     parser.add_argument("--gib", type=float, default=0.0, help="GiB of cache (default: what the engine takes)")
     parser.add_argument("--gdn-prefill-backend", help="vLLM's (default: its own choice)")
@@ -179,6 +193,8 @@ def main() -> None:
         parser.error(f"this Python has no package {given.engine}; run the program by one that has it")
     began = time.perf_counter()
     config: dict[str, Any] = json.loads(given.config.read_text()) if given.config else NINE
+    if given.quantization:
+        config["quantization_config"] = QUANTIZATIONS[given.quantization]
     engine = Engine(given.engine, config, given.drafts, given.gib, given.gdn_prefill_backend)
     print(f"{given.engine}: started in {time.perf_counter() - began:.1f} s", flush=True)
     batches = [int(batch) for batch in given.batches.split(",")]

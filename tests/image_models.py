@@ -177,7 +177,7 @@ class Watched:
 
         def watched(ids: Tensor, ctx: Any) -> Tensor:
             hidden: Tensor = forward(ids, ctx)
-            self._logits.append(self._model.logits(hidden).float().clone())
+            self._logits.append(self._model.logits(hidden).float().cpu().clone())
             return hidden
 
         self._model.forward = watched

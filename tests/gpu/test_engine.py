@@ -30,7 +30,7 @@ from tests.checkpoints import FAMILIES, write_checkpoint
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=5)
-FEW = ["qwen3_5", "olmo_hybrid"]
+FEW = ["qwen3_5", "olmo_hybrid", "lfm3"]
 
 
 def prompt(length: int, seed: int = 7) -> list[int]:
@@ -130,7 +130,7 @@ def test_batches_and_chunks_give_what_each_gives_alone(family: tuple[LLM, Any]) 
     assert len({completion.token_ids for completion in completions}) == 3
 
 
-@pytest.mark.parametrize("family_name", ["qwen3_next_moe", "olmo_hybrid"])
+@pytest.mark.parametrize("family_name", ["qwen3_next_moe", "olmo_hybrid", "lfm3"])
 def test_recorded_steps_do_what_launched_ones_do(family_name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family_name)
     prompts = [prompt(length, length) for length in (1, 63, 64, 65, 150, 400, 700)]
@@ -177,7 +177,7 @@ def test_small_arenas_preemption_and_copies(family_name: str, force: bool, tmp_p
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family_name", ["qwen3_next_moe", "qwen3_5", "olmo_hybrid", "qwen3"])
+@pytest.mark.parametrize("family_name", ["qwen3_next_moe", "qwen3_5", "olmo_hybrid", "qwen3", "lfm3"])
 def test_deterministic_bit_for_bit(family_name: str, dtype: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family_name)
     prompts = [prompt(length, length) for length in (1, 70, 130, 200, 500)]

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 VOCAB = 256
 FAMILIES = ("qwen3_5", "qwen3_next_moe", "olmo_hybrid", "granite_hybrid", "lfm2")
-FAMILIES += ("kimi_linear", "bailing_hybrid", "jamba", "falcon_mamba")
+FAMILIES += ("kimi_linear", "bailing_hybrid", "jamba", "falcon_mamba", "lfm3")
 LENGTHS = (1, 40, 63, 130, 500)
 CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 MIXES: list[dict[str, Any]] = [
