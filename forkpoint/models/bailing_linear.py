@@ -43,7 +43,7 @@ class LightningConfig(RecurrentConfig):
 
     @classmethod
     def of(cls, heads: int, dim: int, rotary: Rotary, groups: int) -> LightningConfig:
-        """Create the config of `heads` heads of `dim` keys and values."""
+        """Create the config of `heads` heads of `dim` keys and values, with a norm over `groups` groups."""
         spec = Recurrence(heads, heads, dim, dim, delta=False, step_limit=(1.0, 1.0))
         return cls(spec=spec, conv_width=0, rotary=rotary, groups=groups)
 
@@ -66,7 +66,7 @@ class LightningConfig(RecurrentConfig):
         return project
 
     def params(self, build: Build, name: str, layer: int) -> RecurrenceParams:
-        """Compute the slopes of layer `layer`. They shrink with depth, as in the published modeling code."""
+        """Return the constants of layer `layer`: slopes shrink with depth, as in the published modeling code."""
         heads, ranks = self.spec.num_v_heads, build.ranks
         depth = 1 - (layer - 1) / max(1, len(build.config.layers) - 1) + 1e-5
         own = slopes(heads * ranks.size)[ranks.rank * heads : (ranks.rank + 1) * heads]
@@ -102,8 +102,10 @@ def slopes(heads: int) -> list[float]:
 
 
 class BailingMoeV25(Model):
-    """`BailingMoeV2_5ForCausalLM`. transformers has no class for it. The defaults are those of its own configuration
-    class."""
+    """The family of `BailingMoeV2_5ForCausalLM`. transformers has no class for it.
+
+    The defaults are those of its own configuration class.
+    """
 
     architectures: ClassVar = ("BailingMoeV2_5ForCausalLM",)
     field_names: ClassVar = {"num_shared_experts": "n_shared_experts"}
@@ -162,7 +164,10 @@ class BailingMoeV25(Model):
 
 
 def _require_published(fields: Fields) -> None:
-    """Refuse values that the published modeling code does not run, or that engines read differently."""
+    """Raise UnsupportedModelError for values that the published modeling code does not run.
+
+    Also for those that engines read differently.
+    """
     fields.refuse("linear_silu", "use_linear_silu", "norm_head")
     for name, value in (("score_function", "sigmoid"), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         fields.require(name, value)

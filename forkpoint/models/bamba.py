@@ -14,7 +14,7 @@ from forkpoint.models.mamba2 import Mamba2Config
 
 
 class Bamba(Model):
-    """`BambaForCausalLM`: Mamba-2, with attention at intervals that rotates half of each head."""
+    """`BambaForCausalLM`: Mamba-2, with attention in listed layers that rotates half of each head."""
 
     architectures: ClassVar = ("BambaForCausalLM",)
     norms: ClassVar = ("input_layernorm", "pre_ff_layernorm")

@@ -87,11 +87,11 @@ class ConfigJson:
 def read_config_json(
     folder: Path, architectures: Collection[str], overrides: Mapping[str, Any] | None = None
 ) -> ConfigJson:
-    """Read config.json, changed by `overrides`.
+    """Read the text model's fields of config.json, changed by `overrides`.
 
-    `architectures` are the names of the text models and multimodal models that have a family. If a model has a family
-    of its own, the fields of its text model replace those of the outer object. The embeddings are tied if either of the
-    two objects says so. Raises ModelFolderError.
+    `architectures` are the names of text and multimodal models that have a family. The fields of the text model's
+    object replace those of the outer one; a model of TEXT_PARTS takes only SHARED from the outer one. The embeddings
+    are tied if either object says so. Raises ModelFolderError.
     """
     outer, where = read_config(folder, overrides), str(folder / "config.json")
     if overrides:
@@ -126,7 +126,7 @@ def _merged(outer: Mapping[str, Any], inner: Mapping[str, Any], more: Mapping[st
 
 
 def named_by_type(model_type: Any, architectures: Collection[str]) -> list[str]:
-    """Return the architectures whose name is transformers' `model_type` plus `ForCausalLM`; an empty list if none is.
+    """Return the architectures called like transformers' `model_type` plus `ForCausalLM`; [] if none is.
 
     Capitals, underscores and an ending `_text` do not count. Some files of the hub leave `architectures` out.
     """

@@ -33,11 +33,11 @@ class Cut:
 
     @property
     def length(self) -> int:
-        """The number of elements of the axis that one rank holds. Needs `sections`."""
+        """The number of elements of the axis that one rank holds, according to `sections`, which must be given."""
         return sum(own for own, _ in self.sections)
 
     def part(self, shape: Sequence[int], ranks: Ranks) -> Part:
-        """Return the part of the whole tensor that a rank stores in a tensor of shape `shape`."""
+        """Return the part of the whole tensor that this rank stores in a tensor of shape `shape`."""
         if ranks.size == 1 or self.axis is None or (self.axis and len(shape) == 1):
             return Part(tuple(shape))
         axis = self.axis % len(shape)
@@ -70,7 +70,7 @@ class Part:
     length: int = 0
 
     def of(self, tensor: Any) -> Tensor:
-        """Cut the part out of a whole tensor. If there are spans, `tensor` may be a slice object of safetensors."""
+        """Return the part of a whole tensor, perhaps a view. With spans, safetensors' slice objects do too."""
         lead = (slice(None),) * self.axis
         pieces: list[Tensor] = [tensor[(*lead, slice(*span))] for span in self.spans] or [tensor]
         missing = self.length - sum(end - start for start, end in self.spans)
@@ -82,15 +82,15 @@ class Part:
         return torch.cat(pieces, self.axis)
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Cut the part out of a whole tensor, and copy it unless it is all of it, so that the rest can be freed."""
+        """Return a copy of the part of a whole tensor, so that the rest can be freed; or all of it uncopied."""
         if not self.spans:
             return tensor
         return self.of(tensor).clone()
 
     def of_packed(self, matrix: PackedMatrix) -> Tensor | PackedMatrix:
-        """Cut the part out of a whole matrix in 4 bits.
+        """Return the part of a whole matrix in 4 bits.
 
-        The part is widened if its columns are not whole words, or not in the order of their codes.
+        It is widened if its columns are not whole words, or not in the order of their codes.
         """
         if not self.spans:
             return matrix
@@ -104,7 +104,7 @@ class Part:
         return replace(matrix, words=words, scales=scales, factors=factors, zeros=zeros)
 
     def of_scaled(self, codes: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> ScaledMatrix:
-        """Build the part's matrix from its own `codes` and the whole matrix's `scales`.
+        """Build the part's matrix from its own `codes` and the whole matrix's `scales` of `rows` by `columns` blocks.
 
         If the part's rows do not end at block boundaries, each row gets a scale of its own. Raises ConfigError if a
         block would be split between columns.
@@ -146,17 +146,20 @@ def sharing(count: int, ranks: Ranks) -> int:
 
 
 def rows(*lengths: int) -> Cut:
-    """Cut rows of a tensor that has one section for each of `lengths`. Each length is the rows of one rank."""
+    """Return the cut of rows in one section for each of `lengths`, the rows of one rank."""
     return Cut(0, tuple((length, 1) for length in lengths))
 
 
 def whole(length: int) -> Cut:
-    """Describe `length` rows that every rank holds."""
+    """Return the cut of `length` rows that every rank holds."""
     return Cut(None, ((length, 1),))
 
 
 def padded_span(units: int, ranks: Ranks) -> tuple[int, int]:
-    """Return the range of units that a rank holds when the units are padded at the end. It may contain padding only."""
+    """Return the range of units, from 0, that this rank holds of `units`, padded at the end on several ranks.
+
+    It may be padding only.
+    """
     if ranks.size == 1:
         return 0, units
     length = -(-units // (VOCABULARY_UNIT * ranks.size)) * VOCABULARY_UNIT

@@ -69,11 +69,11 @@ CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
 def unknown_fields(
     values: Mapping[str, Any], read: Collection[str], defaults: Mapping[str, Any], unneeded: Collection[str], where: str
 ) -> tuple[str, ...]:
-    """Return the names of unknown fields, which the caller should log.
+    """Return the sorted names of unknown fields, which the caller should log.
 
-    `read` are the names that the family has read. `unneeded` are names that the family knows and need not read.
-    `defaults` maps all fields of transformers' class to their default values. Raises UnsupportedModelError for a field
-    that changes the forward pass, is not read, and does not have its default value.
+    `read` are the names that the family has read. `unneeded` are names that it knows and need not read. `defaults` maps
+    all fields of transformers' class to their default values. Raises UnsupportedModelError for a field that changes the
+    forward pass, is not read, and has neither its default value nor one without effect.
     """
     unknown = []
     for name, value in values.items():

@@ -22,7 +22,7 @@ from forkpoint.ops.parameters import Recurrence
 
 @dataclass(frozen=True, kw_only=True)
 class GDNConfig(RecurrentConfig):
-    """One layer's recurrence.
+    """One layer's gated delta net.
 
     `wide` are the weight names of q, k, v and the gate. `narrow` are the weight names of b and a, which FP8 models may
     store unquantised. If there are several names, the last ones have one part each and the first has all others. A
@@ -36,7 +36,10 @@ class GDNConfig(RecurrentConfig):
 
     @classmethod
     def read(cls, fields: Fields, **style: Any) -> GDNConfig:
-        """Read the field names of transformers' families. `style` sets options that config.json does not contain."""
+        """Read the field names of transformers' families; `style` sets what config.json does not contain.
+
+        Raises as Fields does.
+        """
         heads = fields.integer("num_attention_heads")
         key_heads = fields.integer("linear_num_key_heads", heads)
         value_heads = fields.multiple("linear_num_value_heads", key_heads, "linear key heads", heads)
@@ -77,8 +80,7 @@ class GDNConfig(RecurrentConfig):
         return project
 
     def _read(self, build: Build, name: str, names: Sequence[str], sizes: Sequence[int]) -> Matrix:
-        """Read the rows of several parts, one part after another. `sizes` are the rows of each part for one key
-        head."""
+        """Read the rows of several parts, one part after another. `sizes` are each part's rows for one key head."""
         heads, others = self.spec.num_k_heads, len(sizes) - len(names) + 1
         first = [heads * size for size in sizes[:others]] if len(names) > 1 else [heads * sum(sizes)]
         parts = zip(names, (first, *([heads * size] for size in sizes[others:])), strict=True)
@@ -91,8 +93,10 @@ class GDNConfig(RecurrentConfig):
 
 
 def layer_types(fields: Fields) -> list[str]:
-    """Return `linear_attention` or `full_attention` for each layer. Without a list every `full_attention_interval`-th
-    is `full_attention`."""
+    """Return `linear_attention` or `full_attention` for each layer.
+
+    Without a list in config.json every `full_attention_interval`-th is `full_attention`. Raises as Fields does.
+    """
     every = fields.integer("full_attention_interval", 4)
     kinds = ("linear_attention", "full_attention")
     return fields.layer_types(kinds, lambda i: kinds[(i + 1) % every == 0])

@@ -16,8 +16,6 @@ from forkpoint.ops.parameters import RouteRule
 
 
 class GraniteHybrid(Model):
-    """`GraniteMoeHybridForCausalLM`."""
-
     architectures: ClassVar = ("GraniteMoeHybridForCausalLM",)
     field_names: ClassVar = {"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"}
     config_class: ClassVar = "granitemoehybrid.GraniteMoeHybridConfig"

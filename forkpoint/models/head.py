@@ -12,7 +12,7 @@ from forkpoint.ops.table import OpTable
 
 
 class OutputHead:
-    """Compute logits from hidden states.
+    """The output head, which computes logits from hidden states.
 
     To find the likeliest id, ranks exchange only their best id and its logit. They gather all logits only on request.
     """
@@ -29,15 +29,16 @@ class OutputHead:
         return self._own(hidden)
 
     def whole(self, own: Tensor) -> Tensor:
-        """Gather the logits of all ranks: `[R, vocab_size]`."""
+        """Return the logits `[R, vocab_size]` of all ranks, from what `own` returned. Ranks must call it together."""
         if self._ranks.size == 1:
             return own
         return self._ranks.gather(own)[:, : self._vocab_size].contiguous()
 
     def guess(self, hidden: Tensor) -> Tensor:
-        """Return the likeliest ids `[R]` for `hidden[R, H]`. They may be wrong, and the head itself verifies them.
+        """Return the likeliest ids `[R]` int64 for `hidden[R, H]`. They may be wrong, and the head must verify them.
 
-        If the table has a shortlist operator, it is used, because it reads less than the whole head.
+        If the table has a shortlist operator, it is used, because it reads less than the whole head. Ranks call it
+        together.
         """
         if self._shortlist is None:
             return self.likeliest(self.own(hidden))[0]
@@ -45,8 +46,10 @@ class OutputHead:
         return ids if self._ranks.size == 1 else self._of_all(ids, tops)[0]
 
     def likeliest(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the operator `greedy` returns for the logits of all ranks: the likeliest ids and whether the
-        logits are finite."""
+        """Return the likeliest ids `[R]` int64, and whether rows' logits are finite, as the operator `greedy` does.
+
+        `own` is what `own` returned. Ranks must call it together.
+        """
         if self._ranks.size == 1 or self._ranks.gathers_at_once(own):
             return self._ops.greedy(self.whole(own))
         if self._count > 0:
@@ -58,7 +61,7 @@ class OutputHead:
         return self._of_all(ids, tops)
 
     def _of_all(self, ids: Tensor, tops: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the likeliest ids from each rank's likeliest ids `[R]` and their logits `[R]` fp32."""
+        """Return the same from each rank's likeliest ids `[R]` and their logits `[R]` fp32."""
         own = torch.stack([tops.view(torch.int32), (ids + self._first).int()], dim=1)
         found = self._ranks.gather(own).view(len(ids), -1, 2)
         # ties go to the first rank, which has the lowest ids

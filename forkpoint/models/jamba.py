@@ -16,8 +16,6 @@ from forkpoint.ops.parameters import RouteRule
 
 
 class Jamba(Model):
-    """`JambaForCausalLM`."""
-
     architectures: ClassVar = ("JambaForCausalLM",)
     field_names: ClassVar[Mapping[str, str]] = {
         "intermediate_size": "moe_intermediate_size",

@@ -34,7 +34,10 @@ class JoinedMatrix:
             self.matrix = torch.zeros(*shape, dtype=source.dtype, device=source.device)
 
     def put(self, part: Matrix, start: int, at: int | slice | EllipsisType = ...) -> None:
-        """Copy `part` to row `start` and column 0 of the matrix, or of the matrices with the leading index `at`."""
+        """Copy `part` to row `start` and column 0 of `matrix`, or of the matrices with the leading index `at`.
+
+        `matrix` may be replaced by one with finer scales, so read it after the last part.
+        """
         *_, num_rows, width = part.shape
         whole = self.matrix
         if isinstance(whole, Tensor):
@@ -69,7 +72,7 @@ def _empty_scaled(source: WeightSource, shape: Sequence[int], whole_blocks: bool
 
 
 def _empty_packed(source: WeightSource, shape: Sequence[int], form: Form) -> PackedMatrix:
-    """Return zeros: a scale of 0 makes them whatever the codes are."""
+    """Return a matrix in 4 bits of zeros: a scale of 0 makes them whatever the codes are."""
     *lead, num_rows, width = shape
     groups = (*lead, num_rows, -(-width // form.group))
     words = torch.zeros(*lead, num_rows, width // PER_WORD, dtype=torch.int32, device=source.device)
@@ -88,7 +91,7 @@ def _put_packed(whole: PackedMatrix, part: PackedMatrix, at: tuple[int | slice |
 
 
 def join_rows(source: WeightSource, rows: Mapping[str, Cut], columns: int) -> Matrix:
-    """Join the matrices `name.weight` with the given rows into `[sum(rows), columns]`.
+    """Join the matrices `name.weight` with these rows (one rank's) into `[sum(rows), columns]`.
 
     The result is quantised if all of them are, in the same form.
     """

@@ -52,7 +52,7 @@ class LatentAttentionConfig(PartConfig):
 
     @classmethod
     def read(cls, fields: Fields, **style: Any) -> LatentAttentionConfig:
-        """Read DeepSeek's field names. `style` sets options that config.json does not contain."""
+        """Read DeepSeek's field names; `style` sets what config.json does not contain. Raises as Fields does."""
         fields.refuse("attention_bias")
         return cls(
             num_heads=fields.integer("num_attention_heads"),
@@ -85,7 +85,7 @@ class LatentAttentionConfig(PartConfig):
 
 
 class LatentAttention:
-    """The attention of layer `layer`, with weights packed for its operators."""
+    """The latent attention of layer `layer`, with weights packed for its operators."""
 
     def __init__(self, build: Build, name: str, layer: int, config: LatentAttentionConfig) -> None:
         self._ops, self._layer, self._config = build.ops, layer, config
@@ -126,7 +126,7 @@ class LatentAttention:
         return lambda x: queries(norm(into(x)))
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Attend: `x[T, H] -> [T, H]`. Stores the tokens' latents first."""
+        """Attend: `x[T, H] -> [T, H]`, after storing the tokens' latents in the layer's cache."""
         config = self._config
         queries = torch.unflatten(self._queries(x), -1, (config.num_heads, -1))
         own, shared = torch.split(queries, [config.key_dim, config.shared_dim], dim=-1)
@@ -143,16 +143,16 @@ class LatentAttention:
         self._write(x.new_zeros(len(x), config.num_heads, config.shared_dim), x, ctx)
 
     def _write(self, shared: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Store the latents of `x[T, H]`, and return the shared dims of queries, `[T, heads, shared_dim]`, rotated."""
+        """Store the latents of `x[T, H]`, and return the queries' shared dims `[T, heads, shared_dim]`, rotated."""
         norm, cache = self._norm, ctx.caches[self._layer]["latent"]
         rotation, slots = (self._cos_sin, ctx.positions), ctx.attention.slot_mapping
         return self._ops.latent_write(shared, self._latents(x), norm.weight, norm.eps, *rotation, cache, slots)
 
     def _attend(self, own: Tensor, shared: Tensor, cache: Tensor, index: AttentionIndex) -> Tensor:
-        """Attend to the cache: returns `[T, heads, value_dim]`.
+        """Return what the queries read from the cache, `[T, heads, value_dim]`.
 
-        Rows with at least EXPANDED_FROM new tokens use keys and values computed from the latents. Other rows use the
-        latents.
+        Rows with at least EXPANDED_FROM new tokens use keys and values computed from the latents, if the table has an
+        operator for that. Other rows use the latents.
         """
         long = [row for row, count in enumerate(index.query_lens) if count >= EXPANDED_FROM]
         if self._expand is None or not long:
@@ -178,12 +178,12 @@ class LatentAttention:
 
 
 def read_dense(build: Build, name: str, rows: int, columns: int, cut: Cut = WHOLE) -> Tensor:
-    """Read a matrix whose rows will be split or reordered. Quantised weights are converted to the model's dtype."""
+    """Read a matrix whose rows will be split or reordered. Quantised weights are widened to the model's dtype."""
     return dense(build.weights.get_matrix(f"{name}.weight", (rows, columns), cut))
 
 
 def _apart(weight: Tensor, first: int) -> Tensor:
-    """Reorder rows from `first` on, so that the first elements of all pairs come before the second ones.
+    """Return rows reordered from `first` on, so that the first elements of all pairs come before the second ones.
 
     The checkpoint rotates pairs of neighbours, the operators rotate halves. Queries and keys are reordered alike, which
     leaves their products unchanged.

@@ -33,7 +33,7 @@ class Projection:
         return self._linear(x, self.packed)
 
     def wide(self, x: Tensor) -> Tensor:
-        """Multiply in fp32, for weights in fp32: `x[T, K] -> [T, N]`."""
+        """Multiply in fp32, for weights in fp32: `x[T, K] -> [T, N]` fp32."""
         if self._wide is None or x.dtype != torch.bfloat16:
             return self(x.float())
         return self._wide(x, self.packed)
@@ -49,8 +49,10 @@ def read_projection(
     linear: Linear | None = None,
     cut: Cut = WHOLE,
 ) -> Projection:
-    """Read the layer `name.weight` `[rows, columns]`, with `name.bias` if `bias`. Its outputs are multiplied by
-    `scale`."""
+    """Read the layer `name.weight` `[rows, columns]`, with `name.bias` if `bias`, both times `scale`.
+
+    `rows` and `columns` are this rank's, see `Cut`. `linear` replaces the table's operator.
+    """
     weight = build.weights.get_matrix(f"{name}.weight", (rows, columns), cut)
     shift = build.weights.bias(name, rows, bias, cut)
     if scale != 1.0:
@@ -69,9 +71,9 @@ def join_projections(
     scale: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Projection:
-    """Join the layers `name.PART_proj` `[rows[PART], columns]` into one.
+    """Join the layers `name.PART_proj` `[rows[PART], columns]` (and biases, if `bias`) into one.
 
-    Their rows follow each other, are multiplied by `scale[N]` fp32, and then put into `order`.
+    Their rows follow each other, are multiplied by `scale[N]` fp32, and then put into `order` (both None: left alone).
     """
     named = {f"{name}.{part}_proj": cut for part, cut in rows.items()}
     weight, shift = join_rows(build.weights, named, columns), None
@@ -91,7 +93,7 @@ def join_projections(
 def over_ranks(build: Build, rows: int) -> Callable[[Tensor], Tensor]:
     """Return the function that combines the ranks' outputs into the output `[T, rows]`.
 
-    It sums, unless the next norm does the all-reduce, or gathers outputs that the ranks compute separately.
+    It sums, or leaves the sum to the next norm (Unsummed), or gathers outputs that the ranks compute separately.
     """
     ranks = build.ranks
     if build.defers and ranks.defers:
@@ -104,7 +106,7 @@ def over_ranks(build: Build, rows: int) -> Callable[[Tensor], Tensor]:
 
 
 class Unsummed(Unmade):
-    """One rank's share of a sum over ranks. It may be an `unmade.Parts`."""
+    """One rank's share of a sum over ranks, which the next norm makes. It may be an `unmade.Parts`."""
 
 
 class RowParallel:
@@ -128,7 +130,7 @@ class RowParallel:
         self._own = read_projection(build, name, rows, columns, adds_bias, scale, linear, cut)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply: `x[T, K of this rank] -> [T, N]`."""
+        """Multiply: `x[T, K of this rank] -> [T, N]`, or an Unsummed of it. Ranks must call it together."""
         if self._ranks.gathers:
             x = self._ranks.gather(x)
         return self._over_ranks(self._own(x))
@@ -148,18 +150,20 @@ class RMSNorm:
         self._ops, self._ranks = build.ops, build.ranks
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise over the last dim."""
         return self._ops.rmsnorm(x, self.weight, self.eps)
 
     def across(self, x: Tensor, ranks: Ranks) -> Tensor:
-        """Normalise over the last dims of all ranks together, where each rank holds its own part."""
+        """Normalise over the last dims of all ranks together, where each rank holds its own part and gets it back."""
         if ranks.size == 1:
             return self(x)
         own = x.shape[-1]
         return self(ranks.gather(x)).narrow(-1, ranks.rank * own, own)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (norm of `residual + x`, `residual + x`). If `residual` is None, x is the residual."""
+        """Return (norm of `residual + x`, `residual + x`), perhaps added in place. Without residual x is the residual.
+
+        x may be an Unsummed, which is then summed over the ranks.
+        """
         if residual is None:
             return self(x), x
         if isinstance(x, Unsummed):
@@ -188,7 +192,7 @@ class MLPConfig(PartConfig):
 
     @classmethod
     def read(cls, fields: Fields, limit: float | None = None) -> MLPConfig:
-        """Read the field names that most config.json use."""
+        """Read the field names that most config.json use, for this `limit`. Raises as Fields does."""
         fields.require("hidden_act", "silu")
         return cls(fields.integer("intermediate_size"), limit=limit)
 

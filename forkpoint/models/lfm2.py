@@ -15,8 +15,6 @@ from forkpoint.ops.parameters import RouteRule
 
 
 class Lfm2(Model):
-    """`Lfm2ForCausalLM`."""
-
     architectures: ClassVar[tuple[str, ...]] = ("Lfm2ForCausalLM",)
     norms: ClassVar = ("operator_norm", "ffn_norm")
     field_names: ClassVar = {
@@ -53,8 +51,10 @@ class Lfm2(Model):
 
     @classmethod
     def mlp(cls, fields: Fields, layer: int) -> PartConfig:
-        """Return a dense MLP. Its size is two thirds of `intermediate_size`, rounded up, unless config.json turns that
-        adjustment off."""
+        """Return layer `layer`'s MLP, here a dense one of two thirds of `intermediate_size`, rounded up.
+
+        config.json can turn that adjustment off.
+        """
         size = fields.integer("intermediate_size")
         unit = fields.integer("block_multiple_of", 256)
         multiplier = fields.real("block_ffn_dim_multiplier", 1.0)
@@ -64,7 +64,7 @@ class Lfm2(Model):
 
 
 class Lfm2Moe(Lfm2):
-    """`Lfm2MoeForCausalLM`."""
+    """The family of `Lfm2MoeForCausalLM`: all but the first layers have experts."""
 
     architectures: ClassVar[tuple[str, ...]] = ("Lfm2MoeForCausalLM",)
     config_class: ClassVar = "lfm2_moe.Lfm2MoeConfig"

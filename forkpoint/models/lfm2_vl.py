@@ -92,7 +92,7 @@ class Lfm2VisionConfig(VisionConfig):
 
 
 class Lfm2Vl(Lfm2):
-    """`Lfm2VlForConditionalGeneration`."""
+    """The family of `Lfm2VlForConditionalGeneration`, with a dense or sparse text model."""
 
     architectures: ClassVar = ("Lfm2VlForConditionalGeneration",)
     unneeded_fields: ClassVar = (*Lfm2.unneeded_fields, *UNNEEDED)
@@ -131,12 +131,12 @@ def _layer(reader: TowerReader, name: str, config: Lfm2VisionConfig) -> TowerLay
 
 
 class Lfm2Tower(VisionTower):
-    """SigLIP2, then a projector that joins 2x2 patches to a token."""
+    """SigLIP2, then a projector that joins the patches of a token (2x2)."""
 
     config: Lfm2VisionConfig
 
     def __init__(self, weights: WeightSource, config: Lfm2VisionConfig) -> None:
-        """Raises ModelFolderError for weights that are missing or of a wrong shape."""
+        """Read the weights. Raises ModelFolderError for ones that are missing or of a wrong shape."""
         super().__init__(weights, config)
         settings, hidden, bias = config.settings, config.hidden_size, config.projector_bias
         reader = TowerReader.find(weights, PREFIXES, f"{PATCHES}.weight")

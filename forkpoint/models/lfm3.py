@@ -21,7 +21,7 @@ ROPE: Final[dict[str, Any]] = {
 
 
 class Lfm3(Model):
-    """`Lfm3ForCausalLM`. Each kind of attention layer has rotary positions of its own."""
+    """The family of `Lfm3ForCausalLM`. Each kind of attention layer has rotary positions of its own."""
 
     architectures: ClassVar = ("Lfm3ForCausalLM",)
     norms: ClassVar = Lfm2.norms

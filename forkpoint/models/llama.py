@@ -12,8 +12,6 @@ from forkpoint.models.layers import MLPConfig
 
 
 class Llama(Model):
-    """`LlamaForCausalLM`."""
-
     architectures: ClassVar = ("LlamaForCausalLM",)
     qk_norm: ClassVar[Literal["head"] | None] = None
     config_class: ClassVar = "llama.LlamaConfig"

@@ -32,7 +32,7 @@ class MambaConfig(PartConfig):
     """One layer's selective scan over `channels` channels with `values` state values each.
 
     `norms`: the step, b and c are normalised, with weights. With `norm_eps` they are normalised without weights.
-    `bias`: the projections have biases.
+    `bias`: the projections have biases. `rank` is the width of the step before `dt_proj`.
     """
 
     channels: int
@@ -47,7 +47,10 @@ class MambaConfig(PartConfig):
 
     @classmethod
     def read(cls, fields: Fields, **style: Any) -> MambaConfig:
-        """Read the field names of Mamba's own config.json. `style` sets options that config.json does not contain."""
+        """Read the field names of Mamba's own config.json; `style` sets what it does not contain.
+
+        Raises as Fields does.
+        """
         fields.require("hidden_act", "silu")
         hidden = fields.integer("hidden_size")
         style = {"channels": fields.integer("intermediate_size", fields.integer("expand", 2) * hidden), **style}
@@ -64,7 +67,7 @@ class MambaConfig(PartConfig):
         return Mamba(build, name, layer, self)
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
-        """Describe the stored state: the convolution's window and the state of all channels."""
+        """Return the spec of the stored state: the convolution's window and the state of all channels."""
         state, sizes = (self.channels, self.values), (self.channels, self.channels, self.values)
         pairs = zip(RECORDS, sizes, strict=True)
         records = tuple(TensorSpec(name, (size,), dtype, single=name != "keys") for name, size in pairs)
@@ -137,7 +140,7 @@ class Mamba:
 
 
 class MambaModel(Model):
-    """`MambaForCausalLM`: recurrent layers only."""
+    """The family of `MambaForCausalLM`: recurrent layers only."""
 
     architectures: ClassVar = ("MambaForCausalLM",)
     norms: ClassVar = ("norm",)
@@ -152,12 +155,12 @@ class MambaModel(Model):
 
     @classmethod
     def mixer(cls, fields: Fields) -> PartConfig:
-        """Return the part that every layer consists of."""
+        """Return the part that every layer consists of. Raises as Fields does."""
         return MambaConfig.read(fields)
 
 
 class FalconMamba(MambaModel):
-    """`FalconMambaForCausalLM`: step, b and c are normalised without weights."""
+    """The family of `FalconMambaForCausalLM`: step, b and c are normalised without weights."""
 
     architectures: ClassVar = ("FalconMambaForCausalLM",)
     config_class: ClassVar = "falcon_mamba.FalconMambaConfig"

@@ -26,7 +26,7 @@ from forkpoint.ops.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Config(RecurrentConfig):
-    """One layer's recurrence: q is C, k is B, v is x. Its groups are those of the norm.
+    """One layer's Mamba-2 recurrence: q is C, k is B, v is x. Its groups are those of the norm.
 
     `norm`: apply the norm after the gate, before it, or not at all. `scales` multiply the projection's rows of z, x, B,
     C and dt.
@@ -42,7 +42,7 @@ class Mamba2Config(RecurrentConfig):
 
     @classmethod
     def read(cls, fields: Fields, **style: Any) -> Mamba2Config:
-        """Read the field names that most config.json use. `style` sets options that config.json does not contain."""
+        """Read the names that most config.json use; `style` sets what they do not contain. Raises as Fields does."""
         fields.require("hidden_act", "silu", "swish")
         groups = fields.integer("mamba_n_groups")
         heads = fields.multiple("mamba_n_heads", groups, "mamba groups")
@@ -98,7 +98,7 @@ class Mamba2Config(RecurrentConfig):
         return list(torch.split(rows, [self.inner, keys, keys]))
 
     def taps(self, build: Build, name: str) -> tuple[Tensor, Tensor | None]:
-        """Read rows stored as `[x | B | C]` into rows `[C | B | x]`."""
+        """Read rows stored as `[x | B | C]` into rows `[C | B | x]`, with their bias or None."""
         taps, _ = RecurrentConfig.taps(self, build, name)
         order = torch.cat(self._xbc(0)[::-1])
         if not self.conv_bias:
@@ -123,8 +123,6 @@ class Mamba2Config(RecurrentConfig):
 
 
 class Mamba2(MambaModel):
-    """`Mamba2ForCausalLM`."""
-
     architectures: ClassVar = ("Mamba2ForCausalLM",)
     field_names: ClassVar = {
         "num_heads": "mamba_n_heads",

@@ -30,7 +30,7 @@ def draft_layer(fields: Fields, *parts: PartConfig) -> tuple[PartConfig, ...]:
 
 
 class MTPHead:
-    """Compute `fc([norm(embedding), norm(hidden)])`, a layer and a norm, from a token and the hidden state before it.
+    """The function `fc([norm(embedding), norm(hidden)])`, a layer and a norm, of a token and the state before it.
 
     Entry `i` of its keys and values belongs to token `i` and the hidden state of token `i - 1`. A block therefore
     depends only on its own and earlier tokens. The head was trained with rotary position `i - 1`. Here all positions
@@ -71,8 +71,8 @@ class MTPHead:
     def draft(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Run the whole layer on the newest token of each row and the hidden state before it, both `[B, H]`.
 
-        Returns a hidden state that the output head reads like the model's own. All rows decode. Keys of earlier tokens
-        and drafts are those already stored.
+        Returns hidden states `[B, H]` that the output head reads like the model's own, and stores the tokens' keys. All
+        rows decode. Keys of earlier tokens and drafts are those already stored.
         """
         x, residual = self._before_attention.add(self._joined(embedded, hidden), None)
         x = self._attention(x, ctx)

@@ -35,8 +35,6 @@ def _mtp_names(num_parts: int) -> MTPNames:
 
 
 class NemotronH(Model):
-    """`NemotronHForCausalLM`."""
-
     architectures: ClassVar = ("NemotronHForCausalLM",)
     norms: ClassVar = ("norm",)
     field_names: ClassVar = {
@@ -81,8 +79,10 @@ class NemotronH(Model):
 
     @staticmethod
     def draft_kinds(fields: Fields) -> list[str]:
-        """Return the kinds of the MTP head's parts; empty if there is no head, or it does not begin with its only
-        attention."""
+        """Return the kinds of the MTP head's parts.
+
+        Empty if there is no head, or it does not begin with its only attention.
+        """
         if not fields.integer("num_nextn_predict_layers", 0, low=0):
             return []
         given = fields.values.get("mtp_layers_block_type")
@@ -96,7 +96,7 @@ class NemotronH(Model):
 
     @classmethod
     def kinds(cls, fields: Fields) -> list[str]:
-        """Return the kind of each layer, read from a list of names or a string of letters."""
+        """Return the kind of each layer, read from a list of names or a string of letters. Raises as Fields does."""
         given = fields.values.get("layer_types")
         if given is None:
             given = [
@@ -110,8 +110,10 @@ class NemotronH(Model):
 
     @staticmethod
     def experts(fields: Fields) -> PartConfig:
-        """Read routed experts, and a shared one for all tokens. With a latent size the routed experts read a projection
-        of x."""
+        """Read routed experts, and a shared one for all tokens. Raises as Fields does.
+
+        With a latent size the routed experts read a projection of x.
+        """
         shared = fields.integer("moe_shared_expert_intermediate_size")
         latent = fields.integer("moe_latent_size", 0, low=0)
         if not latent:

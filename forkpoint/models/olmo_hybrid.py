@@ -17,8 +17,6 @@ GATED_NORM_EPS = 1e-5  # fixed in the architecture, independent of rms_norm_eps
 
 
 class OlmoHybrid(Model):
-    """`OlmoHybridForCausalLM`."""
-
     architectures: ClassVar = ("OlmoHybridForCausalLM",)
     defers_sums: ClassVar = False
     config_class: ClassVar = "olmo_hybrid.OlmoHybridConfig"

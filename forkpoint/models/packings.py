@@ -18,7 +18,7 @@ AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)  # the output whose code is at each 
 
 
 class StoredTensors(Protocol):
-    """The tensors of a folder, by their canonical names."""
+    """The tensors of a folder, by their canonical names. All but `has` raise ModelFolderError for an absent one."""
 
     def has(self, name: str) -> bool:
         """Return whether the folder holds a tensor of this name."""
@@ -27,7 +27,7 @@ class StoredTensors(Protocol):
         """Return a tensor's stored shape."""
 
     def stored_type(self, name: str) -> str:
-        """Return safetensors' name of a tensor's dtype."""
+        """Return safetensors' name of a tensor's dtype, such as "F8_E4M3"."""
 
     def read(self, name: str) -> Tensor:
         """Read a whole tensor. Raises ModelFolderError, for values that are not finite too."""
@@ -50,8 +50,10 @@ class PackedTensors:
 
     @classmethod
     def find(cls, stored: StoredTensors, name: str, qweight: Packing) -> PackedTensors | None:
-        """Return the tensors of a matrix, or None if it is not in 4 bits. `qweight` is the packing of tensors of that
-        name."""
+        """Return the tensors of a matrix, or None if it is not in 4 bits.
+
+        `qweight` is the packing of tensors called so.
+        """
         quantised, packed = name.removesuffix("weight") + "qweight", f"{name}_packed"
         if qweight in TRANSPOSED and name.endswith(".weight") and stored.has(quantised):
             return cls(stored, name, qweight, quantised)
@@ -63,7 +65,7 @@ class PackedTensors:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`[..., N, K]`."""
+        """The matrix's shape `[..., N, K]`."""
         *lead, rows, width = self.stored.shape(self.main)
         if self.packing in ("gptq", "gptq_v2"):
             return (*lead, width, rows * PER_WORD)
@@ -73,7 +75,7 @@ class PackedTensors:
 
     @property
     def group(self) -> int:
-        """The number of columns that share a scale."""
+        """The number of columns that share a scale. Raises ModelFolderError if that is no multiple of PER_WORD."""
         name, width = self._scale_name, self.shape[-1]
         shape = self.stored.shape(name)
         count = shape[0] if self._transposed else shape[-1]
@@ -86,7 +88,6 @@ class PackedTensors:
 
     @property
     def is_float(self) -> bool:
-        """Whether codes are floats."""
         return self.packing in ("floats", "modelopt")
 
     @property
@@ -100,7 +101,10 @@ class PackedTensors:
         return f"{self.name}_scale"
 
     def order(self) -> Tensor | None:
-        """Return the columns `[K]` in the order of their groups; None if groups are neighbouring columns."""
+        """Return the columns `[K]` in the order of their groups; None if groups are neighbouring columns.
+
+        Raises ModelFolderError for groups of unequal sizes.
+        """
         name = self.name.removesuffix("weight") + ("g_idx" if self._transposed else "weight_g_idx")
         if not self.stored.has(name):
             return None
@@ -116,7 +120,7 @@ class PackedTensors:
         return order
 
     def read(self, dtype: torch.dtype) -> PackedMatrix:
-        """Read the whole matrix. Raises ModelFolderError, naming the tensor at fault."""
+        """Read the whole matrix. `dtype` is the one that it widens to. Raises ModelFolderError for a wrong tensor."""
         readers: Mapping[Packing, Callable[[], tuple[Tensor, Tensor | None, Tensor | None]]] = {
             "gptq": self._read_gptq,
             "gptq_v2": self._read_gptq,
@@ -152,12 +156,12 @@ class PackedTensors:
         return scales
 
     def _read_gptq(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Words lie along K, and zero points along N. The first version stores zero points minus 1."""
+        """Return words, zero points and no factor. Words lie along K, zero points along N, in version 1 minus 1."""
         zeros = unpack(self.stored.read(self._beside("qzeros"))).t() + (self.packing == "gptq")
         return self.stored.read(self.main).t().contiguous(), zeros.contiguous(), None
 
     def _read_awq(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Words lie along N, in the order of AWQ_ORDER."""
+        """Return words, zero points and no factor. Words lie along N, in the order of AWQ_ORDER."""
         words = pack(_awq_codes(self.stored.read(self.main)).t().contiguous())
         name = self._beside("qzeros")
         if self.stored.has(name):
@@ -167,7 +171,7 @@ class PackedTensors:
         return words, torch.full(shape, MIDDLE, dtype=torch.uint8, device=words.device), None
 
     def _read_integers(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Words lie along K, and zero points along N."""
+        """Return words, zero points and no factor. Words lie along K, and zero points along N."""
         self._check_shape()
         words, name = self.stored.read(self.main), f"{self.name}_zero_point"
         *lead, num_rows, width = self.shape
@@ -185,7 +189,10 @@ class PackedTensors:
         return words, zeros.contiguous(), None
 
     def _read_floats(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Two codes are in a byte. Scales in FP8 are multiplied by one factor of the matrix, or divided by it."""
+        """Return words, no zero points, and the factor of all scales, which are in FP8. A byte has 2 codes.
+
+        Raises ModelFolderError for a factor that is not positive.
+        """
         words = self.stored.read(self.main).view(torch.int32)
         name = f"{self.name}_scale_2" if self.packing == "modelopt" else f"{self.name}_global_scale"
         factor = self.stored.read(name).float()

@@ -61,7 +61,7 @@ class Form:
     order: bytes | None = None
 
     def column_order(self, device: torch.device) -> torch.Tensor | None:
-        """Return `order` as a tensor."""
+        """Return `order` as a tensor `[K]` int64, or None."""
         if self.order is None:
             return None
         return torch.frombuffer(bytearray(self.order), dtype=torch.int64).to(device)
@@ -71,7 +71,7 @@ FP8: Final = Form("fp8")
 
 
 def common_form(forms: Iterable[Form | None]) -> Form | None:
-    """Return the form that a matrix of parts in these forms can have; None if they differ."""
+    """Return the form that a matrix of parts in these forms can have; None if they differ or are not quantised."""
     given = list(forms)
     first = given[0]
     if first is None or any(each is None or (each.kind, each.order) != (first.kind, first.order) for each in given):
@@ -114,7 +114,7 @@ class WeightFormat:
         return not any(_names(entry, module) for entry in self.plain)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the stored scales of a matrix `[..., N, K]`."""
+        """Return the shape of the stored scales of a matrix `[..., N, K]` in FP8."""
         *lead, rows, columns = shape
         if self.scales == "tensor":
             return (*lead, 1, 1)
@@ -127,7 +127,8 @@ def read_format(fields: Fields, folder: Path, wanted: str | None) -> WeightForma
     """Return how a folder stores its matrices; None if they are not quantised.
 
     `wanted` is the value of --quantization. It names the folder's format, or is 'fp8' for a folder that is not
-    quantised. Raises UnsupportedModelError, naming the unsupported format, or if `wanted` is another one.
+    quantised. Raises UnsupportedModelError for an unsupported format, or if `wanted` is another one, and
+    ModelFolderError for a broken description.
     """
     found = fields.values.get("quantization_config") or fields.values.get("compression_config")
     where = fields.where
@@ -266,7 +267,7 @@ def _require_four_bits(found: Mapping[str, Any], where: str, method: str, *keys:
 
 
 def _group_size(found: Mapping[str, Any]) -> int:
-    """Return the columns that share a scale; 0 for a whole row."""
+    """Return the columns that share a scale; 0 for a whole row. The default is 128."""
     size = next((found[key] for key in ("group_size", "q_group_size") if key in found), 128)
     return max(size, 0) if isinstance(size, int) else 128
 
@@ -289,7 +290,10 @@ def _read_compressed(found: Mapping[str, Any], where: str) -> WeightFormat:
 
 
 def _kind(group: Any, found: Mapping[str, Any], where: str) -> str:
-    """Return what shares a scale in a group whose weights are in FP8, or the packing of weights in 4 bits."""
+    """Return what shares a scale in a group whose weights are in FP8, or the packing of weights in 4 bits.
+
+    Raises ModelFolderError and UnsupportedModelError.
+    """
     weights = member(group, "weights")
     if not isinstance(weights, dict):
         raise ModelFolderError(f"{where} has a group of compressed-tensors without a 'weights' object: {group!r}")
@@ -309,7 +313,7 @@ def _kind(group: Any, found: Mapping[str, Any], where: str) -> str:
 
 
 def names_of(found: Mapping[str, Any], where: str, *keys: str) -> tuple[str, ...]:
-    """Return the module names in the first of `keys` that is given. Raises ModelFolderError."""
+    """Return the module names in the first of `keys` that is given; () if none is. Raises ModelFolderError."""
     key = next((key for key in keys if found.get(key) is not None), keys[0])
     names = found.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -34,7 +34,7 @@ class Qwen35VisionConfig(VisionConfig):
     def read(cls, fields: Fields, rotary: Rotary, config_class: str, settings: ImageSettings) -> Qwen35VisionConfig:
         """Read `vision_config`, with the defaults of transformers' `config_class`.
 
-        Raises ModelFolderError and UnsupportedModelError.
+        `rotary` is the text model's. Raises ModelFolderError and UnsupportedModelError.
         """
         given = fields.inner("vision_config")
         defaults, pairs = class_defaults(config_class)
@@ -107,12 +107,12 @@ def _layer(reader: TowerReader, name: str, config: VisionConfig) -> TowerLayer:
 
 
 class Qwen35Tower(VisionTower):
-    """The tower of Qwen3.5: attention with rotary positions, then a merger of 2x2 patches."""
+    """The tower of Qwen3.5: attention with rotary positions, then a merger of the patches of a token (2x2)."""
 
     config: Qwen35VisionConfig
 
     def __init__(self, weights: WeightSource, config: Qwen35VisionConfig) -> None:
-        """Raises ModelFolderError for weights that are missing or of a wrong shape."""
+        """Read the weights. Raises ModelFolderError for ones that are missing or of a wrong shape."""
         super().__init__(weights, config)
         reader = TowerReader.find(weights, PREFIXES, f"{PATCHES}.weight")
         settings, hidden = config.settings, config.hidden_size
@@ -146,7 +146,7 @@ class Qwen35Tower(VisionTower):
         return self._out(F.gelu(self._join(joined)))
 
     def _cut(self, pixels: Tensor, num_rows: int, num_columns: int) -> Tensor:
-        """Return the normalised patches `[patches, channels * frames * side * side]`."""
+        """Return the normalised patches `[patches, channels * frames * side * side]`, a token's side by side."""
         patch, merge = self.config.settings.patch_size, self.config.settings.merge_size
         x = self.normalised(pixels).view(-1, num_rows // merge, merge, patch, num_columns // merge, merge, patch, 3)
         x = x.permute(1, 4, 2, 5, 7, 0, 3, 6)  # token row, token column, row, column, channel, frame, ..
@@ -154,7 +154,10 @@ class Qwen35Tower(VisionTower):
         return x.reshape(num_rows * num_columns, -1).to(self.dtype)
 
     def _learned(self, row: Tensor, num_rows: int, column: Tensor, num_columns: int) -> Tensor:
-        """Return the learned positions, resampled bilinearly so that corners fall on corners."""
+        """Return the learned positions `[patches, hidden]`, resampled bilinearly so that corners fall on corners.
+
+        `row` and `column` `[patches]` are the patches' places in the image.
+        """
         side = self.config.grid_side
 
         def neighbours(place: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,7 +173,7 @@ class Qwen35Tower(VisionTower):
         return (upper * (1 - down) + lower * down).to(self.dtype)
 
     def _rotation(self, row: Tensor, column: Tensor) -> Operator:
-        """Return what rotates heads `[heads, patches, head_dim]` in fp32.
+        """Return what rotates heads `[heads, patches, head_dim]` in fp32 by these places `[patches]`.
 
         The first half of the pairs turns by rows, the other by columns.
         """

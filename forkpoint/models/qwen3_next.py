@@ -27,8 +27,6 @@ MTP_NAMES: Final = MTPNames(
 
 
 class Qwen3Next(Model):
-    """`Qwen3NextForCausalLM`."""
-
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3NextForCausalLM",)
     centred_norms: ClassVar = True
     config_class: ClassVar = "qwen3_next.Qwen3NextConfig"
@@ -79,8 +77,6 @@ class Qwen35(Qwen3Next):
 
 
 class Qwen35Moe(Qwen35):
-    """Qwen3.5, sparse."""
-
     architectures: ClassVar = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
     config_class: ClassVar = "qwen3_5_moe.Qwen3_5MoeTextConfig"
     vision_class: ClassVar = "qwen3_5_moe.Qwen3_5MoeVisionConfig"

@@ -29,7 +29,6 @@ from forkpoint.plugins import Registry
 
 
 def _own_families() -> Iterator[type[Model]]:
-    """Yield the families that this package's modules define."""
     for module in iter_modules(models.__path__, f"{models.__name__}."):
         if module.name != __name__:
             found = vars(import_module(module.name)).values()
@@ -50,8 +49,7 @@ MODELS: Final[Registry[type[Model]]] = Registry(
 
 
 def register_model(family: type[Model]) -> None:
-    """Add a family's `architectures` to those that this process can load. Raises ConfigError for a name that is
-    taken."""
+    """Let this process load a family's `architectures`. Raises ConfigError for a name that is taken."""
     for name in family.architectures:
         MODELS.add(name, family)
 
@@ -118,7 +116,7 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
 
 
 def _other_heads(fields: Fields, config: ModelConfig) -> str:
-    """Return which MTP heads config.json names, none of which can be used."""
+    """Return, for an error, which MTP heads config.json names, none of which can be used."""
     count = config.num_draft_layers or fields.integer("mtp_num_hidden_layers", 0, low=0)
     if count == 0:
         return "no MTP head"
@@ -128,7 +126,7 @@ def _other_heads(fields: Fields, config: ModelConfig) -> str:
 
 
 def _family(fields: Fields) -> type[Model]:
-    """Return the family of the architecture's name.
+    """Return the family of the architecture's name. Raises ModelFolderError and UnsupportedModelError.
 
     No other field is read for that, because the fields of an unknown architecture are unknown.
     """
@@ -155,11 +153,11 @@ def load_model(
     fp8_as_bytes: bool = False,
     **options: Unpack[ModelOptions],
 ) -> Model:
-    """Build a model from a Hugging Face folder.
+    """Build this rank's part of a model from a Hugging Face folder.
 
     `load_format` "dummy" needs only config.json and creates random weights from `seed`. `device` (None: torch's
     default) stores the weights. With `fp8_as_bytes` matrices in FP8 are stored as bytes (uint8). `progress` is called
-    with the bytes of weights read so far and the total. Each of `ranks` builds its own part. Raises ModelFolderError
+    with the bytes of weights read so far and the total. All of `ranks` must call it together. Raises ModelFolderError
     and UnsupportedModelError, which name the tensor or field at fault, and ConfigError if the model cannot be split
     over so many ranks.
     """

@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotate pair `i` of a head's first `dim` dims by `frequencies[i]` radians per token. Cos and sin are multiplied by
-    `gain`.
+    """How heads are rotated: pair `i` of the first `dim` dims by `frequencies[i]` radians per token.
 
-    `max_len` is the length in tokens to which the model's context was extended; 0 if it was not.
+    Cos and sin are multiplied by `gain`. `max_len` is the length in tokens to which the model's context was extended; 0
+    if it was not.
     """
 
     frequencies: tuple[float, ...] = ()
@@ -30,8 +30,10 @@ class Rotary:
         return 2 * len(self.frequencies)
 
     def table(self, max_len: int) -> Tensor:
-        """Compute cos, then sin, for each position: `[max_len, dim]` fp32, on the host whatever the default device, so
-        that all devices use the same bits."""
+        """Compute cos, then sin, for each position: `[max_len, dim]` fp32.
+
+        It is on the host whatever the default device, so that all devices use the same bits.
+        """
         positions = torch.from_numpy(np.arange(max_len, dtype=np.float32)).unsqueeze(1)
         angles = positions * torch.from_numpy(np.asarray(self.frequencies, np.float32))
         return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(self.gain)
@@ -41,12 +43,12 @@ NO_POSITIONS: Final = Rotary()
 
 
 def frequencies(dim: int, theta: float) -> Tensor:
-    """Compute `theta^(-2i / dim)` in fp32 (Su et al. 2021)."""
+    """Compute `theta^(-2i / dim)` for pairs i, `[dim / 2]` fp32 (Su et al. 2021)."""
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
 def proportional(dim: int, theta: float, share: float) -> Tensor:
-    """Compute the frequencies of a full rotation, of which only the first `share` of all pairs is used."""
+    """Compute the frequencies of a full rotation, with 0 for all but the first `share` of pairs."""
     plain = frequencies(dim, theta)
     plain[int(share * dim // 2) :] = 0.0
     return plain
@@ -66,7 +68,7 @@ def interleaved_axes(sections: Sequence[int], num_pairs: int) -> tuple[int, ...]
 
 
 def llama3(plain: Tensor, factor: float, low: float, high: float, length: int) -> Tensor:
-    """Scale frequencies as Llama 3.1 does.
+    """Return frequencies scaled as in Llama 3.1.
 
     Pairs that turn fewer than `low` times in `length` tokens are divided by `factor`. Pairs that turn more than `high`
     times are kept. Pairs in between are interpolated.
@@ -76,10 +78,10 @@ def llama3(plain: Tensor, factor: float, low: float, high: float, length: int) -
 
 
 def yarn(plain: Tensor, theta: float, factor: float, fast: float, slow: float, length: int, whole: bool) -> Tensor:
-    """Scale frequencies as YaRN does (Peng et al. 2023).
+    """Return frequencies scaled as in YaRN (Peng et al. 2023), where slow pairs are divided by `factor`.
 
     Pairs between those that turn `fast` and `slow` times in `length` tokens are interpolated by their index. With
-    `whole` the two bounds are rounded to whole indices.
+    `whole` the two bounds are rounded to whole indices. `theta` is the base of `plain`.
     """
     dim = 2 * len(plain)
     first, last = (dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow))
@@ -91,8 +93,10 @@ def yarn(plain: Tensor, theta: float, factor: float, fast: float, slow: float, l
 
 
 def yarn_gain(factor: float, scale: float, scale_all: float) -> float:
-    """Return YaRN's factor for cos and sin. `scale` and `scale_all` are DeepSeek's `mscale` and `mscale_all_dim`; 0 if
-    absent."""
+    """Return YaRN's factor for cos and sin when the context is extended `factor` times.
+
+    `scale` and `scale_all` are DeepSeek's `mscale` and `mscale_all_dim`; 0 if absent.
+    """
 
     def gain(by: float) -> float:
         return 0.1 * by * math.log(max(factor, 1.0)) + 1.0

@@ -39,7 +39,11 @@ class Shards:
         self.file_of = self._locate(listed) if listed else dict.fromkeys(self._files[SINGLE_NAME].keys(), SINGLE_NAME)
 
     def _locate(self, listed: Mapping[str, str]) -> dict[str, str]:
-        """Compare the index with what the shards hold. The index decides where a tensor is stored twice."""
+        """Return the file of each tensor. The index decides where a tensor is stored twice.
+
+        Logs such copies and tensors that the index does not list. Raises ModelFolderError for tensors that are not
+        there.
+        """
         located = dict(listed)
         for shard, file in self._files.items():
             held = set(file.keys())
@@ -65,16 +69,15 @@ class Shards:
         return self._files[self.file_of[name]].get_slice(name)
 
     def tensor(self, name: str) -> Any:
-        """Read a whole tensor, mapped from its file. Raises SafetensorError."""
+        """Return a whole tensor, mapped from its file. Raises SafetensorError."""
         return self._files[self.file_of[name]].get_tensor(name)
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each tensor."""
+        """Return the stored bytes of each tensor."""
         stored = {shard: _stored_bytes(self.folder / shard) for shard in self._files}
         return {name: stored[shard][name] for name, shard in self.file_of.items()}
 
     def close(self) -> None:
-        """Close the files."""
         self._files.clear()
 
 
@@ -85,7 +88,7 @@ def patterns(names: Iterable[str]) -> str:
 
 
 def some(names: Collection[str]) -> str:
-    """Return the first three names, and how many more there are."""
+    """Return the first three names in sorted order, and how many more there are, for an error."""
     first = sorted(names)[:3]
     more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
     return ", ".join(repr(name) for name in first) + more
@@ -110,7 +113,7 @@ def _single_file(folder: Path) -> str:
 
 
 def _check_other_files(folder: Path, shards: Collection[str]) -> None:
-    """Refuse shards that the index does not name, and log other safetensors files."""
+    """Raise ModelFolderError for shards that the index does not name, and log other safetensors files."""
     others = {path.name for path in folder.glob("*.safetensors")} - set(shards)
     stray = {name for name in others if name == SINGLE_NAME or re.fullmatch(r"model-.*-of-.*\.safetensors", name)}
     if stray:
@@ -136,7 +139,7 @@ def _open_shard(folder: Path, name: str) -> Any:
 
 
 def _check_inside(folder: Path, name: str) -> None:
-    """Refuse a shard that is not in `folder`.
+    """Raise ModelFolderError for a shard that is not in `folder`.
 
     Only links of huggingface_hub's cache may leave the folder. They point from a snapshot to the blobs of its
     repository, or of the whole cache.

@@ -52,7 +52,6 @@ class VisionTower(ABC):
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes of the embedding of one token."""
         return self.config.out_size * self.dtype.itemsize
 
     @abstractmethod
@@ -63,20 +62,20 @@ class VisionTower(ABC):
         """
 
     def normalised(self, pixels: Tensor) -> Tensor:
-        """Return pixels in fp32, normalised by channel, on the tower's device."""
+        """Return pixels `[..., 3]` in fp32, normalised by channel, on the tower's device."""
         return (pixels.to(self.device).float() / 255 - self._mean) / self._std
 
 
 @dataclass(frozen=True, slots=True)
 class TowerReader:
-    """Reads the parts of a tower, whose weights' names start with `prefix`."""
+    """Reads the parts of a tower, whose weights' names start with `prefix`. All methods raise ModelFolderError."""
 
     weights: WeightSource
     prefix: str
 
     @classmethod
     def find(cls, weights: WeightSource, prefixes: Sequence[str], name: str) -> TowerReader:
-        """Return a reader for the first of the prefixes before `name`. Raises ModelFolderError if there is none."""
+        """Return a reader for the first of the prefixes before `name` that the folder has."""
         prefix = next((prefix for prefix in prefixes if weights.has(prefix + name)), None)
         if prefix is None:
             raise ModelFolderError(
@@ -114,7 +113,7 @@ class TowerLayer:
     down: Operator
 
     def __call__(self, x: Tensor, rotate: Operator | None = None) -> Tensor:
-        """`x[patches, hidden]` -> `[patches, hidden]`; `rotate` turns queries and keys `[heads, patches, dims]`."""
+        """Return `[patches, hidden]` from such an `x`. `rotate` turns queries and keys `[heads, patches, dims]`."""
         normed, hidden = self.before_attention(x), x.shape[1]
         parts = [part for project in self.qkv for part in torch.split(project(normed), hidden, dim=1)]
         q, k, v = (part.view(len(x), self.num_heads, -1).transpose(0, 1) for part in parts)

@@ -31,7 +31,7 @@ NORM_EPS = 1e-5  # epsilon of the gated norm, independent of rms_norm_eps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedConfig(PartConfig):
-    """The `use`-th use of a shared transformer, which reads the hidden state joined with the token's embedding."""
+    """The `use`-th use of shared transformer `block`, which reads the hidden state joined with the embedding."""
 
     attention: AttentionConfig
     mlp: MLPConfig
@@ -113,8 +113,6 @@ class SharedTransformer:
 
 
 class Zamba2(Model):
-    """`Zamba2ForCausalLM`."""
-
     architectures: ClassVar = ("Zamba2ForCausalLM",)
     norms: ClassVar = ("input_layernorm",)
     defers_sums: ClassVar = False
@@ -182,7 +180,7 @@ class Zamba2(Model):
 
 @dataclass(frozen=True, slots=True)
 class HybridLayer:
-    """`h += mamba(norm(h + linear(shared([h, embedding]))))`."""
+    """A layer of `h += mamba(norm(h + linear(shared([h, embedding]))))`."""
 
     shared: Block
     linear: Projection
@@ -190,7 +188,7 @@ class HybridLayer:
     mamba: Block
 
     def __call__(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Run the layer. `ctx.embedded` holds the tokens' embeddings. See `decoder.Layer` for the arguments."""
+        """Run the layer on `x` and `residual`, see `decoder.Layer`. `ctx.embedded` must hold the tokens' embeddings."""
         assert ctx.embedded is not None
         hidden = x if residual is None else residual + x
         more = self.linear(self.shared(torch.cat((hidden, ctx.embedded), dim=-1), ctx))

@@ -39,7 +39,10 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A part of the tool call number `index`. The first part has the name. `text` is a part of the arguments' JSON."""
+    """A part of the tool call number `index` of an answer. `text` is a part of the arguments' JSON.
+
+    Only the first part of a call has a name.
+    """
 
     index: int
     name: str | None
@@ -52,10 +55,10 @@ Piece: TypeAlias = Reasoning | Content | CallPart
 class AnswerParser:
     """Turns text, fed as it comes, into pieces. Text that may belong to a tag or a call is held back until it is clear.
 
-    The parser is in one of two states: reasoning or content. Tags of thinking, and calls, change the state; `_free` is
-    this loop. A call ends the reasoning. A call of a declared function is certain once its name and the beginning of
-    its arguments have come, and is reported from then on. It cannot be taken back, so if it breaks off, its arguments
-    are closed to valid JSON. A call of another function is reported once it is whole; if it breaks off, it is text.
+    Tags of thinking, and calls, change between reasoning and content; `_free` is this loop. A call ends the reasoning.
+    A call of a declared function is certain once its name and the beginning of its arguments have come, and is reported
+    from then on. It cannot be taken back, so if it breaks off, its arguments are closed to valid JSON. A call of
+    another function is reported once it is whole; if it breaks off, it is text.
 
     `reasoning`: separate `<think>` parts from the content. `starts_inside`: the prompt has opened such a part. `tools`:
     parameter schemas by function name; None to look for no calls. `notation`: how the model writes calls. `forced`: the
@@ -92,7 +95,7 @@ class AnswerParser:
         self._parts = self._forced(reasoning) if forced else self._free(reasoning)
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that became certain with `text`."""
+        """Return the joined pieces that became certain with `text`; [] once `done`."""
         if self.done:
             return []
         self._source.append(text)
@@ -107,7 +110,10 @@ class AnswerParser:
         return joined(parts)
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
-        """Return the remaining pieces. `cut`: the length limit ended the answer, so an unfinished call stays open."""
+        """Return the remaining pieces, after the last `feed`.
+
+        `cut`: the length limit ended the answer, so an unfinished call stays open.
+        """
         self._source.finish(cut=cut)
         return self.feed("")
 
@@ -260,7 +266,7 @@ class AnswerParser:
             yield self._report(space + tag)
 
     def _read_calls(self, kind: str, space: str, tag: str) -> Iterator[Piece | None]:
-        """Read the calls that may begin at `tag`. If there are none, report it as text."""
+        """Read the calls that may begin at `tag`, a match of the group `kind`. If there are none, report it as text."""
         assert self._calls is not None
         number = 0
         if kind in ("opening", "tag") or self._may_begin(kind, space):
@@ -290,7 +296,7 @@ class AnswerParser:
         return not self._notation.bare_at_start or not self._last
 
     def _events(self, reading: Generator[Event | None, None, int]) -> Generator[Piece | None, None, int]:
-        """Report calls as pieces and return their number."""
+        """Report calls as pieces and return their number. The first one ends the reasoning."""
         while True:
             try:
                 event = next(reading)
@@ -331,7 +337,7 @@ class AnswerParser:
 
 
 def with_unopened_reasoning(pieces: list[Piece], num_unopened: int) -> list[Piece]:
-    """Return the pieces of a whole answer, with the first `num_unopened` characters of content turned into reasoning.
+    """Return a whole answer's pieces, with the first `num_unopened` characters of content as reasoning.
 
     In a stream these characters are content: they are sent before the tag comes that shows what they are.
     """
@@ -346,7 +352,7 @@ def with_unopened_reasoning(pieces: list[Piece], num_unopened: int) -> list[Piec
 
 
 def joined(parts: list[Piece]) -> list[Piece]:
-    """Join consecutive parts of the same kind of text, or of the same call."""
+    """Return the parts with consecutive ones of the same kind of text, or of the same call, joined."""
     runs: list[tuple[Piece, list[str]]] = []
     for part in parts:
         begins_call = isinstance(part, CallPart) and part.name is not None

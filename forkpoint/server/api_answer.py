@@ -33,24 +33,28 @@ class ApiAnswer(ABC, Generic[A]):
     created_s: int = field(init=False, default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        """Set up the state of a subclass."""
+        """Set up the state of a subclass. Nothing by default."""
 
     @abstractmethod
     def events(self) -> AsyncIterator[bytes]:
-        """Yield the events of a stream. Read from the moment that each prompt has an output token."""
+        """Yield the events of a stream. Read from the moment that each prompt has an output token.
+
+        Raises HTTPError if a completion fails.
+        """
 
     @abstractmethod
     async def reply(self) -> Any:
-        """Return the whole answer: a pydantic model, or a value that becomes JSON."""
+        """Return the whole answer: a pydantic model, or a value that becomes JSON. Raises HTTPError if it fails."""
 
     @abstractmethod
     def error_event(self, error: HTTPError) -> bytes:
         """Return the events that report an error in the middle of a stream and end the stream."""
 
     async def send(self, request: Request) -> Any:
-        """Return the whole answer, or a response that streams it.
+        """Return the whole answer, or a response that streams it and closes the generation.
 
-        Raises HTTPError or ForkpointError before anything is sent.
+        Raises HTTPError or ForkpointError before anything is sent, also if the client leaves; the generation is then
+        closed.
         """
         with self.generation.closed_on_error():
             if not self.prepared.stream:

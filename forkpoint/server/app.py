@@ -96,7 +96,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _allow_origins(app: FastAPI, config: ServerConfig) -> None:
-    """Add CORS. It is added last and so runs first: browsers send preflights without a key and may read refusals."""
+    """Add CORS if origins are allowed. Added last, it runs first: preflights have no key, and refusals may be read."""
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

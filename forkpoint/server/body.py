@@ -98,8 +98,8 @@ class Bodies:
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """Read the raw body and hold it until the context is left.
 
-        Raises HTTPError if the body is missing, too large, given up for others, or has no JSON Content-Type: web pages
-        may send bodies of other types to any server.
+        Raises HTTPError if the body is missing, cut off, too large, given up for others, or has no JSON Content-Type:
+        web pages may send bodies of other types to any server.
         """
         held, parts = _Held(), list[bytes]()
         self._held.add(held)
@@ -119,7 +119,10 @@ class Bodies:
             self._drop(held)
 
     def _add(self, held: _Held, num_bytes: int) -> None:
-        """Count more bytes of a body. Raises TimeoutError if it has been given up."""
+        """Count more bytes of a body, and give up others if needed.
+
+        Raises HTTPError if it is too large, and TimeoutError if it has been given up itself.
+        """
         if held in self._held:
             held.num_bytes += num_bytes
             self._num_bytes += num_bytes
@@ -153,7 +156,7 @@ def is_json(content_type: bytes) -> bool:
 
 
 def parse(model: type[B], data: bytes) -> B:
-    """Parse a body as `model`. Raises HTTPError 400 naming the first thing that is wrong."""
+    """Return a JSON body as `model`. Raises HTTPError 400 naming the first thing that is wrong."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -229,7 +232,7 @@ def _wrong_json(error: Exception) -> HTTPError:
 
 
 def _nearest(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return an error of the first wrong field. If the field may be of several kinds, choose the kind nearest to it."""
+    """Return an error of the first wrong field; if it may be of several kinds, of the kind nearest to it."""
     by_kind: dict[object, list[Mapping[str, Any]]] = defaultdict(list)
     for error in errors:
         if error["loc"][:1] == errors[0]["loc"][:1]:
@@ -238,7 +241,7 @@ def _nearest(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _num_right(error: Mapping[str, Any]) -> int:
-    """Return the number of list elements before the wrong one."""
+    """Return the number of list elements before the wrong one; 0 outside lists."""
     return next((part for part in error["loc"][1:] if isinstance(part, int)), 0)
 
 

@@ -166,7 +166,10 @@ class ServerConfig:
 
 
 def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the given texts. A text that is a JSON list, as vLLM takes them, is replaced by its elements."""
+    """Return the given texts. A text that is a JSON list, as vLLM takes them, is replaced by its elements.
+
+    Raises ConfigError for elements that are not texts.
+    """
     texts: list[str] = []
     for text in given:
         _CHECK.require(is_text(text), name, text, "texts, or one JSON list of texts")
@@ -184,8 +187,7 @@ def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _media_domain(given: str) -> str:
-    """Return a host's name or address in lower case, with its port if there is one. Raises ConfigError for anything
-    else."""
+    """Return a host's name or address in lower case, with its port if given. Raises ConfigError for other texts."""
     domain = given.lower()
     if not is_ipv6(domain):
         found = re.fullmatch(r"([\w.-]+|\[[^]]+\])(?::(\*|\d{1,5}))?", domain)

@@ -31,7 +31,7 @@ LOG_INTERVAL_S: Final = 10.0  # between two log lines about too many connections
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files as far as the system allows, and return the limit."""
+    """Raise this process's limit of open files as far as the system allows (MAX_FILES), and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES
     if hard != resource.RLIM_INFINITY:
@@ -59,7 +59,10 @@ class Connections:
     _logged_s: float | None = None  # when the lack of room was logged last
 
     def make_room(self, now_s: float) -> bool:
-        """Close a waiting connection if there are too many. Return False if there are too many and none waits."""
+        """Close a waiting connection if there are too many. Return False if there are too many and none waits.
+
+        The lack of room is logged now and then. `now_s` is the event loop's time.
+        """
         if self.num_open <= self.most:
             return True
         if self._logged_s is None or now_s - self._logged_s > LOG_INTERVAL_S:
@@ -109,7 +112,7 @@ class Connection(HttpToolsProtocol):
             self._feed(data[start : start + PIECE_BYTES])
 
     def give_way(self) -> None:
-        """Close to make room for a new connection."""
+        """Close at once, without an answer, to make room for a new connection."""
         self._stop_waiting()
         self.transport.abort()
 

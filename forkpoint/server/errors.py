@@ -49,7 +49,7 @@ ANSWERS: Final[Mapping[type[ForkpointError], tuple[int, str, str | None]]] = Map
 
 @dataclass(eq=False)
 class HTTPError(Exception):
-    """An error to answer with. `type` and `code` follow OpenAI."""
+    """An error to answer with. `type`, `param` and `code` follow OpenAI."""
 
     status: int
     message: str
@@ -65,12 +65,12 @@ class HTTPError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def messages_body(self) -> dict[str, object]:
-        """Return the error in the form of Anthropic's API."""
+        """Return the error's body in the form of Anthropic's API."""
         kind = MESSAGES_TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def body_for(self, path: str) -> dict[str, object]:
-        """Return the error in the form of the API that `path` belongs to."""
+        """Return the error's body in the form of the API that `path` belongs to."""
         return self.messages_body() if "/v1/messages" in path else self.body()
 
     @property

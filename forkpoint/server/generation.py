@@ -46,7 +46,10 @@ class Generation:
                 _check_end(completion.finish_reason, completion.error)
 
     async def deltas(self, *, whole: bool = False) -> AsyncIterator[list[tuple[int, CompletionOutput]]]:
-        """Yield the deltas of `OpenRequest.deltas`. Raises HTTPError when a completion fails, after earlier deltas."""
+        """Yield the deltas of `OpenRequest.deltas`, with the prompt's number.
+
+        Raises HTTPError when a completion fails, after earlier deltas.
+        """
         async for deltas in self.opened.deltas(whole=whole):
             for count, (_, delta) in enumerate(deltas):
                 if delta.finish_reason in FAILURES:
@@ -57,7 +60,6 @@ class Generation:
 
     @property
     def states(self) -> list[RequestState]:
-        """Return the state of the engine request of each prompt."""
         return self.opened.states
 
     def details(self) -> dict[str, Any]:

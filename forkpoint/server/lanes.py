@@ -31,7 +31,8 @@ class Lane:
 
     A turn lasts `turn_s`. A request that takes longer moves to one of the places for slow requests; there are half as
     many places as turns. If all places are taken, the request keeps its turn until another request wants it, and is
-    then refused. No request is read for longer than `timeout_s` or waits for longer than `wait_s`.
+    then refused. No request is read for longer than `timeout_s` or waits for longer than `wait_s`. `niceness` is its
+    readers'.
     """
 
     niceness: int
@@ -57,8 +58,8 @@ class Lane:
     async def turn(self, num_bytes: int) -> AsyncIterator[None]:
         """Wait for a turn and hold it, or a place for slow requests, until the context is left.
 
-        Raises QueueFullError if no turn comes in time or another request needs the turn, and RequestTooLargeError
-        after `timeout_s`.
+        `num_bytes` is the size by which requests wait. Raises QueueFullError if no turn comes in time or another
+        request needs the turn, and RequestTooLargeError after `timeout_s`.
         """
         await self._wait(num_bytes)
         place = _Place(asyncio.timeout(self.timeout_s))

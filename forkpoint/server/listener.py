@@ -20,7 +20,7 @@ BACKLOG = 2048  # connections that the system accepts ahead of the server; uvico
 
 @contextmanager
 def listen(config: ServerConfig) -> Iterator[socket.socket]:
-    """Open the listening socket. On leaving the context it is closed and its path removed.
+    """Open the listening socket, non-blocking. On leaving the context it is closed and its path removed.
 
     Raises ConfigError naming the address or the path, and what is wrong with it.
     """
@@ -30,7 +30,7 @@ def listen(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def url(config: ServerConfig, listener: socket.socket) -> str:
-    """Return the URL that clients connect to."""
+    """Return the URL that clients connect to: the listener's, or unix:PATH."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]

@@ -95,7 +95,7 @@ def _top_logprob(one: Logprob) -> dict[str, Any]:
 
 
 def _top(entry: Mapping[int, Logprob], num_top: int) -> dict[str, float]:
-    """Return the chosen token and the `num_top` most likely tokens, the most likely first."""
+    """Return the chosen token and the `num_top` most likely tokens, by text, the most likely first."""
     found: dict[str, float] = {}
     chosen = next(iter(entry.values()))
     for one in sorted(entry.values(), key=lambda one: one.rank):

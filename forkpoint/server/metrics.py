@@ -263,7 +263,7 @@ class CountedHistogram:
 
 
 def _with_shares(stats: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the engine's stats with the shares of its arena that are in use."""
+    """Return the engine's stats with the shares of its arena that are in use (0 to 1); empty stats stay so."""
     if not stats:
         return stats
     pages = max(1, stats["num_pages"] - 1)

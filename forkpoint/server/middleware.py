@@ -128,7 +128,7 @@ class Hosts:
         self._any = not is_guarded or "*" in self._names
 
     def check(self, given: bytes | None) -> None:
-        """Raise HTTPError for a Host header that names another host. Browsers always send the header."""
+        """Raise HTTPError 403 for a Host header that names another host. Without one pass: browsers always send it."""
         if self._any or given is None:
             return
         name = _without_port(given.decode("latin-1").lower())
@@ -153,7 +153,7 @@ class Origins:
         self._allowed = frozenset(origin.encode() for origin in config.allowed_origins)
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raise HTTPError for a page of another site. Clients other than browsers send no Origin."""
+        """Raise HTTPError 403 for a page of another site. Clients other than browsers send no Origin and pass."""
         given = headers.get(b"origin")
         if given is None or given in self._allowed or b"*" in self._allowed:
             return
@@ -177,5 +177,5 @@ def _without_port(host: str) -> str:
 
 
 def own_salt(given: str) -> str:
-    """Return the cache salt `given`, bound to the request's API key. Two keys never share a salt."""
+    """Return the cache salt `given`, bound to the current request's API key. Two keys never share a salt."""
     return hmac.new(KEY.get(), b"cache salt\0" + given.encode(), hashlib.sha256).hexdigest()

@@ -15,7 +15,7 @@ from forkpoint.server.calls.tagged_calls import CALL, CALL_END, FUNCTION_END, re
 
 
 def read_mistral(site: Site) -> CallReader:
-    """Read a call of Mistral's: an object in a list, or a name and arguments."""
+    """Read a call of Mistral's: an object in a list, or a name and arguments. Return whether it was written in full."""
     if site.source.text.startswith("{", site.source.at):
         return (yield from read_object(site))
     return (yield from read_name_and_arguments(site))

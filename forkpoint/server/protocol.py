@@ -29,7 +29,7 @@ class Body(BaseModel):
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Return a validator for the number of a mapping's entries. It runs first, as each entry may cause an error."""
+    """Return a validator that refuses a mapping of more than `most` entries. It runs before each entry is validated."""
 
     def check(given: object) -> object:
         if isinstance(given, Mapping) and len(given) > most:
@@ -92,7 +92,7 @@ class RequestBody(Body):
         return self
 
     def unused_fields(self) -> list[str]:
-        """Return a sentence for the log about each ignored field."""
+        """Return a sentence for the log about each ignored field that may matter to the client."""
         known = self.no_effect | self.refused.keys()
         return [self._unused(name) for name in self.model_extra or {} if name not in known]
 
@@ -107,7 +107,7 @@ class RequestBody(Body):
 
     @classmethod
     def document(cls, schema: dict[str, Any]) -> None:
-        """List in the OpenAPI document the fields that are accepted without effect."""
+        """Add to the OpenAPI document's `schema` the fields that are accepted without effect."""
         for name in sorted(cls.no_effect - set(cls.model_fields)):
             schema["properties"][name] = {"description": "accepted; changes nothing in the answer's text"}
         for name, do in sorted(cls.ignored.items()):

@@ -76,7 +76,7 @@ async def receive_answer(inbox: asyncio.StreamReader) -> Any:
 
 
 def _mapped(path: str, sizes: list[int]) -> list[memoryview]:
-    """Return the arrays of the given sizes in bytes that follow each other in shared memory."""
+    """Return the arrays of the given sizes in bytes that follow each other in the shared memory at `path`."""
     if not sizes:
         return []
     memory = os.open(path, os.O_RDWR)

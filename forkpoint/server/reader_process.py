@@ -36,7 +36,7 @@ FIRST_TO_GO: Final = "1000"  # oom_score_adj: a system short of memory kills a r
 
 @dataclass(frozen=True, slots=True)
 class StartReader:
-    """Ask the loader to fork a reader. The handle of the reader's socket follows this message."""
+    """Asks the loader to fork a reader. The handle of the reader's socket follows this message."""
 
     number: int
     niceness: int
@@ -44,20 +44,20 @@ class StartReader:
 
 @dataclass(frozen=True, slots=True)
 class EndReader:
-    """Ask the loader to kill a reader."""
+    """Asks the loader to kill a reader."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Sent in place of a result."""
+    """Sent in place of a result: the error to raise."""
 
     error: Exception
 
 
 def fork_loader(texts: Texts, channel: Connection, others: Connection) -> int:
-    """Start the loader and return its process id. `others` is the API process's end of the channel."""
+    """Fork the loader of `texts`, and return its process id. `others` is this process's end of the channel."""
     with signals_blocked():  # the loader must not act on a signal before it ignores them; only the API process does
         pid = os.fork()
         if not pid:

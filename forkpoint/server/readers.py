@@ -76,7 +76,7 @@ class Readers:
 
     @classmethod
     def fork(cls, texts: Texts) -> Readers:
-        """Fork the loader. Call this before the process has threads."""
+        """Fork the loader, which begins to load. Call this before the process has threads."""
         ours, theirs = Pipe()
         pid = fork_loader(texts, theirs, ours)
         theirs.close()
@@ -91,7 +91,7 @@ class Readers:
         return await self._loaded
 
     def begin(self, facts: Facts) -> None:
-        """Send the engine's sizes to the loader. Requests can be read from now on."""
+        """Send the engine's sizes to the loader, after `loaded`. Requests can be read from now on."""
         self._channel.send(facts)
 
     async def lost(self) -> ForkpointError:
@@ -101,7 +101,7 @@ class Readers:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a request as open until the context is left."""
+        """Count a request in `num_open` until the context is left."""
         self.num_open += 1
         try:
             yield
@@ -109,10 +109,10 @@ class Readers:
             self.num_open -= 1
 
     async def run(self, prepare: Prepare[T], *parts: bytes, lane: Lane | None = None) -> T:
-        """Run `prepare` on the joined `parts` in a reader and return the result. The default lane is the one for their
-        size.
+        """Run `prepare` on the joined `parts` in a reader and return the result, by default in the lane of their size.
 
-        Raises the errors of `prepare` and `Lane.turn`, and RequestFailedError if the reader dies of the request.
+        Raises the errors of `prepare` and `Lane.turn`, RequestFailedError if the reader dies of the request, and
+        EngineStoppedError if none can be started any more.
         """
         num_bytes = sum(map(len, parts))
         lane = lane or self._lane(num_bytes)

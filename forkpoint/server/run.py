@@ -39,8 +39,8 @@ LAST_ANSWERS_S = 2.0  # after the engine has died: time for errors to reach open
 def serve(engine: EngineConfig, config: ServerConfig) -> int:
     """Serve until Ctrl-C or SIGTERM, and return the exit code: 0, or 1 if the engine died.
 
-    Raises ConfigError if the server cannot listen at the address, or if a file for HTTPS or the chat template is wrong.
-    Also raises the errors of loading the model.
+    Raises ConfigError if the server cannot listen at the address, or if a file for HTTPS or the chat template is wrong,
+    and the errors of loading the model.
     """
     tls_options(config)
     read_template(engine.chat_template)
@@ -53,7 +53,7 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
 
 @contextlib.contextmanager
 def opened(engine: EngineConfig, config: ServerConfig) -> Iterator[ApiServer]:
-    """Open a server that listens, and whose readers begin to load. Call this before the process has threads.
+    """Yield a server that listens, and whose readers begin to load. Enter this before the process has threads.
 
     Raises ConfigError if the server cannot listen at the address.
     """
@@ -106,7 +106,10 @@ class ApiServer:
         return exit_code
 
     async def _live(self) -> ForkpointError:
-        """Load the model, serve it until another process has ended, and return the reason. Signals cancel this."""
+        """Load the model, serve it until another process has ended, and return the reason. Signals cancel this.
+
+        Raises the errors of loading the model.
+        """
         await self._engine.start(self._writer())
         inputs = self._engine.inputs
         self._readers.begin(Facts(inputs.vocab_size, inputs.max_model_len, inputs.eos_token_ids))

@@ -27,7 +27,7 @@ MAX_REQUEST_ID_LENGTH: Final = 128  # characters, as for the header X-Request-Id
 
 
 def bounded(name: str, help: str | None = None) -> Any:
-    """Return an optional body field with the bounds and the help of the field `name` of SamplingParams."""
+    """Return an optional body field with the bounds of the field `name` of SamplingParams, and its help by default."""
     given = SamplingParams.__dataclass_fields__[name].metadata
     low, high, above = given["bounds"]
     least: dict[str, Any] = {"gt" if above else "ge": low}
@@ -135,7 +135,7 @@ class SamplingBody(SampledBody):
 class PreparedRequest:
     """A request as a reader has read it: what the engine is to do, and what the answer has to contain.
 
-    `returns_ids`: the answer has token ids. `request_id`: the id that the client has chosen for the answer.
+    `returns_ids`: the answer has token ids. `request_id`: the id that the client has chosen for the answer, or None.
     """
 
     model: str
@@ -175,7 +175,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the SamplingParams of `body`. Raises HTTPError or InvalidParamsError for values out of range.
 
-    A missing or null field takes the model's default. The model's `max_tokens` bounds that of every request.
+    A missing or null field takes the model's default. The model's `max_tokens` bounds that of every request. Both
+    counts of log-probabilities are None if none are wanted.
     """
     most = texts.config.max_logprobs
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
@@ -221,7 +222,7 @@ def structured_outputs(body: SamplingBody) -> StructuredOutputsParams | None:
 
 
 def _from_format(given: ResponseFormat | None) -> dict[str, Any] | None:
-    """Return `response_format` in the form of `structured_outputs`."""
+    """Return the format as `structured_outputs`; None for text. Raises HTTPError for one without a schema."""
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":

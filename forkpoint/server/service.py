@@ -71,7 +71,7 @@ class Service:
             await self.fetcher.close()
 
     def check_healthy(self) -> None:
-        """Raise an error if requests are refused at the moment."""
+        """Raise EngineStoppedError or EngineNotReadyError if requests are refused at the moment."""
         if self.closing:
             raise EngineStoppedError("the server is shutting down")
         self.engine.check_ready()
@@ -101,7 +101,7 @@ class Service:
             return await self.prepare_from(data, prepare, request)
 
     async def prepare_from(self, data: bytes, prepare: Prepare[T], request: Request) -> T:
-        """Do the same for a body that has been received. May be called several times for one body."""
+        """Do as `prepare` for a body that has been received. May be called several times for one body."""
         return await unless_left(request.receive, self._read(prepare, data))
 
     async def _read(self, prepare: Prepare[T], data: bytes) -> T:
@@ -129,10 +129,11 @@ class Service:
                 yield data
 
     async def open(self, name: str, prepared: PreparedRequest, receive: Receive) -> Generation:
-        """Send all prompts to the engine, or none if one is refused.
+        """Send all prompts to the engine, or none if one is refused, and return their generation.
 
-        Raises the errors of `AsyncEngine.add` and `Trials.check`, QueueFullError if too many completions are open, and
-        HTTPError for a priority under another policy than `priority`.
+        `name` begins the ids of the engine's requests. Raises the errors of `AsyncEngine.add` and `Trials.check`,
+        QueueFullError if too many completions are open, and HTTPError for a priority under another policy than
+        `priority`.
         """
         config, params, priority = self.config, prepared.params, prepared.priority
         with self.readers.counted():

@@ -79,7 +79,7 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _watch(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
-        """Send a comment if nothing was sent for `interval_s`, and schedule the next look."""
+        """Send a comment if nothing was sent for the interval and an event is awaited, and schedule the next look."""
         if self._is_waiting and loop.time() - self._sent_s >= self._interval_s:
             self._sent_s = loop.time()
             self._comment = loop.create_task(self._send_comment(send))
@@ -106,7 +106,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client leaves first, cancel `work` and raise HTTPError."""
+    """Return the result of `work` or raise its error. If the client leaves first, cancel it and raise HTTPError 499."""
     task = asyncio.create_task(work)
     await _ended_or_left(receive, task)
     return task.result()
@@ -130,7 +130,7 @@ async def begin(
 
 
 async def _after(first: asyncio.Task[None], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield a comment, and after the end of `first` the events."""
+    """Yield a comment, wait for `first` and raise its error, or yield the events. Closing cancels `first`."""
     try:
         yield COMMENT
         await first

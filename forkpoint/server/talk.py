@@ -58,9 +58,9 @@ class PreparedTurn(PreparedRequest):
 
     @classmethod
     def read(cls, texts: Texts, body: ChatBody, **others: Any) -> Self:
-        """Prepare a chat completion. Runs in a reader's process.
+        """Prepare a chat completion, with the fields `others` of a subclass. Runs in a reader's process.
 
-        Raises HTTPError or ForkpointError if the request is wrong.
+        Raises HTTPError or ForkpointError if the request is wrong, and MissingImages for images to be fetched first.
         """
         model = texts.served_name(body.model)
         plan = plan_tools(body)
@@ -115,7 +115,7 @@ class PreparedTurn(PreparedRequest):
 
 
 def _thinking(texts: Texts, body: ChatBody, prompt: Prompt, params: SamplingParams) -> Thinking:
-    """Return whether the answer begins with thinking."""
+    """Return whether the answer begins with thinking: "none", "open" (the prompt began it) or "optional"."""
     if texts.config.reasoning_parser == "none":
         return "none"
     begun = (prompt.text or "").rstrip()
@@ -170,7 +170,7 @@ def _render(texts: Texts, body: ChatBody, tools: list[dict[str, Any]] | None, pa
 
 @dataclass(slots=True)
 class News:
-    """New parts of one completion: pieces that became certain, tokens since the last news, and why it ended."""
+    """New parts of one completion: pieces that became certain, tokens since the last news, and why it ended, if so."""
 
     index: int
     pieces: list[Piece] = field(default_factory=list)
@@ -200,9 +200,9 @@ class Talk:
         self._parsers = [turn.parser() for _ in range(turn.params.n)]
 
     async def news(self, *, whole: bool = False) -> AsyncIterator[News]:
-        """Yield news until all completions have ended. `whole`: yield each completion once, at its end.
+        """Yield news until all completions have ended, then close the generation.
 
-        Raises HTTPError if a completion fails.
+        `whole`: yield each completion once, at its end. Raises HTTPError if a completion fails.
         """
         held = {index: News(index) for index in range(len(self._parsers))}
         try:
@@ -263,7 +263,7 @@ class Talk:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments))
 
     def _whole(self, news: News) -> list[Piece]:
-        """Return the pieces of a whole completion, joined.
+        """Return the pieces of a whole completion, joined, without reasoning that is not reported.
 
         Content before a `</think>` that nothing has opened becomes reasoning.
         """
@@ -272,7 +272,7 @@ class Talk:
         return [piece for piece in pieces if self._turn.reports_reasoning or not isinstance(piece, Reasoning)]
 
     def _reason(self, parser: AnswerParser, delta: CompletionOutput) -> Reason | None:
-        """Return why the completion ended. As in OpenAI's API, that is `stop` if the request named the function."""
+        """Return why the completion ended; None if it has not. As at OpenAI, a named function ends it with `stop`."""
         if parser.done:
             return "tool_calls"
         if delta.finish_reason is None:

@@ -56,7 +56,7 @@ class DetokenizeReply(ReplyModel):
 
 
 def tokenize(texts: Texts, data: bytes) -> TokenizeReply:
-    """Answer POST /tokenize. Runs in a reader's process."""
+    """Answer POST /tokenize. Runs in a reader's process. Raises HTTPError or ForkpointError for a wrong request."""
     body = parse(TokenizeBody, data)
     texts.served_name(body.model)
     tokenizer = texts.require_tokenizer()
@@ -79,7 +79,7 @@ def tokenize(texts: Texts, data: bytes) -> TokenizeReply:
 
 
 def detokenize(texts: Texts, data: bytes) -> DetokenizeReply:
-    """Answer POST /detokenize. Runs in a reader's process."""
+    """Answer POST /detokenize. Runs in a reader's process. Raises HTTPError or ForkpointError for a wrong request."""
     body = parse(DetokenizeBody, data)
     texts.served_name(body.model)
     limit = texts.inputs.vocab_size

@@ -33,7 +33,10 @@ class Trials:
         self._passed: dict[StructuredOutputsParams, None] = {}  # the oldest first
 
     async def check(self, wanted: StructuredOutputsParams | None, receive: Receive) -> None:
-        """Raise HTTPError or InvalidParamsError if `wanted` does not compile, or takes too much time or memory."""
+        """Raise HTTPError or InvalidParamsError if `wanted` does not compile, or takes too much time or memory.
+
+        HTTPError also if the client leaves. Grammars that pass are remembered, the last MAX_KEPT ones.
+        """
         if wanted is None or wanted in self._passed:
             return
         name = self._engine.inputs.grammars.slow_name(wanted)

@@ -37,7 +37,7 @@ class Incoming:
     """Text that readers consume: they look at `text` from position `at` on, and move `at`.
 
     A reader that may have to give up sets a mark first, which keeps the text from there on, and rewinds to it later.
-    `final`: no more text comes. `cut`: the length limit ended the answer, not the model.
+    `final`: no more text comes. `cut`: the length limit ended the answer, not the model. Positions are those in `text`.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Incoming:
         return self.cut and not self.text[self.at :].strip()
 
     def take(self, end: int) -> str:
-        """Read and return the text up to position `end`."""
+        """Read and return the text from `at` up to position `end`."""
         taken = self.text[self.at : end]
         self.at = end
         return taken
@@ -106,13 +106,16 @@ class Incoming:
         self.unmark()
 
     def more(self) -> Waits[bool]:
-        """Wait until there is text to read, and return True. Return False at the end of the answer."""
+        """Wait until there is text to read, and return True; False at the end of the answer."""
         while self.is_empty and not self.final:
             yield None
         return not self.is_empty
 
     def matched(self, pattern: regex.Pattern[str] | Ending) -> Waits[regex.Match[str] | None]:
-        """Return the match of `pattern` at the current position, without reading it. Wait if more text may decide."""
+        """Return the match of `pattern` at the current position, without reading it; None if there is none.
+
+        Waits if more text may decide.
+        """
         while True:
             chosen = pattern
             if isinstance(chosen, Ending):
@@ -132,7 +135,7 @@ class Incoming:
             yield None
 
     def skip_tag(self, tags: tuple[str, ...]) -> Waits[bool]:
-        """Read white space and one of `tags` after it, and return True. If none follows, read nothing."""
+        """Read white space and one of `tags` after it, and return True. If none follows, read nothing: False."""
         while True:
             space = SPACE_BEFORE_TAG.match(self.text, self.at)
             assert space is not None

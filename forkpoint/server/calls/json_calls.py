@@ -51,7 +51,10 @@ KIMI_AFTER = regex.compile(rf"[^<]{{0,100}}{regex.escape(KIMI_END)}")  # text be
 
 
 def read_object(site: Site) -> CallReader:
-    """Read `{"name": ..., "arguments": {...}}`. A call in another order is reported once it is whole."""
+    """Read `{"name": ..., "arguments": {...}}`. A call in another order is reported once it is whole.
+
+    Return True for a call whose name is declared, even if it breaks off.
+    """
     source = site.source
     head = yield from source.matched(HEAD)
     if head is None:
@@ -69,7 +72,7 @@ def read_object(site: Site) -> CallReader:
 
 
 def read_name_and_arguments(site: Site) -> CallReader:
-    """Read the name of a function and the object with its arguments."""
+    """Read the name of a function and the object with its arguments. Return whether it was written in full."""
     head = yield from site.source.matched(NAME_AND_ARGUMENTS)
     if head is None:
         return False
@@ -80,7 +83,10 @@ def read_name_and_arguments(site: Site) -> CallReader:
 
 
 def read_kimi(site: Site) -> CallReader:
-    """Read a call of Kimi's: an id, which has the function's name and the call's number, and the arguments."""
+    """Read a call of Kimi's: an id, which has the function's name and the call's number, and the arguments.
+
+    Return whether it was written in full. An undeclared bare number means the only function.
+    """
     head = yield from site.source.matched(KIMI_HEAD)
     if head is None:
         return False
@@ -102,7 +108,10 @@ def read_kimi(site: Site) -> CallReader:
 
 
 def _arguments(site: Site, *, strict: bool = False) -> CallReader:
-    """Read the object with the arguments, and return whether it was written in full."""
+    """Read the object with the arguments, and return whether it was written in full.
+
+    It is closed, unless the length limit ended the answer here. `strict`: the call is not certain.
+    """
     arguments = site.json(strict=strict)
     yield from arguments.read(site.source)
     sound = arguments.done and arguments.sound
@@ -112,7 +121,7 @@ def _arguments(site: Site, *, strict: bool = False) -> CallReader:
 
 
 def _read_whole(site: Site) -> CallReader:
-    """Read an object that can be recognised as a call only once it is whole."""
+    """Read an object that can be recognised as a call only once it is whole. Return whether it is one."""
     source = site.source
     if not source.may_hold or (yield from source.matched(OBJECT)) is None:
         return False
@@ -142,7 +151,7 @@ def _parsed(text: str) -> Any:
 
 
 def _call(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
-    """Return the name and the arguments of the call `value`, or None if it is not a call."""
+    """Return the name and the arguments (as JSON) of the call `value`, or None if it is not a call."""
     if not isinstance(value, Mapping):
         return None
     inner = value
@@ -163,6 +172,6 @@ def _call(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
 
 
 def string_value(written: str) -> str:
-    """Return the value of a string in quotes."""
+    """Return the value of a string in quotes, of either kind."""
     value = _parsed(written)
     return value if isinstance(value, str) else written[1:-1]

@@ -48,7 +48,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def number_json(text: str, *, whole: bool = False) -> str | None:
-    """Return `text` as a JSON number with the same digits, or None if it is not a number. `whole`: 5.0 becomes 5."""
+    """Return `text` as a JSON number of the same value, or None if it is no finite number. `whole`: 5.0 is 5."""
     if len(text) > MAX_DIGITS or not LOOSE_NUMBER.fullmatch(text) or not math.isfinite(float(text)):
         return None
     if JSON_NUMBER.fullmatch(text):
@@ -78,7 +78,8 @@ class JsonText:
     valid JSON.
 
     `stop`: text at which even a string ends, such as the tags that end a call. `inner`: tags in a string, in the groups
-    `begin` and `end`; between them `stop` does not count, because the string holds an example of a call.
+    `begin` and `end`; between them `stop` does not count, because the string holds an example of a call. `done`: the
+    value has ended.
     """
 
     def __init__(self, stop: Ending | None = None, inner: regex.Pattern[str] | None = None) -> None:
@@ -96,7 +97,7 @@ class JsonText:
     def read(self, source: Incoming) -> Iterator[str | None]:
         """Yield the parts of the value, and None when more text is needed.
 
-        It stops at the end of the value, at a tag, or at the end of the answer.
+        It stops at the end of the value (`done`), or at a tag or the end of the answer (not `sound`).
         """
         while not self.done:
             if not (yield from source.more()):
@@ -113,7 +114,7 @@ class JsonText:
                 yield from self._token(source)
 
     def close(self) -> str:
-        """Return the text that completes the parts so far to a JSON value."""
+        """Return the text that completes the parts so far to a JSON value, and set `done`; "" if it is done."""
         if self.done:
             return ""
         self.done = True
@@ -192,7 +193,7 @@ class JsonText:
         self._expected = ITEM[self._stack[-1]]
 
     def _end(self, bracket: str) -> str:
-        """Close a bracket and all open brackets within it. Ignore `bracket` if no such bracket is open."""
+        """Close a bracket and all open brackets within it, and return their text; "" if no such bracket is open."""
         opening = OPENING[bracket]
         if opening not in self._stack:
             self.sound = False
@@ -246,7 +247,7 @@ class JsonText:
     # --- strings
 
     def _string(self, source: Incoming) -> Generator[str | None, None, bool]:
-        """Read a part of a string. Return False at a tag that ends the call within the string."""
+        """Read a part of a string. Return False at a tag that ends the call within the string, otherwise True."""
         run = TEXT_RUN.match(source.text, source.at)
         if run is not None:
             yield source.take(run.end())

@@ -40,7 +40,10 @@ CLOSED_BY: Final = {"(": ")", "[": "]", "{": "}"}
 
 
 def read_python(site: Site) -> CallReader:
-    """Read one call with named arguments, or a call as a JSON object. Strings are reported while they come."""
+    """Read one call with named arguments, or a call as a JSON object. Strings are reported while they come.
+
+    Return whether it was written in full.
+    """
     source = site.source
     if source.text.startswith("{", source.at):
         return (yield from read_object(site))
@@ -99,7 +102,7 @@ def read_python(site: Site) -> CallReader:
 
 
 def _json(written: str, parameter: Parameter) -> str | None:
-    """Return the JSON of a value without quotes, or None. A number becomes a string if only a string is allowed."""
+    """Return the JSON of a value without quotes, or None if it is none. It is a string if only a string is allowed."""
     bare = written.strip()
     if parameter.is_text and bare not in ("None", "null") and (number_json(bare) or not bare.startswith(("[", "{"))):
         return dumps(bare)

@@ -39,7 +39,7 @@ class Notation:
 
 
 class CallsReader:
-    """Reads calls in one notation from `source`."""
+    """Reads calls in one notation from `source`. `schemas` are the declared functions' parameters, by name."""
 
     def __init__(self, notation: Notation, source: Incoming, schemas: Mapping[str, Any]) -> None:
         self.functions = Functions(schemas)
@@ -84,7 +84,7 @@ class CallsReader:
         return number
 
     def _before_call(self, number: int, in_list: bool) -> Generator[None, None, bool]:
-        """Read the text between two calls, and return whether a list begins."""
+        """Read the text before call `number`, and return whether a list begins."""
         source = self._source
         yield from source.skip_space()
         if number and source.text.startswith((",", ";"), source.at):
@@ -168,7 +168,7 @@ def _silently(reading: Generator[Event | None, None, bool]) -> Generator[None, N
 
 
 def joined(events: list[Event]) -> list[tuple[str, str]]:
-    """Return the name and the arguments of each call."""
+    """Return the name and the arguments' JSON of each call."""
     calls: list[tuple[str, list[str]]] = []
     for event in events:
         if isinstance(event, Named):

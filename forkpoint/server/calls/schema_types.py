@@ -52,9 +52,10 @@ class Parameter:
         return "string" in self.types and self.types <= {"string", "null"} and not self.constants
 
     def json(self, text: str) -> str:
-        """Return the value written as `text` in JSON.
+        """Return the value written as `text` in JSON, always valid.
 
-        If strings are allowed, the value is a string, unless it is an allowed null, array or object.
+        If strings are allowed, the value is a string, unless it is an allowed null, array or object. Without a limit on
+        types JSON stays as it is.
         """
         bare = text.strip()
         if self.types == ANY:
@@ -69,7 +70,7 @@ class Parameter:
         return self._scalar(bare) or literal_json(bare) or dumps(text)
 
     def _scalar(self, bare: str) -> str | None:
-        """Return a boolean, a number, or the value inside a JSON string; None if `bare` is none of them."""
+        """Return as JSON a boolean, a number, or the value inside a JSON string; None if `bare` is none of them."""
         if "boolean" in self.types and bare.lower() in ("true", "false"):
             return bare.lower()
         if self.types & {"number", "integer"}:
@@ -95,7 +96,7 @@ class Functions:
         self.names = tuple(schemas)
 
     def declared(self, written: str) -> str | None:
-        """Return the declared name that `written` means, or None."""
+        """Return the declared name that `written` means, perhaps after "functions.", or None."""
         for name in (written, written.removeprefix("functions.")):
             if name in self._schemas:
                 return name
@@ -177,7 +178,7 @@ def _both(types: frozenset[str], others: frozenset[str]) -> frozenset[str]:
 
 
 def _resolve(ref: str, root: Any) -> Any:
-    """Return the schema that a reference within the same document points to, or None."""
+    """Return the schema that a reference within the document `root` points to, or None."""
     if not ref.startswith("#"):
         return None
     found = root
@@ -193,7 +194,7 @@ def _resolve(ref: str, root: Any) -> Any:
 
 
 def _properties(schema: Any, root: Any, key: str) -> Iterator[Any]:
-    """Yield the schemas of the property `key` in `schema` and its parts."""
+    """Yield the schemas of the property `key` in `schema` and its parts, following references in `root`."""
     queue, seen = [schema], 0
     while queue and seen < 10_000:
         current = queue.pop(0)

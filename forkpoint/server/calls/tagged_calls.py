@@ -101,7 +101,7 @@ def read_qwen(site: Site) -> CallReader:
 
 
 def read_ling(site: Site) -> CallReader:
-    """Read a call of Ling's: a name, and parameters between tags."""
+    """Read a call of Ling's: a name, and parameters between tags. Return whether it was written in full."""
     return (yield from _read_tagged(site, LING_TAGS))
 
 
@@ -143,7 +143,10 @@ def _read_tagged(site: Site, tags: Tags) -> CallReader:
 
 
 def _read_json_in_tags(site: Site, function: str, declared: bool, tags: Tags) -> CallReader:
-    """Read `<function=name>{...}</function>`, which mixes two notations."""
+    """Read `<function=name>{...}</function>`, which mixes two notations, from its object on.
+
+    Return whether it was written in full.
+    """
     yield Named(function)
     arguments = site.json(strict=not declared)
     yield from arguments.read(site.source)
@@ -155,7 +158,10 @@ def _read_json_in_tags(site: Site, function: str, declared: bool, tags: Tags) ->
 
 
 def _value_json(value: _Value, parameter: Parameter, source: Incoming) -> Generator[str | None, None, bool]:
-    """Report a value as JSON, and return whether it ended. Strings are reported while they come, others at the end."""
+    """Report a value as JSON, and return whether it ended. Strings are reported while they come, others at the end.
+
+    A value that the length limit cut is reported only if it is a string, and stays open.
+    """
     parts: list[str] = []
     is_reported = False
     for text in value.read():

@@ -59,13 +59,14 @@ class ChatReply(ReplyModel):
 
 
 def prepare_chat(texts: Texts, data: bytes) -> PreparedTurn:
-    """Prepare a chat completion. Runs in a reader's process. Raises HTTPError or ForkpointError for a wrong request."""
+    """Prepare a chat completion from the body `data`. Runs in a reader's process.
+
+    Raises HTTPError or ForkpointError for a wrong request, and MissingImages.
+    """
     return PreparedTurn.read(texts, texts.parse(ChatBody, data))
 
 
 class ChatAnswer(CompletionAnswer[PreparedTurn]):
-    """The answer to a chat completion."""
-
     prefix = "chatcmpl-"
     chunk_kind = "chat.completion.chunk"
 
@@ -126,6 +127,6 @@ class ChatAnswer(CompletionAnswer[PreparedTurn]):
         return {"role": self._role, **delta, "content": delta.get("content") or nothing}
 
     def _prompt_ids(self) -> dict[str, list[int]]:
-        """Return the field with the prompt's token ids if the request asks for it."""
+        """Return the field with the prompt's token ids if the request asks for it, otherwise {}."""
         prepared = self.prepared
         return {"prompt_token_ids": prepared.prompts[0].token_ids.tolist()} if prepared.returns_ids else {}

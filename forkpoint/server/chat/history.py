@@ -20,10 +20,10 @@ def shown_messages(
 ) -> list[dict[str, Any]]:
     """Return `messages` as dicts in a form that the model can read.
 
-    A part of a tool's result that the model cannot read is replaced by a text that says so. Refusing it would end the
-    conversation, as the client cannot change what its tool returned. `shows_images`: the model reads images, so they
-    stay. `drops_billing_lines`: leave out billing lines at the head of the system prompt, which would keep the rest of
-    the prompt from being found in the prefix cache.
+    A part of a tool's result that the model cannot read is replaced by a text that says so, and `note` receives a
+    notice. Refusing it would end the conversation, as the client cannot change what its tool returned. `shows_images`:
+    the model reads images, so they stay. `drops_billing_lines`: leave out billing lines at the head of the system
+    prompt, which would keep the rest of the prompt from being found in the prefix cache.
     """
     shown = [message.model_dump(exclude_unset=True) for message in messages]
     if drops_billing_lines and shown and shown[0]["role"] in ("system", "developer"):
@@ -42,7 +42,7 @@ def shown_messages(
 
 
 def _without_billing_lines(content: Any) -> Any:
-    """Return a text or a list of text parts without the billing lines at its head."""
+    """Return a text or a list of parts without the billing lines at its head; other content as it is."""
     if isinstance(content, str):
         return BILLING_LINES.sub("", content)
     if not isinstance(content, list) or not content or not isinstance(text := content[0].get("text"), str):
@@ -56,7 +56,7 @@ def _without_billing_lines(content: Any) -> Any:
 
 
 def _result_part(part: dict[str, Any], note: Note) -> dict[str, Any]:
-    """Return a part of a tool's result as a text part."""
+    """Return a part of a tool's result as a text part. `note` receives a notice if it has no text."""
     kind = part.get("type")
     if kind in TEXT_TYPES:
         return part

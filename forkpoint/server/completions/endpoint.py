@@ -57,7 +57,10 @@ class PreparedCompletion(PreparedRequest):
 
 
 def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
-    """Prepare a text completion. Runs in a reader's process. Raises HTTPError or ForkpointError for a wrong request."""
+    """Prepare a text completion from the body `data`. Runs in a reader's process.
+
+    Raises HTTPError or ForkpointError for a wrong request.
+    """
     body = texts.parse(CompletionBody, data)
     model = texts.served_name(body.model)
     params = _params(texts, body)
@@ -112,8 +115,6 @@ def _split(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | 
 
 
 class TextAnswer(CompletionAnswer[PreparedCompletion]):
-    """The answer to a text completion."""
-
     prefix = "cmpl-"
     chunk_kind = "text_completion"
 
@@ -134,7 +135,10 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
         return self.generation.usage(counts_output=not self.prepared.drops_output)
 
     def _choice(self, number: int, delta: CompletionOutput) -> dict[str, Any]:
-        """Return `delta` as the choice of a chunk. The first chunk begins with the prompt if that is echoed."""
+        """Return `delta` of prompt `number` as the choice of a chunk.
+
+        The first chunk begins with the prompt if that is echoed.
+        """
         prepared = self.prepared
         index = number * prepared.params.n + delta.index
         if prepared.drops_output:
@@ -173,7 +177,7 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
 
 
 def _without_output(delta: CompletionOutput) -> CompletionOutput:
-    """Drop the token that the engine generates although `max_tokens` is 0."""
+    """Return `delta` without the token that the engine generates although `max_tokens` is 0."""
     reason = delta.finish_reason and FinishReason.LENGTH
     return replace(delta, text="", token_ids=(), logprobs=None, finish_reason=reason)
 

@@ -112,7 +112,10 @@ def chat_fields(body: CountTokensBody, note: Note) -> dict[str, Any]:
 
 
 def _tools(tools: Sequence[Tool], note: Note) -> list[dict[str, Any]]:
-    """Return the functions for `tools`, except those that Anthropic's servers run. Raises HTTPError if none is left."""
+    """Return the functions for `tools`, except those that Anthropic's servers run, which `note` receives notices about.
+
+    Raises HTTPError if none is left.
+    """
     own = [tool for tool in tools if tool.type in (None, "custom")]
     others = [tool.type for tool in tools if tool.type not in (None, "custom")]
     if others and not own:

@@ -58,20 +58,26 @@ STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls":
 
 
 def prepare_message(texts: Texts, data: bytes) -> PreparedTurn:
-    """Prepare a request. Runs in a reader's process. Raises HTTPError or ForkpointError if it is wrong."""
+    """Prepare a request from the body `data`. Runs in a reader's process.
+
+    Raises HTTPError or ForkpointError if it is wrong.
+    """
     body = texts.parse(MessagesBody, data)
     return PreparedTurn.read(texts, validated(ChatBody, chat_fields(body, texts.notices.add)))
 
 
 def count_tokens(texts: Texts, data: bytes) -> CountReply:
-    """Count the tokens of a conversation, which need not fit the context. Runs in a reader's process."""
+    """Count the tokens of a conversation, which need not fit the context. Runs in a reader's process.
+
+    Raises HTTPError or ForkpointError for a wrong request.
+    """
     body = texts.parse(CountTokensBody, data)
     chat = validated(ChatBody, chat_fields(body, texts.notices.add))
     return CountReply(input_tokens=len(prompt_of(texts, chat).token_ids))
 
 
 class MessageAnswer(ApiAnswer[PreparedTurn]):
-    """An answer as a list of content blocks."""
+    """An answer of Anthropic's API, as a list of content blocks."""
 
     prefix = "msg_"
 
@@ -146,8 +152,11 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _ended(self, news: News) -> dict[str, Any]:
-        """Return why the answer ended. An answer with a call ends with `tool_use`, even if its turn ended with `stop`:
-        that is OpenAI's reason if the request named the function to call."""
+        """Return why the answer ended: stop_reason and stop_sequence.
+
+        An answer with a call ends with `tool_use`, even if its turn ended with `stop`: that is OpenAI's reason if the
+        request named the function to call.
+        """
         if news.reason == "stop" and isinstance(news.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": news.stop_reason}
         reason = news.reason
@@ -173,7 +182,7 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object: an empty one if the call was cut off."""
+    """Return the arguments of a call as an object: an empty one if the call was cut off or they are no object."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -15,8 +15,8 @@ IMAGE_SOURCES: Final = "{type: base64, media_type, data} or {type: url, url}"
 def chat_messages(role: str, content: str | list[dict[str, Any]] | None, note: Note) -> list[dict[str, Any]]:
     """Return the messages of a chat completion for one message. Results of tools become messages before its text.
 
-    Raises HTTPError for a block of the user that the model cannot read. Unknown blocks of the assistant, which
-    Anthropic's servers write, are left out.
+    Raises HTTPError for a block of the user that the model cannot read. Unknown roles are read as the user's. Unknown
+    blocks of the assistant, which Anthropic's servers write, are left out; `note` receives notices about both.
     """
     if role not in ("user", "assistant", "system"):
         note(f"requests have messages of the role {role[:MAX_SHOWN]!r}, which are read as the user's")
@@ -60,7 +60,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return parts as one text if all of them are text."""
+    """Return parts as one text if all of them are text, otherwise unchanged."""
     if any(part["type"] != "text" for part in parts):
         return parts
     return "\n".join(part["text"] for part in parts)
@@ -79,7 +79,7 @@ def _image(block: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def text_of(content: Any, name: str) -> str:
-    """Return a text, or the joined text blocks of the field `name`. Raises HTTPError for other blocks."""
+    """Return a text, or the joined text blocks of the field `name`. Raises HTTPError for other blocks and values."""
     if isinstance(content, str):
         return content
     for block in _blocks(content, name):
@@ -107,7 +107,10 @@ def _blocks(content: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _result(block: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with a tool's result. `shown_messages` replaces blocks that are not text later."""
+    """Return the message with a tool's result. `shown_messages` replaces blocks that are not text later.
+
+    Raises HTTPError for a wrong block.
+    """
     content: Any = block.get("content") or ""
     if not isinstance(content, str):
         content = _joined([_result_part(part) for part in _blocks(content, "messages")])

@@ -129,7 +129,10 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         return self._reply
 
     async def run(self) -> None:
-        """Generate the answer in the background. The stored response reports the end, whatever it is."""
+        """Generate the answer in the background and close the generation; raises nothing.
+
+        The stored response reports the end, whatever it is.
+        """
         try:
             await self.reply()
         except asyncio.CancelledError:
@@ -188,7 +191,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
 
     def _write_text(self) -> None:
-        """Add the parts of the text that have come to the last item."""
+        """Move the parts of the text that have come to the last item."""
         text, self._texts = "".join(self._texts), []
         if text:
             item = self._items[-1]
@@ -204,7 +207,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         return {"type": "response.output_item.added", "output_index": number, "item": self._items[-1]}
 
     def _begin_call(self, index: int, name: str) -> dict[str, Any]:
-        """Begin the item of a call, with the name that the client knows."""
+        """Begin the item of a call, with the name that the client knows, and return the event."""
         tool = self.prepared.called.get(name, CalledTool(name))
         call = {"name": tool.name, "call_id": f"call_{self.name[-NAME_TAIL:]}_{index}"}
         if tool.namespace is not None:

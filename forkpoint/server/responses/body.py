@@ -84,7 +84,7 @@ NOTHING_FOUND: Final = Found(b"", ())
 
 
 def wanted(body: CountBody) -> Wanted | None:
-    """Return the references of `body`, or None if it has none."""
+    """Return the references of `body` to stored data, or None if it has none."""
     items: tuple[str, ...] = ()
     if not isinstance(body.input, str):
         items = tuple(map(referred, filter(is_reference, body.input or ())))
@@ -109,7 +109,8 @@ def conversation_of(body: CountBody, found: Found | None, note: Note) -> list[di
 def chat_fields(body: CountBody, conversation: Sequence[dict[str, Any]], tools: Tools, note: Note) -> dict[str, Any]:
     """Return the fields of the chat completion that `body` asks for.
 
-    `conversation` comes from `conversation_of`. Raises HTTPError naming a part that this server does not understand.
+    `conversation` comes from `conversation_of`, `tools` from `chat_tools`. `note` receives notices about ignored parts.
+    Raises HTTPError naming a part that this server does not understand.
     """
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields: dict[str, Any] = {

@@ -77,7 +77,10 @@ class Responses:
         self._store = ResponseStore(config.max_stored_responses, config.max_stored_responses_bytes)
 
     async def create(self, request: Request) -> Any:
-        """Answer POST /v1/responses. Raises HTTPError or ForkpointError before anything is sent."""
+        """Answer POST /v1/responses, or store a response and let it run in the background.
+
+        Raises HTTPError or ForkpointError before anything is sent.
+        """
         service = self._service
         prepared = await self._read(prepare_response, request)
         if prepared.background and not self._store.keeps_any:
@@ -91,7 +94,7 @@ class Responses:
         return await answer.send(request)
 
     async def count(self, request: Request) -> CountedTokens:
-        """Count the tokens of a prompt, which need not fit the context."""
+        """Count the tokens of a prompt, which need not fit the context. Raises HTTPError or ForkpointError."""
         return await self._read(count_input_tokens, request)
 
     async def compact(self, request: Request) -> Response:
@@ -102,7 +105,7 @@ class Responses:
         )
 
     async def _read(self, prepare: Callable[..., T | Wanted], request: Request) -> T:
-        """Run `prepare` on the body and return the result.
+        """Run `prepare` on the body and return the result. Raises as `Service.prepare`.
 
         If the body refers to stored responses, it is prepared a second time, with the data found in the store.
         """
@@ -115,7 +118,7 @@ class Responses:
             return prepared
 
     def _find(self, missing: Wanted) -> Found:
-        """Return the stored data that `missing` refers to.
+        """Return the stored data that `missing` refers to. Items that are not stored are left out.
 
         Raises HTTPError for a response that is not stored, or that has no answer to go on from.
         """
@@ -135,7 +138,10 @@ class Responses:
         return Response(self._stored(name).reply, media_type=JSON)
 
     async def cancel(self, name: str) -> Response:
-        """End a response that runs in the background. A response that has ended stays as it is."""
+        """End a response that runs in the background, and return it. One that has ended stays as it is.
+
+        Raises HTTPError 404 if it is not stored.
+        """
         self._stored(name)
         await self._store.stop(self._key(name))
         return Response(self._stored(name).reply, media_type=JSON)

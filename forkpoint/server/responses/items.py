@@ -23,7 +23,7 @@ def is_reference(item: dict[str, Any]) -> bool:
 
 
 def referred(item: dict[str, Any]) -> str:
-    """Return the id of the item that a reference names."""
+    """Return the id of the item that the reference `item` names."""
     return str(item.get("id"))
 
 
@@ -65,7 +65,7 @@ def messages_of(items: Sequence[dict[str, Any]], note: Note) -> list[dict[str, A
 
 
 def _call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
-    """Return a call of a function, or of another tool that the client ran, such as its shell."""
+    """Return the call of a function, or of another tool that the client ran, in the form of a chat completion."""
     name, namespace = item.get("name"), item.get("namespace")
     if isinstance(name, str) and isinstance(namespace, str):
         name = flat_name(namespace, name)
@@ -103,14 +103,17 @@ def _last_answer(messages: list[dict[str, Any]], after: Sequence[str] = ()) -> d
 
 
 def _content(content: Any) -> Any:
-    """Return a text or a list of parts. Parts of a wrong kind are refused later, by the chat template."""
+    """Return a text or a list of parts; raises HTTPError for others.
+
+    Parts of a wrong kind are refused later, by the chat template.
+    """
     if isinstance(content, str | list):
         return content
     raise HTTPError(400, "an item's content, or its output, is a text or a list of text parts", param="input")
 
 
 def _output(output: Any) -> Any:
-    """Return a tool's result: a text or a list of parts. Any other value is written as JSON."""
+    """Return a tool's result: a text or a list of parts. An object or a list of others becomes JSON; else HTTPError."""
     has_other_items = any(not isinstance(item, dict) or "type" not in item for item in listed(output))
     if isinstance(output, dict) or has_other_items:
         return json.dumps(output, ensure_ascii=False)

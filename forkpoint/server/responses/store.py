@@ -57,7 +57,10 @@ class ResponseStore:
         return self._max_responses > 0 and self._max_bytes > 0
 
     def put(self, key: Key, stored: Stored) -> None:
-        """Store a response. One that alone exceeds `max_bytes` is not stored."""
+        """Store a response, in place of one with this key, and drop the least recently used ones beyond the limits.
+
+        One that alone exceeds `max_bytes` is not stored.
+        """
         self.drop(key)
         if stored.num_bytes > self._max_bytes:
             return
@@ -74,7 +77,7 @@ class ResponseStore:
         return stored
 
     def with_item(self, owner: bytes, item: str) -> Stored | None:
-        """Return the owner's response that has the item with the id `item`, or None."""
+        """Return the owner's response that has the item with the id `item` (and count it as used), or None."""
         named = ITEM_ID.fullmatch(item)
         if named is None or (key := self._by_tail.get(Key(owner, named[1]))) is None:
             return None

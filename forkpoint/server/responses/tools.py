@@ -115,7 +115,7 @@ class Tools:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name of the function for a tool in a namespace."""
+    """Return the name of the function for a tool, after that of its namespace if it has one."""
     if not namespace:
         return name
     return f"{namespace.removesuffix('__')}__{name}"
