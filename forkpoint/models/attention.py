@@ -30,7 +30,7 @@ class AttentionConfig(PartConfig):
 
     `gated`: each head's query rows are followed by as many gate rows, and the output is multiplied by the gate's
     sigmoid. `head_gated`: `g_proj` computes one gate for each head instead. `qk_norm`: normalise each head, all heads
-    together, or nothing. `centred`: see RMSNorm.
+    together, or nothing. `centred`: see RMSNorm. Head counts are those of one rank after `cut`.
     """
 
     num_heads: int
@@ -50,7 +50,7 @@ class AttentionConfig(PartConfig):
 
     @classmethod
     def read(cls, fields: Fields, **style: Any) -> AttentionConfig:
-        """Read the field names that most config.json use. `style` sets options that config.json does not contain."""
+        """Read the names that most config.json use; `style` sets what they do not contain. Raises as Fields does."""
         kv_heads = fields.integer("num_key_value_heads", fields.integer("num_attention_heads"))
         heads = fields.multiple("num_attention_heads", kv_heads, "KV heads")
         head_dim = fields.integer("head_dim", fields.integer("hidden_size") // heads)
@@ -71,14 +71,14 @@ class AttentionConfig(PartConfig):
 
     @property
     def rows(self) -> dict[str, Cut]:
-        """The rows of the projections into queries (with their gates), keys and values."""
+        """The rows of this rank in the projections into queries (with their gates), keys and values: q, k, v."""
         queries, keys, _ = self.sizes
         shared = Cut(0, ((keys, self.sharing),))
         return {"q": rows(queries * (1 + self.gated)), "k": shared, "v": shared}
 
     @property
     def sizes(self) -> list[int]:
-        """The number of elements of a token's queries, keys and values."""
+        """The number of elements of a token's queries, keys and values on one rank."""
         return [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
 
     def num_weights(self, hidden_size: int) -> int:
@@ -89,7 +89,7 @@ class AttentionConfig(PartConfig):
 
 
 class Attention:
-    """The attention of layer `layer`, with weights packed for its operators."""
+    """The attention of layer `layer`, with weights packed for its operators. `products` replace its own projections."""
 
     def __init__(
         self, build: Build, name: str, layer: int, config: AttentionConfig, products: Products | None = None
@@ -117,8 +117,10 @@ class Attention:
         return RowParallel(self._build, f"{name}.o_proj", hidden, self._q_size, config.bias, config.out_scale)
 
     def _read_qkv(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Read rows `[q | k | v]`, followed by the gate's rows if there are gates. Stored gates alternate with queries,
-        head by head."""
+        """Read rows `[q | k | v]`, followed by the gate's rows if there are gates.
+
+        Stored gates alternate with queries, head by head.
+        """
         build, config, hidden = self._build, self._config, self._build.config.hidden_size
         order = None
         if config.gated:
@@ -128,7 +130,7 @@ class Attention:
         return join_projections(build, name, config.rows, hidden, config.bias, order=order)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Attend: `x[T, H] -> [T, H]`. Stores the tokens' keys and values first."""
+        """Attend: `x[T, H] -> [T, H]`, after storing the tokens' keys and values in the layer's cache."""
         config, cache = self._config, ctx.caches[self._layer]
         sizes = [self._q_size, self._kv_size, self._kv_size]
         q, k, v, *gate = torch.split(self._qkv(x), sizes + [self._q_size] * config.gated, dim=-1)

@@ -31,29 +31,28 @@ class PartConfig(ABC):
 
     @abstractmethod
     def build(self, build: Build, name: str, layer: int) -> Block:
-        """Build the part of layer `layer`, whose weights' names start with `name`."""
+        """Read the weights of layer `layer`'s part, whose names start with `name`, and return its function."""
 
     @abstractmethod
     def num_weights(self, hidden_size: int) -> int:
-        """Return the number of matrix weights that one token is multiplied with."""
+        """Return the number of matrix weights that one token is multiplied with, on one rank if the part is cut."""
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
-        """Return the specs of what the part stores for tokens and sequences.
+        """Return the specs of what the part stores for tokens and sequences; () if it stores nothing.
 
         `dtype` is the model's. `state_dtype` is the dtype of recurrent matrices.
         """
         return ()
 
     def cut(self, ranks: Ranks) -> PartConfig:
-        """Return one rank's part, split by heads, channels or inner features. `build` then splits its weights
-        accordingly.
+        """Return one rank's part, split by heads, channels or inner features; `build` then reads its share of weights.
 
         Raises ConfigError if the part cannot be split.
         """
         raise ConfigError(f"tensor_parallel_size={ranks.size}: {type(self).__name__} layers cannot be split; give 1")
 
     def flops_per_pair(self) -> int:
-        """Return the operations for one query token that attends to one key token."""
+        """Return the operations for one query token that attends to one key token; 0 without attention."""
         return 0
 
 
@@ -74,14 +73,14 @@ class MTPNames:
 
 @dataclass(frozen=True, slots=True)
 class StreamsConfig:
-    """The residual streams of a family whose hidden state has several of them: see models/streams.py."""
+    """The number of residual streams of a family whose hidden state has several of them: see models/streams.py."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A text model's sizes and parts. `layers[i]` are the parts of layer i."""
+    """A text model's sizes and parts. `layers[i]` are the parts of layer i, one rank's after `shared_by`."""
 
     architecture: str
     dtype: str
@@ -117,7 +116,10 @@ class ModelConfig:
         rotary: Rotary = NO_POSITIONS,
         **more: Any,
     ) -> ModelConfig:
-        """Create a config from the fields that all families share. `more` sets or replaces others."""
+        """Create a config from the fields that all families share; `more` sets or replaces others.
+
+        Raises as Fields does.
+        """
         config = cls(
             architecture=fields.values["architectures"][0],
             dtype=fields.dtype(),
@@ -146,12 +148,12 @@ class ModelConfig:
 
     @property
     def parts(self) -> list[PartConfig]:
-        """The parts of all layers, in order."""
+        """The parts of all layers in order, without those of the MTP head."""
         return [part for layer in self.layers for part in layer]
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """The specs of what each layer stores, with the MTP head last.
+        """The specs of what each layer stores, with those of the MTP head, if used, last.
 
         Raises UnsupportedModelError for keys that cannot be stored in 8 bits.
         """
@@ -185,7 +187,7 @@ class Build:
     _rope_tables: dict[Rotary, Tensor] = field(default_factory=dict)
 
     def rope_table(self, rotary: Rotary) -> Tensor | None:
-        """Return the table of cos and sin, one for all layers with equal positions; None without positions."""
+        """Return cos and sin `[max_model_len, dim]` fp32, one table for equal `rotary`; None without positions."""
         if not rotary.dim:
             return None
         if rotary not in self._rope_tables:
@@ -199,7 +201,7 @@ class Build:
 
     @property
     def leaves_parts(self) -> bool:
-        """Whether a sum that is left to the next norm may be an `unmade.Parts`."""
+        """Whether a sum over ranks that is left to the next norm may be an `unmade.Parts`."""
         alone = self.ranks.size == 1
         return self.defers and (alone or self.ranks.takes_parts(self.config.hidden_size, self.weights.dtype))
 

@@ -27,7 +27,7 @@ class ImagePositions(NamedTuple):
 
 
 class ImageInputs(NamedTuple):
-    """The image tokens of a pass."""
+    """The image tokens of a pass: where they are, and their embeddings instead of the vocabulary's."""
 
     at: Tensor  # [M] int64: indices among the tokens of the pass
     embedded: Tensor  # [M, H] in the model's dtype
@@ -59,7 +59,7 @@ class ForwardContext:
     rope_table: Tensor | None = None  # [T, R] fp32: cos and sin for this pass alone, instead of the model's table
 
     def attention_of(self, window: int | None) -> AttentionIndex:
-        """Return where layers with that window, or without one, keep their keys."""
+        """Return where layers with that window keep their keys; those of full attention if it has none of its own."""
         if window is None:
             return self.attention
         return self.windows.get(window, self.attention)

@@ -26,7 +26,7 @@ class Convolution:
         self.taps = ConvTaps(taps.t().contiguous().t(), bias, silu)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Convolve `x[T, D] -> [T, D]`: decode rows first, then prefill segments."""
+        """Convolve `x[T, D] -> [T, D]`, decode rows first, then prefill segments; the windows are updated."""
         split = ctx.num_decodes
         if split == 0:
             return self.prefill(x, ctx)
@@ -35,7 +35,7 @@ class Convolution:
         return torch.cat((self.decode(x[:split], ctx), self.prefill(x[split:], ctx)))
 
     def decode(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Convolve the decode rows, including their draft tokens."""
+        """Convolve the tokens `[T, D]` of decode rows, drafts included. Update windows, or write records to verify."""
         cache = ctx.caches[self._layer]
         if ctx.verify is not None:
             records = (cache["inputs"],)
@@ -44,19 +44,22 @@ class Convolution:
         return self._ops.conv_update(x, self.taps, cache["conv"], rows)
 
     def prefill(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Convolve the prefill segments."""
+        """Convolve the tokens `[T, D]` of prefill segments, and write the windows at their ends."""
         pool, segments = ctx.caches[self._layer]["conv"], ctx.prefill["conv_prefill"]
         return self._ops.conv_prefill(x, self.taps, pool, segments)
 
 
 class LastInputs:
-    """Return each token's last W inputs, which are the state `window` of layer `layer`."""
+    """Takes each token's last W inputs; earlier ones are the state `window` of layer `layer`."""
 
     def __init__(self, ops: OpTable, layer: int) -> None:
         self._ops, self._layer = ops, layer
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Map inputs `x[T, D]` to `[T, W, D]`, the token's own input last. There are zeros before the first token."""
+        """Map inputs `x[T, D]` to `[T, W, D]`, the token's own input last, and update the windows.
+
+        There are zeros before the first token of a sequence.
+        """
         split = ctx.num_decodes
         parts = []
         if split:
@@ -74,21 +77,20 @@ class LastInputs:
 
 
 def kept_window(channels: int, width: int, dtype: str) -> TensorSpec:
-    """Describe the state of a convolution: the last `width - 1` inputs, and as records the inputs of each draft
-    token."""
+    """Return the spec of a convolution's state: the last `width - 1` inputs; its records are those of drafts."""
     inputs = (TensorSpec("inputs", (channels,), dtype, single=True),)
     return TensorSpec("conv", (width - 1, channels), dtype, ("conv_update", "conv_prefill"), "conv_fold", inputs)
 
 
 def kept_inputs(channels: int, width: int, dtype: str) -> TensorSpec:
-    """Describe the state of `LastInputs` for windows of `width` inputs."""
+    """Return the spec of the state of `LastInputs` for windows of `width` inputs; its records are those of drafts."""
     inputs = (TensorSpec("window_inputs", (channels,), dtype, single=True),)
     return TensorSpec("window", (width - 1, channels), dtype, ("window_update", "window_prefill"), "conv_fold", inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvConfig(PartConfig):
-    """One layer's convolution with `width` taps over `channels`, which is the model's hidden size."""
+    """One layer's convolution with `width` taps over `channels`: the hidden size, or one rank's share of it."""
 
     channels: int
     width: int

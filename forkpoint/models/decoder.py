@@ -41,7 +41,7 @@ BACKBONE: Final = (
 
 
 class PreNormLayer:
-    """`h += block(norm(h))` for each block."""
+    """A layer of `h += block(norm(h))` for each of its blocks. See `Layer` for the arguments."""
 
     def __init__(self, blocks: Sequence[tuple[RMSNorm, Block]]) -> None:
         self._blocks = blocks
@@ -55,7 +55,7 @@ class PreNormLayer:
 
 
 class PostNormLayer(PreNormLayer):
-    """`h += norm(block(h))` for each block."""
+    """A layer of `h += norm(block(h))` for each of its blocks."""
 
     def __call__(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         for norm, block in self._blocks:
@@ -66,7 +66,7 @@ class PostNormLayer(PreNormLayer):
 
 
 class Model(ABC):
-    """A family of text models. A model holds only weights. All state is in the caches that a ForwardContext names.
+    """A family of text models. A model holds only weights; all state is in the caches that a ForwardContext names.
 
     A family lists the `architectures` of config.json that it serves and reads their fields in `parse`. By default norm
     `norms[i]` precedes part i of a layer. Families with other layers override `build_layer`.
@@ -107,10 +107,9 @@ class Model(ABC):
         self.head = OutputHead(build.ops, build.ranks, head, config.vocab_size, guesses=self._drafts is not None)
 
     def _read_head(self, build: Build) -> Tensor:
-        """Return this rank's rows of the output head.
+        """Return this rank's rows of the output head: the checkpoint's own if it has one, or the embeddings if tied.
 
-        The checkpoint's own head is used if there is one. Otherwise the embeddings are used, if config.json ties the
-        two.
+        Warns if tied embeddings differ from the checkpoint's own head.
         """
         config, weights, ranks = build.config, build.weights, build.ranks
         start, end = padded_span(config.vocab_size, ranks)
@@ -138,9 +137,9 @@ class Model(ABC):
 
     @classmethod
     def read(cls, fields: Fields) -> ModelConfig:
-        """Parse fields under all of their names, with defaults for absent fields.
+        """Parse the fields under all of their names, with defaults for absent ones.
 
-        Raises UnsupportedModelError for a field that changes the forward pass and is not read.
+        Raises what `parse` raises, and UnsupportedModelError for a field that changes the forward pass and is not read.
         """
         defaults, pairs = class_defaults(cls.config_class) if cls.config_class else ({}, [])
         config = cls.parse(fields.translated(cls.field_names, {**defaults, **cls.defaults}, pairs))
@@ -157,12 +156,14 @@ class Model(ABC):
 
     @classmethod
     def read_vision(cls, fields: Fields, config: ModelConfig, settings: ImageSettings) -> VisionConfig:
-        """Read the sizes of the vision tower, for a family that has one. Raises ModelFolderError and
-        UnsupportedModelError."""
+        """Read the sizes of the vision tower, for a family that has one (others: NotImplementedError).
+
+        Raises ModelFolderError and UnsupportedModelError.
+        """
         raise NotImplementedError(f"{cls.__name__} has no vision tower")
 
     def build_layer(self, build: Build, layer: int) -> Layer:
-        """Build layer `layer` of `build.config.layers`."""
+        """Read the weights of layer `layer` of `build.config.layers`, and return its function."""
         return PreNormLayer(self.normed_blocks(build, layer, self.norms))
 
     def build_end(self, build: Build) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -200,7 +201,7 @@ class Model(ABC):
         """Run the MTP head on the newest token of each row, `[B]` int64, and the hidden state before it, `[B, H]`.
 
         `hidden` comes from `forward` or from the last `draft`. Returns hidden states `[B, H]`, whose `logits` predict
-        the token after the newest one. Needs `config.draft_layer`.
+        the token after the newest one. Writes the head's keys. Needs `config.draft_layer`.
         """
         assert self._drafts is not None, "the model was loaded without its MTP layer"
         return self._drafts.draft(self._embed(token_ids), hidden, ctx)
@@ -226,9 +227,9 @@ class Model(ABC):
         return replace(ctx, rope_table=table, positions=torch.arange(len(table), device=table.device))
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the first layer's input, from embeddings `[T, H]`."""
+        """Return the first layer's input from embeddings `[T, H]`, here the embeddings."""
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits `[R, vocab_size]`, in the model's dtype, from `hidden[R, H]`."""
+        """Compute logits `[R, vocab_size]`, in the model's dtype, from `hidden[R, H]`. Ranks must call it together."""
         return self.head.whole(self.head.own(hidden))

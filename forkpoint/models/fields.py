@@ -44,7 +44,7 @@ def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the default of each field of a transformers class, such as "llama.LlamaConfig", and its attribute map.
 
     A field without a default maps to None. The attribute map lists pairs of names that mean the same field. Raises
-    UnsupportedModelError if the installed transformers does not have the class.
+    UnsupportedModelError if the installed transformers does not have the class's module.
     """
     module, name = place.split(".")
     try:
@@ -59,7 +59,7 @@ def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
 
 
 class RecordedValues(Mapping[str, Any]):
-    """The values of a JSON object. `read` collects the names that were looked up."""
+    """The values of a JSON object. `read` collects the names that were looked up, present or not."""
 
     def __init__(self, values: Mapping[str, Any], read: set[str]) -> None:
         self._values, self.read = values, read
@@ -79,18 +79,19 @@ class RecordedValues(Mapping[str, Any]):
         return len(self._values)
 
     def unrecorded(self) -> dict[str, Any]:
-        """Return a copy that records nothing."""
+        """Return the values as a plain dict, whose look-ups are not recorded."""
         return dict(self._values)
 
     def replaced(self, values: Mapping[str, Any]) -> RecordedValues:
-        """Return these values updated with `values`. The lookups in both are recorded in one set."""
+        """Return these values updated with `values`. The look-ups in both are recorded in one set."""
         return RecordedValues({**self._values, **values}, self.read)
 
 
 class Fields:
     """One object of a config.json. All methods raise ModelFolderError or UnsupportedModelError, naming the field.
 
-    `values.read` has the names of all fields that were read, also through the results of `replaced` and `translated`.
+    A null counts as absent. `values.read` has the names of all fields that were read, also through the results of
+    `replaced` and `translated`.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -104,7 +105,7 @@ class Fields:
     def translated(
         self, names: Mapping[str, str], defaults: Mapping[str, Any], pairs: Sequence[tuple[str, str]] = ()
     ) -> Fields:
-        """Return the fields under their common names.
+        """Return the fields under their common names; `names` maps others to them.
 
         A field's common name takes precedence over its other names. Both names of a pair are set. `defaults` apply to
         fields that are absent under all of their names.
@@ -130,25 +131,24 @@ class Fields:
         return value
 
     def integer(self, name: str, default: int | None = None, low: int = 1) -> int:
-        """Return an integer from `low` to the largest allowed value of the field. Without a default the field is
-        required."""
+        """Return an integer from `low` to the field's largest allowed value. Without a default it is required."""
         high = MOST.get(name, MOST_SIZE)
         needed = f"an integer from {low} to {high}"
         found: int = self._checked(name, default, lambda v: _is_id(v) and low <= v <= high, needed)
         return found
 
     def integer_or_auto(self, name: str, automatic: int) -> int:
-        """Return an integer; `automatic` if the field is absent or "auto"."""
+        """Return a positive integer; `automatic` if the field is absent or "auto"."""
         if self.values.get(name, "auto") == "auto":
             return automatic
         return self.integer(name)
 
     def real(self, name: str, default: float | None = None) -> float:
-        """Return a positive number."""
+        """Return a positive number. Without a default the field is required."""
         return float(self._checked(name, default, lambda v: _is_number(v) and v > 0, "a positive number"))
 
     def number(self, name: str, default: float) -> float:
-        """Return a number of either sign."""
+        """Return a finite number of either sign."""
         return float(self._checked(name, default, _is_number, "a number"))
 
     def reals(self, name: str, count: int) -> list[float]:
@@ -172,7 +172,7 @@ class Fields:
         return found
 
     def limits(self, name: str) -> tuple[float, float]:
-        """Return a lower and an upper bound; 0 and infinity if the field is absent.
+        """Return a lower and an upper bound, 0 <= lower <= upper; 0 and infinity if the field is absent.
 
         Infinity may be a string in an object, because JSON has no number for it.
         """
@@ -186,36 +186,35 @@ class Fields:
         return low, high
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a boolean."""
         return bool(self._checked(name, default, lambda v: isinstance(v, bool), "true or false"))
 
     def multiple(self, name: str, of: int, what: str, default: int | None = None) -> int:
-        """Return an integer that is a multiple of `of`."""
+        """Return a positive integer that is a multiple of `of`, the number of the model's `what`."""
         value = self.integer(name, default)
         if value % of:
             raise ModelFolderError(f"{self.where} has {name}={value}, which is not a multiple of the {of} {what}")
         return value
 
     def require(self, name: str, *allowed: str) -> None:
-        """Refuse the field unless it is absent or has one of the `allowed` values."""
+        """Raise UnsupportedModelError unless the field is absent or has one of the `allowed` values."""
         value = self.values.get(name)
         if value is not None and value not in allowed:
             raise UnsupportedModelError(f"{self.where} has {name}={value!r}; forkpoint runs {', '.join(allowed)}")
 
     def refuse(self, *names: str) -> None:
-        """Refuse the fields if they are true."""
+        """Raise UnsupportedModelError if one of the fields is true."""
         for name in names:
             if self.flag(name, False):
                 raise UnsupportedModelError(f"{self.where} has {name}=true; forkpoint runs this family without it")
 
     def dtype(self) -> str:
-        """Return the dtype of weights and activations."""
+        """Return the dtype to run in, "float32" or "bfloat16": float16 is widened, and no dtype means "float32"."""
         name = "dtype" if self.values.get("dtype") else "torch_dtype"
         self.require(name, *_DTYPES)
         return _DTYPES[self.values.get(name) or "float32"]
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Return a token id or a list of token ids, as a tuple."""
+        """Return a token id, or a list of them, as a tuple; empty if the field is absent."""
         needed = "a token id or a list of them"
         found = self._checked(name, [], lambda v: _is_id(v) or _is_list(v, _is_id), needed)
         if isinstance(found, list):
@@ -223,7 +222,7 @@ class Fields:
         return (found,)
 
     def layer_types(self, kinds: Collection[str], default: Callable[[int], str]) -> list[str]:
-        """Return the kind of each layer; `default(i)` for each layer i if there is no list."""
+        """Return the kind of each layer, one of `kinds`; `default(i)` for each layer i if there is no list."""
         # `kinds` may be a dict; listed values may be anything
         count, allowed = self.integer("num_hidden_layers"), tuple(kinds)
         given = self.values.get("layer_types") or [default(i) for i in range(count)]
@@ -237,8 +236,10 @@ class Fields:
         return given
 
     def rope(self, layer_kind: str = "") -> Fields:
-        """Return these fields updated with those of the object for rotary positions, which has an object for each kind
-        of layer if `layer_kind` names one."""
+        """Return these fields updated with those of the object for rotary positions.
+
+        That has an object for each kind of layer if and only if `layer_kind` names one.
+        """
         newer, older = self.inner("rope_parameters"), self.inner("rope_scaling")
         rope = newer or older
         by_kind = [name for name, value in rope.items() if isinstance(value, dict)]
@@ -271,7 +272,7 @@ class Fields:
         return Rotary(tuple((proportional(head_dim, theta, share) / factor).tolist()))
 
     def rotary(self, head_dim: int, default_share: float | None = None) -> Rotary:
-        """Return how the dims of a head are rotated. Without `default_share` all dims are."""
+        """Return how the dims of a head are rotated: all, or with `default_share` the config's share of them."""
         rope, dim = self.rope(), head_dim
         rope.require("rope_type", "default", "linear", "llama3", "yarn")
         theta, kind = rope.real("rope_theta", ROPE_THETA), rope.values["rope_type"]

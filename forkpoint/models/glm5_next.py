@@ -35,7 +35,7 @@ DUMMY_SCALE: Final = (0.5, 1.5)
 
 
 class Glm5Next(Model):
-    """`Glm5NextForConditionalGeneration`, of which the text part runs, and `Glm5NextForCausalLM`."""
+    """The family of `Glm5NextForConditionalGeneration`, of which the text part runs, and `Glm5NextForCausalLM`."""
 
     architectures: ClassVar = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration")
     config_class: ClassVar = "glm5_next.Glm5NextTextConfig"
@@ -104,7 +104,7 @@ def _default_kind(layer: int) -> str:
 
 
 def _require_own_indexes(fields: Fields, kinds: Sequence[str]) -> None:
-    """Refuse attention layers that use the choice of another layer's index."""
+    """Raise UnsupportedModelError for attention layers that use the choice of another layer's index."""
     given = fields.values.get("indexer_types") or fields.values.get("index_topk_pattern")
     own = fields.integer("index_topk_freq", 1, low=0) <= 1
     if given:
@@ -119,7 +119,7 @@ def _require_own_indexes(fields: Fields, kinds: Sequence[str]) -> None:
 
 
 def _recurrence(fields: Fields) -> KDAConfig:
-    """Read the recurrence from its own object, or from fields of the model."""
+    """Read the recurrence from its own object, or from fields of the model. Raises as Fields does."""
     given = fields.inner("linear_attn_config")
     linear = fields.replaced(given)
     bound = linear.values.get("gate_lower_bound", fields.values["linear_lower_bound"])

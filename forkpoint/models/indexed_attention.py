@@ -40,7 +40,8 @@ class IndexConfig:
     def of(cls, fields: Fields, num_heads: int, dim: int, size: int, num_tokens: int) -> IndexConfig:
         """Create the config of an index that chooses `num_tokens` tokens in pools of `size`.
 
-        Raises ModelFolderError for sizes that do not divide each other."""
+        Raises ModelFolderError for sizes that do not divide each other.
+        """
         if num_tokens % size or BLOCK_SIZE % size or dim % size:
             raise ModelFolderError(
                 f"{fields.where}: pools of {size} keys, of which {num_tokens} are chosen, with index heads of {dim}; "
@@ -49,7 +50,7 @@ class IndexConfig:
         return cls(num_heads=num_heads, dim=dim, rule=PoolRule(size, num_tokens // size))
 
     def kept(self, dtype: str) -> TensorSpec:
-        """Describe the index keys of a block: one of `dim` for each pool, divided among the pool's tokens."""
+        """Return the spec of a block's index keys: one of `dim` for each pool, divided among the pool's tokens."""
         return TensorSpec("index", (1, self.dim // self.rule.size), dtype)
 
 
@@ -93,7 +94,10 @@ class LatentIndex:
         self._scale = heads**-0.5 * dim**-0.5
 
     def __call__(self, x: Tensor, q: Tensor, ctx: ForwardContext) -> Tensor:
-        """Store the tokens' index keys and choose their pools, from hidden states `x[T, H]` and `q[T, query_rank]`."""
+        """Store the tokens' index keys and return their pools, from `x[T, H]` and `q[T, query_rank]`.
+
+        `x` are hidden states, `q` latents of queries.
+        """
         keys = layernorm(self._key(x), self._norm, self._shift, INDEX_NORM_EPS)
         self._keys.write(self._pooled(self._inputs(torch.cat((keys, self._gate(x)), dim=1), ctx)), ctx)
         queries = torch.unflatten(self._queries(q), 1, (self._config.num_heads, -1))
@@ -145,12 +149,12 @@ class IndexedLatentConfig(PartConfig):
         return queries + inner + hidden_size * (2 * index.dim + index.num_heads)
 
     def flops_per_pair(self) -> int:
-        """Prefill computes all pairs and masks those that the index does not choose."""
+        """Return the operations for a pair. Prefill computes all pairs, and masks those not chosen."""
         return 4 * self.num_heads * self.rank + 2 * self.index.num_heads * self.index.dim // self.index.rule.size
 
 
 class IndexedLatentAttention:
-    """The attention of layer `layer`, with weights packed for its operators."""
+    """The attention of layer `layer` to the keys that its index chooses, with packed weights."""
 
     def __init__(self, build: Build, name: str, layer: int, config: IndexedLatentConfig) -> None:
         self._ops, self._layer, self._config = build.ops, layer, config
@@ -168,7 +172,7 @@ class IndexedLatentAttention:
         self._out = RowParallel(build, f"{name}.o_proj", hidden, heads * config.value_dim)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Attend: `x[T, H] -> [T, H]`. Stores the tokens' latents and index keys first."""
+        """Attend: `x[T, H] -> [T, H]`, after storing the tokens' latents and index keys."""
         ops, config, cache = self._ops, self._config, ctx.caches[self._layer]["latent"]
         ops.store_rows(self._norm(self._latents(x)).unsqueeze(1), cache, ctx.attention.slot_mapping)
         narrow = self._query_norm(self._narrow(x))

@@ -32,7 +32,7 @@ KINDS = ("linear_attention", "full_attention")  # of layers, as transformers nam
 
 @dataclass(frozen=True, kw_only=True)
 class KDAConfig(RecurrentConfig):
-    """One layer's recurrence, with as many key heads as value heads.
+    """One layer's KDA recurrence, with as many key heads as value heads.
 
     `narrow`: decays and gates are computed by two matrices, with a head's width between them.
     """
@@ -76,8 +76,6 @@ class KDAConfig(RecurrentConfig):
 
 
 class KimiLinear(Model):
-    """`KimiLinearForCausalLM`."""
-
     architectures: ClassVar = ("KimiLinearForCausalLM",)
     config_class: ClassVar = "kimi_linear.KimiLinearConfig"
     unneeded_fields: ClassVar = ("head_dim", "linear_head_dim", "num_key_value_heads", "rope_theta", "use_grouped_topk")
@@ -108,7 +106,7 @@ class KimiLinear(Model):
 
 
 class BailingHybrid(Model):
-    """`BailingHybridForCausalLM`, which some checkpoints call `BailingMoeV3ForCausalLM`."""
+    """The family of `BailingHybridForCausalLM`, which some checkpoints call `BailingMoeV3ForCausalLM`."""
 
     architectures: ClassVar = ("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")
     config_class: ClassVar = "bailing_hybrid.BailingHybridConfig"
@@ -157,7 +155,10 @@ def mtp_names_of(name: str) -> MTPNames:
 
 
 def sparse_mlp(fields: Fields, limit: float | None = None) -> PartConfig:
-    """Read experts that are chosen by sigmoid scores, and a shared one. `limit`: see MoEConfig."""
+    """Read experts that are chosen by sigmoid scores, and a shared one. `limit`: see MoEConfig.
+
+    Raises as Fields does.
+    """
     shared = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1)
     return MoEConfig.read_grouped(fields, shared_intermediate_size=shared, limit=limit)
 
@@ -165,9 +166,10 @@ def sparse_mlp(fields: Fields, limit: float | None = None) -> PartConfig:
 def layers(
     fields: Fields, kinds: Sequence[str], recurrence: PartConfig, attention: PartConfig
 ) -> list[tuple[PartConfig, ...]]:
-    """Return the parts of layers of the given KINDS.
+    """Return the parts of layers of the given KINDS. Raises as Fields does.
 
-    The first layers have dense MLPs. The others choose experts by sigmoid scores and add a shared expert.
+    The first layers (or the listed ones) have dense MLPs. The others choose experts by sigmoid scores and add a shared
+    one.
     """
     fields.require("moe_router_activation_func", "sigmoid")
     first = fields.integer("first_k_dense_replace", 1, low=0)
@@ -181,7 +183,8 @@ def layers(
 def _attends(given: Fields, count: int) -> list[bool]:
     """Return for each layer whether it is attention, from lists that count layers from 1.
 
-    Without such lists every fourth layer is, except the first.
+    Without such lists every fourth layer is, except the first. Raises ModelFolderError if they do not name each layer
+    once.
     """
     full, kda = given.indices("full_attn_layers"), given.indices("kda_layers")
     if full is None or kda is None:

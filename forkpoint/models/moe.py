@@ -53,14 +53,17 @@ class MoEConfig(PartConfig):
 
     @classmethod
     def read(cls, fields: Fields) -> MoEConfig:
-        """Read the field names of Qwen's families."""
+        """Read the field names of Qwen's families. Raises as Fields does."""
         fields.require("hidden_act", "silu")
         shared = fields.integer("shared_expert_intermediate_size")
         return cls.of(fields, RouteRule(top_k=0, shared="gated"), shared_intermediate_size=shared)
 
     @classmethod
     def read_grouped(cls, fields: Fields, **style: Any) -> MoEConfig:
-        """Read DeepSeek-V3's field names: sigmoid scores with a correction bias choose experts in groups."""
+        """Read DeepSeek-V3's field names: sigmoid scores with a correction bias choose experts in groups.
+
+        `style` sets further attributes. Raises as Fields does.
+        """
         rule = RouteRule(
             top_k=0,
             score="sigmoid",
@@ -73,7 +76,10 @@ class MoEConfig(PartConfig):
 
     @classmethod
     def of(cls, fields: Fields, rule: RouteRule, **style: Any) -> MoEConfig:
-        """Read the fields that all families share. `rule` lacks the counts and whether weights are normalised."""
+        """Read the fields that all families share. `rule` lacks the counts and whether weights are normalised.
+
+        `style` sets further attributes. Raises as Fields does.
+        """
         num_experts, top_k = fields.integer("num_experts"), fields.integer("num_experts_per_tok")
         size, shared = fields.integer("moe_intermediate_size"), style.get("shared_intermediate_size", 0)
         if top_k > num_experts // rule.groups * rule.top_groups or num_experts % rule.groups:
@@ -87,7 +93,7 @@ class MoEConfig(PartConfig):
         return SparseMLP(build, name, self)
 
     def cut(self, ranks: Ranks) -> MoEConfig:
-        """Split each expert by its inner features.
+        """Split each expert by its inner features. Raises ConfigError if they cannot be divided evenly.
 
         Ranks that gather keep the whole inner size and split only the outputs. The first projection then stays one
         operation.
@@ -117,7 +123,7 @@ class MoEConfig(PartConfig):
 
 
 class SparseMLP:
-    """Compute `sum_j w_j expert_j(x)` over the experts that `rule` chooses for each token, plus the shared expert.
+    """The layer `sum_j w_j expert_j(x)` over the experts that `rule` chooses for each token, plus the shared expert.
 
     The shared expert is split into experts of the routed ones' size, whose outputs add up to its own. One operation can
     then run all of a token's experts.
@@ -178,8 +184,9 @@ class SparseMLP:
         return hidden // build.ranks.size if build.ranks.cuts_rows(hidden) else hidden
 
     def _read_experts(self, build: Build, name: str, form: Form | None, joins: bool) -> tuple[Matrix, Matrix]:
-        """Read `gate_up[E, 2I, H]` (`[E, I, H]` without a gate) and `down[E, H, I]` of the routed experts, followed by
-        the shared expert if it `joins` them.
+        """Read `gate_up[E, 2I, H]` (`[E, I, H]` without a gate) and `down[E, H, I]` of the routed experts.
+
+        The shared expert's slices follow if it `joins` them. `form` is the routed experts'.
         """
         count, inner = self._moe.num_experts, self._moe.intermediate_size
         hidden, given = self._moe.latent_size or build.config.hidden_size, self._given_size(build)
@@ -210,7 +217,7 @@ class SparseMLP:
         return gate_up.matrix, down.matrix
 
     def _read_shared_apart(self, build: Build, name: str, form: Form | None) -> tuple[Matrix, Matrix]:
-        """Read the slices of the shared expert as experts of their own."""
+        """Read the slices of the shared expert, of this `form`, as experts of their own: gate_up and down."""
         inner, count, source = self._moe.intermediate_size, self._moe.rule.num_shared, build.weights
         into = (count, len(self._into) * inner, build.config.hidden_size)
         gate_up = JoinedMatrix(source, into, form, inner % BLOCK == 0)
@@ -220,7 +227,7 @@ class SparseMLP:
         return gate_up.matrix, down.matrix
 
     def _stacks(self, name: str) -> tuple[str, str]:
-        """Return the names of the two tensors that store all experts in one matrix each."""
+        """Return the names of the two tensors that may store all experts in one matrix each."""
         return f"{name}.experts.{'_'.join(self._into)}_proj", f"{name}.experts.down_proj"
 
     def _forms(self, build: Build, name: str) -> tuple[Form | None, Form | None]:
@@ -255,7 +262,7 @@ class SparseMLP:
             down.put(take_columns(back, start, end), 0, expert)
 
     def __call__(self, x: Tensor, ctx: ForwardContext | None = None) -> Tensor:
-        """Run the experts: `x[T, H] -> [T, H]`. Does not read the context."""
+        """Run the experts: `x[T, H] -> [T, H]`, or an Unsummed of it. Does not read the context."""
         weights, ids = self._ops.route(self._router(x)[:, : self._num_scores], self._moe.rule, self._bias)
         narrow = self._narrow(x)
         if self._shared is None:
@@ -275,12 +282,12 @@ def within(form: Form | None, *widths: int) -> Form | None:
 
 
 def _aligned(weight: Tensor) -> Tensor:
-    """Append rows of zeros, because vendors' libraries are slow if rows of the output are not aligned."""
+    """Return the rows and some of zeros: vendors' libraries are slow if rows of the output are not aligned."""
     return F.pad(weight, (0, 0, 0, -len(weight) % ALIGNED))
 
 
 def _wide(source: WeightSource, name: str, shape: tuple[int, int]) -> Tensor:
-    """Read a matrix in fp32. Quantised ones are converted."""
+    """Read a matrix in fp32. Quantised ones are widened."""
     if source.form(name) is not None:
         return dense(source.get_matrix(name, shape)).float()
     return source.get(name, shape, torch.float32)

@@ -34,15 +34,19 @@ Project: TypeAlias = Callable[[Tensor, ForwardContext], tuple[Tensor, Tensor, Te
 
 
 class ConvRecurrence:
-    """The recurrence of layer `layer`, after a convolution if there is one. Their states are a `matrix` and the window
-    `conv`."""
+    """The recurrence of layer `layer`, after a convolution if there is one.
+
+    Their states are a `matrix` and the window `conv`.
+    """
 
     def __init__(self, ops: OpTable, layer: int, conv: Convolution | None, params: RecurrenceParams) -> None:
         self._ops, self._layer, self._params, self._conv = ops, layer, params, conv
 
     def __call__(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Compute `[T, HV, V]` from `mixed[T, mixed_dim]` and `a`, `b` `[T, HV]`. Reads and writes the slots that `ctx`
-        names."""
+        """Compute `[T, HV, V]` from `mixed[T, mixed_dim]` and `a`, `b` `[T, HV]`.
+
+        Reads and writes the slots that `ctx` names.
+        """
         inputs, split, spec = RecurrenceInputs(mixed, a, b), ctx.num_decodes, self._params.spec
         if split == 0:
             return self._prefill(inputs, ctx, None)
@@ -77,7 +81,7 @@ class ConvRecurrence:
         return self._ops.recurrence_decode(inputs, *state, slots["recurrence_decode"], out)
 
     def _convolved(self, raw: RecurrenceInputs, ctx: ForwardContext) -> RecurrenceInputs:
-        """Convolve the inputs of decode rows."""
+        """Return the decode rows' inputs after the convolution, if there is one, and update its state."""
         return raw if self._conv is None else raw._replace(mixed=self._conv.decode(raw.mixed, ctx))
 
     def _prefill(self, raw: RecurrenceInputs, ctx: ForwardContext, out: Tensor | None) -> Tensor:
@@ -88,7 +92,7 @@ class ConvRecurrence:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig(PartConfig):
-    """One layer's recurrence. Subclasses implement `project`.
+    """One layer's recurrence, with its convolution and norm. Subclasses implement `project`.
 
     `norm_name` and `out_name` are the weight names of the gated norm and of the last projection. A `conv_width` of 0
     stands for no convolution.
@@ -104,18 +108,18 @@ class RecurrentConfig(PartConfig):
 
     @property
     def inner(self) -> int:
-        """The number of values of all heads together."""
+        """The number of values of all heads of one rank together."""
         return self.spec.num_v_heads * self.spec.value_dim
 
     @property
     def conv_cut(self) -> Cut:
-        """The stored channels of the convolution: those of q, k and v."""
+        """How ranks share the channels of the convolution: those of q, k and v."""
         keys = self.spec.num_k_heads * self.spec.key_dim
         return rows(keys, keys, self.inner)
 
     @abstractmethod
     def project(self, build: Build, name: str) -> Project:
-        """Build the projection into the recurrence."""
+        """Read the projection into the recurrence, and return its function."""
 
     def build(self, build: Build, name: str, layer: int) -> Block:
         project, finish = self.project(build, name), self.finish(build, name)
@@ -131,10 +135,10 @@ class RecurrentConfig(PartConfig):
         return block
 
     def taps(self, build: Build, name: str) -> tuple[Tensor, Tensor | None]:
-        """Read the taps `[mixed_dim, W]`, and the bias if there is one.
+        """Read the taps `[mixed_dim, W]`, and the bias `[mixed_dim]` or None.
 
-        The checkpoint stores one convolution, or one each for q, k and v. Only the sum of their channels is checked,
-        because some writers split the channels into even thirds.
+        The checkpoint stores one convolution, or one each for q, k and v. Only the sum of their channels is checked
+        (ModelFolderError), because some writers split the channels into even thirds.
         """
         source, shape, whole = build.weights, (self.spec.mixed_dim, 1, self.conv_width), f"{name}.conv1d.weight"
         apart = [f"{name}.{part}_conv1d.weight" for part in "qkv"]
@@ -150,7 +154,7 @@ class RecurrentConfig(PartConfig):
         return own.of(taps), None
 
     def params(self, build: Build, name: str, layer: int) -> RecurrenceParams:
-        """Read the constants of the recurrence."""
+        """Read the constants of the recurrence of layer `layer`."""
         source, fp32, heads = build.weights, torch.float32, (self.spec.num_v_heads,)
         flat = len(source.shape(f"{name}.A_log") or heads) == 1
         shape, cut = (heads, ROWS) if flat else ((1, 1, *heads, 1), Cut(2))
@@ -160,7 +164,7 @@ class RecurrentConfig(PartConfig):
         return RecurrenceParams(self.spec, a_log, dt_bias, skip)
 
     def finish(self, build: Build, name: str) -> Callable[[Tensor, Tensor], Tensor]:
-        """Build the function from the recurrence's output `[T, HV, V]` and the gate to the layer's output `[T, H]`."""
+        """Build the function from the recurrence's output `[T, HV, V]` and the gate `[T, HV * V]` to `[T, H]`."""
         norm = RMSNorm(build, f"{name}.{self.norm_name}", self.spec.value_dim, centred=False, eps=self.norm_eps)
         out = RowParallel(build, f"{name}.{self.out_name}", build.config.hidden_size, self.inner)
         gated_rmsnorm, sigmoid = build.ops.gated_rmsnorm, self.sigmoid
@@ -172,7 +176,7 @@ class RecurrentConfig(PartConfig):
         return finish
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
-        """Describe the stored state: the convolution's window and the matrices of all heads."""
+        """Return the spec of the stored state: the convolution's window, if any, and the matrices of all heads."""
         spec, operators = self.spec, ("recurrence_decode", "recurrence_prefill")
         heads, matrix = (spec.num_v_heads,), (spec.num_v_heads, spec.value_dim, spec.key_dim)
         update, key = matrix[:2], (spec.num_k_heads, spec.key_dim)
@@ -205,10 +209,10 @@ class RecurrentConfig(PartConfig):
 def read_group_norm(
     build: Build, name: str, inner: int, groups: int, sharing: int, eps: float | None = None, **style: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Read a norm over groups of heads; return the function from heads `[T, HV, V]` and gate `[T, inner]` to `[T,
-    inner]`.
+    """Read a norm over groups of heads; return its function of heads `[T, HV, V]` and gate `[T, inner]`.
 
-    `inner` and `groups` are this rank's. `sharing` ranks hold a group together. `style`: see `OpTable.gated_rmsnorm`.
+    That returns `[T, inner]`. `inner` and `groups` are this rank's. `sharing` ranks hold a group together, and call it
+    together. `style`: see `OpTable.gated_rmsnorm`.
     """
     ranks, size, cut, gated_rmsnorm = build.ranks, inner, ROWS, build.ops.gated_rmsnorm
     if sharing > 1:

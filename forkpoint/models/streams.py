@@ -34,7 +34,7 @@ def weighted(streams: Tensor, weights: Tensor) -> Tensor:
 
 
 class StreamLayer:
-    """Run parts one after another, each between the two halves of its mixer."""
+    """A layer of parts that run one after another, each between the two halves of its mixer."""
 
     def __init__(self, parts: Sequence[tuple[Mixer, Block]]) -> None:
         self._parts = parts

@@ -57,7 +57,7 @@ class WeightSource(ABC):
 
     @property
     def codes(self) -> torch.dtype:
-        """The dtype in which FP8 is stored."""
+        """The dtype in which FP8 is stored on the device."""
         return torch.uint8 if self.as_bytes else CODES
 
     @abstractmethod
@@ -69,7 +69,7 @@ class WeightSource(ABC):
         return self.has(name)
 
     def stores(self, name: str) -> bool:
-        """Return whether a file holds this tensor."""
+        """Return whether a file holds this tensor, or its 4-bit form; False for random weights."""
         return self.has(name) and self.shape(name) is not None
 
     @abstractmethod
@@ -86,24 +86,24 @@ class WeightSource(ABC):
     ) -> Tensor:
         """Return a new tensor of `shape` in `dtype` (default: the model's) on the source's device.
 
-        Random weights are uniform in `span`. `cut` selects this rank's part.
+        Random weights are uniform in `span`, or normal without one. `shape` is this rank's, and `cut` selects its part.
         """
         return self._own(name, cut.part(shape, self.ranks), dtype or self.dtype, span)
 
     def bias(self, name: str, size: int, exists: bool, cut: Cut = WHOLE) -> Tensor | None:
-        """Return the vector `name.bias` if it `exists`, otherwise None."""
+        """Return the vector `name.bias` of `size` elements if it `exists`, otherwise None."""
         if not exists:
             return None
         return self.get(f"{name}.bias", (size,), cut=cut)
 
     def form(self, name: str) -> Form | None:
-        """Return how `get_matrix` returns this matrix; None: not quantised."""
+        """Return the form in which `get_matrix` returns this matrix; None: not quantised."""
         if self.format is None or not self.format.covers(name):
             return None
         return FP8 if self.format.packing is None else Form("integer", self.format.group_size)
 
     def get_matrix(self, name: str, shape: Sequence[int], cut: Cut = WHOLE) -> Matrix:
-        """Return a matrix `[..., N, K]` as it is stored: quantised, or as `get` does."""
+        """Return this rank's part, of shape `shape`, of a matrix `[..., N, K]`: quantised as it is stored, or plain."""
         form = self.form(name)
         if form is None or self.format is None:
             return self.get(name, shape, cut=cut)
@@ -116,19 +116,19 @@ class WeightSource(ABC):
         return part.of_scaled(codes, scales, rows, columns, self.dtype)
 
     def _block(self, width: int) -> tuple[int, int]:
-        """Return the rows and columns of a matrix in FP8 that share a scale, for matrices of `width` columns."""
+        """Return the rows and columns that share a scale in an FP8 matrix of `width` columns (by tensor: a row)."""
         return (BLOCK, BLOCK) if self.format is not None and self.format.by_block else (1, width)
 
     def _packed(self, name: str, shape: Sequence[int]) -> PackedMatrix:
-        """Quantise a whole matrix to 4 bits."""
+        """Return a whole matrix of this shape, quantised to 4 bits."""
         group = 0 if self.format is None else self.format.group_size
         group = next((size for size in (group, 64, 32, 16, PER_WORD) if size and shape[-1] % size == 0), shape[-1])
         return quantise_packed(self._own(name, Part(tuple(shape)), self.dtype, None), group)
 
     def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor]:
-        """Quantise a matrix to FP8. Return the part's codes and the whole matrix's scales.
+        """Return the codes of the part of a matrix in FP8, and the whole matrix's scales.
 
-        The matrix is quantised as a whole, so that all ranks get the same scales.
+        Here it is quantised as a whole, so that all ranks get the same scales.
         """
         matrix = self._own(name, Part(part.whole), self.dtype, None)
         if self.as_bytes:
@@ -139,7 +139,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def _own(self, name: str, part: Part, dtype: torch.dtype, span: Span | None) -> Tensor:
-        """Return this part of a tensor."""
+        """Return this part of a tensor as a new one on the device; `span` as in `get`."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -147,7 +147,7 @@ class DummyWeights(WeightSource):
     """Random weights for any name and shape.
 
     They are uniform in `span`, or normal with the standard deviation `shape[-1] ** -0.5`. The bits depend only on the
-    seed, the name, the whole shape and the device.
+    seed, the name, the whole shape, dtype and the device.
     """
 
     seed: int
@@ -213,7 +213,6 @@ class FileWeights(WeightSource):
             self._stored[name] = stored
 
     def close(self) -> None:
-        """Close the files."""
         self._shards.close()
 
     def _report(self) -> None:
@@ -245,7 +244,7 @@ class FileWeights(WeightSource):
         return tuple(self._slice(name).get_shape())
 
     def named_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the names and whole shapes of all tensors that the model may read."""
+        """Return the names and whole shapes of all tensors that the model may read, sorted."""
         return [(name, self.shape(name)) for name in sorted(self._stored)]
 
     def _own(self, name: str, part: Part, dtype: torch.dtype, span: Span | None) -> Tensor:
@@ -327,7 +326,7 @@ class FileWeights(WeightSource):
         return f"{stored!r} in {self.folder / self._shards.file_of[stored]}"
 
     def _read(self, name: str, part: Part) -> Tensor:
-        """Copy the part to the device, as stored (FP8 as `codes`)."""
+        """Copy the part to the device, as stored (FP8 as `codes`), and count and report it as read."""
         stored, found = self._find(name), self.shape(name)
         if found != part.whole:
             raise ModelFolderError(
@@ -350,7 +349,7 @@ class FileWeights(WeightSource):
         return tensor
 
     def _finite(self, name: str, part: Part) -> Tensor:
-        """Return what `_read` returns, after checking that all values are finite."""
+        """Return what `_read` returns, after checking that all values are finite (otherwise ModelFolderError)."""
         tensor = self._read(name, part)
         if not _is_finite(tensor):
             raise ModelFolderError(

@@ -37,7 +37,7 @@ NAT64: Final = IPv6Network("64:ff9b::/96")  # addresses that a gateway translate
 
 
 def _host_and_port(domain: str) -> tuple[str, str]:
-    """Split HOST, HOST:PORT or HOST:* with the host as URLs have it."""
+    """Split HOST, HOST:PORT or HOST:* into the host as URLs have it, and the port (DEFAULT_PORT without one)."""
     host, _, port = domain.rpartition(":")
     is_address = domain.count(":") > 1 and not host.startswith("[")  # an IPv6 address without a port
     if not host or is_address or domain.endswith("]"):
@@ -65,8 +65,8 @@ class Fetcher:
     async def fetched(self, urls: Sequence[str]) -> AsyncIterator[Mapping[str, Sequence[bytes]]]:
         """Fetch the images at `urls` and hold their parts, as they came, until the context is left.
 
-        Raises InvalidPromptError for a URL that is not allowed and for an image that does not come, and QueueFullError
-        if too many bytes are held.
+        Raises InvalidPromptError for a URL that is not allowed and for an image that does not come in time or is too
+        large, and QueueFullError if too many bytes are held.
         """
         targets = {url: self._checked(url) for url in urls}
         parts: dict[str, list[bytes]] = {url: [] for url in urls}
@@ -146,7 +146,10 @@ class Fetcher:
             self._seconds += time.perf_counter() - started_s
 
     async def _read(self, response: aiohttp.ClientResponse, where: str, parts: list[bytes]) -> None:
-        """Append the body's parts as they come, so that they are counted even if the rest never comes."""
+        """Append the body's parts as they come, so that they are counted even if the rest never comes.
+
+        Raises InvalidPromptError for a wrong answer or size, and QueueFullError if too many bytes are held.
+        """
         if 300 <= response.status < 400:
             raise InvalidPromptError(f"{where} is answered by a redirect, which is not followed; give the last URL")
         if response.status != 200:
@@ -191,7 +194,10 @@ class _PublicResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Raises InvalidPromptError if any address of the host is not public, and OSError if the host is unknown."""
+        """Return the host's addresses.
+
+        Raises InvalidPromptError if any of them is not public, and OSError if the host is unknown.
+        """
         loop = asyncio.get_running_loop()
         infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family, flags=socket.AI_ADDRCONFIG)
         found: list[ResolveResult] = []

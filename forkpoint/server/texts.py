@@ -79,7 +79,10 @@ class MissingImages(Exception):
 
 
 class Texts:
-    """Tokenizer, chat template and limits, in a reader's process. `inputs` is set once the engine is ready."""
+    """Tokenizer, chat template and limits, in a reader's process.
+
+    `load`, then `begin` (which sets `inputs` once the engine is ready) prepare them.
+    """
 
     inputs: InputProcessor
 
@@ -173,8 +176,8 @@ class Texts:
     def prompt(self, given: str | list[int], params: SamplingParams, *, special: bool) -> Prompt:
         """Return a text or token ids as a prompt, truncated as `params` say and checked.
 
-        `special`: a text gets the tokenizer's special tokens. Raises a RequestError; for a text that is far too long
-        it does so without tokenising it.
+        `special`: a text gets the tokenizer's special tokens. Raises a RequestError; for a text that is far too long it
+        does so without tokenising it.
         """
         if not isinstance(given, str):
             return self.inputs.prompt(given, params)
@@ -206,7 +209,10 @@ class Texts:
         return self.inputs.prompt(prompt, params=params) if params is not None else prompt
 
     def _require_fetched(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Raise MissingImages if images of the conversation have to be fetched, and may be."""
+        """Raise MissingImages if images of the conversation have to be fetched, and may be.
+
+        Raises InvalidPromptError if they are too many.
+        """
         if self.images is None or not self.config.allowed_media_domains:
             return
         urls = [url for url in remote_urls(messages) if url not in self.fetched]
@@ -239,7 +245,7 @@ class RequestReading(Generic[T]):
     fetched: tuple[tuple[str, int], ...] = ()
 
     def __call__(self, texts: Texts, data: bytes) -> T | MissingImages:
-        """Return the URLs of images that have to be fetched first, if there are any."""
+        """Return what `prepare` returns, or the MissingImages that it raised. Sets the texts' room and images."""
         body_bytes = at = len(data) - sum(num_bytes for _, num_bytes in self.fetched)
         texts.room, texts.fetched = self.room, (fetched := {})
         for url, num_bytes in self.fetched:
