@@ -31,8 +31,10 @@ LOGGER: Final = logging.getLogger("forkpoint")
 
 @dataclass(slots=True, eq=False)
 class FetchedPrompt:
-    """An offer that is taken up for the requests of `leases`. `end` is the last node of its path. `places` are those of
-    the entries that are fetched, which are those that the arena lacked."""
+    """An offer that is taken up for the requests of `leases`. `end` is the last node of its path.
+
+    `places` are those of the entries that are fetched, which are those that the arena lacked.
+    """
 
     offer: Offer
     end: Node
@@ -74,7 +76,7 @@ class FetchedPrompts(RestoreSource):
     # --- requests
 
     def take_up(self, lease: Lease, offer: Offer, num_usable: int, num_in_arena: int) -> None:
-        """Fetch an offer for a waiting request, if that is possible.
+        """Fetch an offer for a waiting request, or warn and count why that is not possible.
 
         The request can use `num_usable` tokens. The arena has the keys and values of `num_in_arena` of them.
         """
@@ -97,7 +99,7 @@ class FetchedPrompts(RestoreSource):
             self._order(offer, 0, (), self._facts.timeout_s)
 
     def _refusal(self, chain: HashChain, offer: Offer, num_usable: int) -> str:
-        """Return why an offer cannot be used, or nothing."""
+        """Return why an offer cannot be used; "" if it can."""
         index = offer.num_tokens // BLOCK_SIZE - 1
         if not self._is_allowed(offer.host):
             return f"remote_hosts of kv_connector_extra_config does not name {offer.host}; add it there"
@@ -126,7 +128,7 @@ class FetchedPrompts(RestoreSource):
         return num_blocks * self._layout.block_bytes * self._layout.has_kv + self._layout.slot_bytes
 
     def _new(self, chain: HashChain, offer: Offer, num_held: int) -> FetchedPrompt:
-        """Build the path of an offer. Its first `num_held` blocks are in the arena and are not fetched."""
+        """Return the fetch of an offer, not started. Its first `num_held` blocks are in the arena and are left out."""
         count, places = offer.num_tokens // BLOCK_SIZE, dict[Node | Checkpoint, int]()
         node = Node(None, chain.root, b"", 0, NO_BLOCK)
         for depth, block_hash in enumerate(chain.hashes[:count], 1):
@@ -141,7 +143,7 @@ class FetchedPrompts(RestoreSource):
         return FetchedPrompt(offer, node, places, num_bytes, self._clock() + self._facts.timeout_s)
 
     def is_waiting(self, lease: Lease) -> bool:
-        """Return whether what a request waits for may still come."""
+        """Return whether what a request waits for may still come. A fetch that is late is given up."""
         prompt = self._of.get(lease)
         if prompt is None or prompt.has_arrived:
             return False
@@ -154,7 +156,7 @@ class FetchedPrompts(RestoreSource):
         return False
 
     def leave(self, lease: Lease) -> None:
-        """Note that a request waits no longer: it runs or has ended."""
+        """Note that a request waits no longer: it runs or has ended. A fetch that nobody waits for ends."""
         prompt = self._of.pop(lease, None)
         if prompt is not None:
             prompt.leases.discard(lease)
@@ -178,12 +180,12 @@ class FetchedPrompts(RestoreSource):
         return self.has_forgotten or bool(self.orders)
 
     def drain_orders(self) -> tuple[Fetch, ...]:
-        """Return the orders for the plan under construction."""
+        """Return the orders for the plan under construction, once."""
         orders, self.orders, self.has_forgotten = tuple(self.orders), [], False
         return orders
 
     def _start_next(self) -> None:
-        """Start prompts in their order while they fit."""
+        """Start prompts in their order while they fit in `facts.max_bytes`."""
         for prompt in self._prompts.values():
             if prompt.ticket:
                 continue
@@ -213,7 +215,7 @@ class FetchedPrompts(RestoreSource):
         self._start_next()
 
     def apply(self, news: FetchNews) -> None:
-        """Take in which fetches have ended."""
+        """Take in which fetches have ended. Failed ones are given up; unreachable peers are avoided a while."""
         for ticket in news.done:
             if ticket in self._by_ticket:
                 prompt = self._by_ticket[ticket]

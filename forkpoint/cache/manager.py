@@ -390,7 +390,10 @@ class CacheManager:
         return moves, filed
 
     def drain_fetches(self) -> tuple[Fetch, ...]:
-        """Return what the plan under construction orders from other engines. `commit` returns the moves with it."""
+        """Return, once, what the plan under construction orders from other engines.
+
+        `commit` returns the moves with it.
+        """
         return () if self.peers is None else self.peers.drain_fetches()
 
     def drain_filed(self) -> list[Node | Checkpoint]:

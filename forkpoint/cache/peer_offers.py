@@ -120,8 +120,10 @@ def _bytes(given: Mapping[str, Any], name: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """An order to the worker: get these entries, in their order, within `timeout_s`. Without names it only ends the
-    other engine's lease, and nothing is reported."""
+    """An order to the worker: get these entries, in their order, within `timeout_s`.
+
+    Without names it only ends the other engine's lease, and nothing is reported.
+    """
 
     ticket: int
     host: str
@@ -134,8 +136,10 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class FetchNews:
-    """The tickets of fetches that have ended since the last report. `unreachable` are failed ones whose peer did not
-    answer in time, or not as a peer does."""
+    """The tickets of fetches that have ended since the last report.
+
+    `unreachable` are failed ones whose peer did not answer in time, or not as a peer does.
+    """
 
     done: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()

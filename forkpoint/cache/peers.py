@@ -60,7 +60,10 @@ class PeerExchange:
         return () if self.fetched is None else self.fetched.drain_orders()
 
     def offer(self, hit: PrefixHit) -> Offer | None:
-        """Copy a computed prefix to where other engines fetch it, with the next plan. None: they cannot fetch here."""
+        """Copy a computed prefix, with the next plan, to where other engines fetch it, and return the offer.
+
+        None: nothing can be fetched here, or the prefix is empty.
+        """
         if not self._facts.port or not hit.path:
             return None
         lease, end = next(self._leases), hit.path[-1]
@@ -82,7 +85,10 @@ class PeerExchange:
         return Offer(*place, lease, end.depth * BLOCK_SIZE, end.hash, origin, decoded)
 
     def read(self, params: Mapping[str, Any]) -> Offer | None:
-        """Return the offer in a request's `kv_transfer_params`; None if there is none that can be used."""
+        """Return the offer in a request's `kv_transfer_params`; None if there is none from another engine.
+
+        A malformed one is logged and counted as a failed fetch, and None is returned.
+        """
         if self.fetched is None or params.get(HAS_OFFER) is not True:
             return None
         try:
@@ -94,7 +100,7 @@ class PeerExchange:
         return None if offer.engine_id == self._facts.engine_id else offer
 
     def withdraw(self, hashes: Iterable[BlockHash] | None = None) -> None:
-        """Let nobody get entries of these hashes any more, or any entries at all."""
+        """Let nobody get entries of these hashes (None: any entries) any more, from the next plan on."""
         if not self._facts.port:
             return
         names: list[EntryName | None] = [None]

@@ -121,7 +121,7 @@ class PrefixStore:
         return True
 
     def next_victim(self) -> Checkpoint | Node | None:
-        """Return the entry that `evict_least` would evict now."""
+        """Return the entry that `evict_least` would evict now; None if there is none."""
         found = self._queue.lowest(self.arena.turnover)
         return None if found is None else found[1]
 

@@ -149,7 +149,7 @@ class PrefixTree:
         return path
 
     def find(self, block_hash: BlockHash) -> Node | None:
-        """Return the node of that hash, if it is cached and not condemned."""
+        """Return the node of that hash; None if it is not cached, or condemned."""
         return self._by_hash.get(block_hash)
 
     def extend(

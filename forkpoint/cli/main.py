@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, parser: Callable[[], argparse.A
 
 
 def run(parser: Callable[[], argparse.ArgumentParser] | None = None) -> NoReturn:
-    """Run `main` as a process and exit with its code. Later Ctrl-Cs cannot interrupt the exit."""
+    """Run `main` as a process and exit with its code (SystemExit). Later Ctrl-Cs cannot interrupt the exit."""
     sys.path.append("")  # options may name modules of the working directory, as with `python -m`
     code = main(parser=parser)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -45,8 +45,10 @@ def weights_digest(folder: Path) -> str | None:
 
 
 def entry_sum(namespace: bytes, name: EntryName, data: memoryview) -> bytes:
-    """Return the checksum of an entry's bytes. It covers the namespace and the name, so that no other entry passes for
-    it."""
+    """Return the checksum of an entry's bytes, 16 bytes.
+
+    It covers the namespace and the name, so that no other entry passes for it.
+    """
     numbers = (name.kind, name.depth, name.origin, int(name.decoded))
     found = xxhash.xxh3_128(namespace + name.hash + name.parent + repr(numbers).encode())
     for start in range(0, len(data), PIECE_BYTES):

@@ -25,7 +25,7 @@ PATTERN: Final = (
 
 
 class LaraMini(Model):
-    """`LaraMiniForCausalLM`. Only the layers with a window rotate queries and keys."""
+    """The family of `LaraMiniForCausalLM`. Only the layers with a window rotate queries and keys."""
 
     architectures: ClassVar = ("LaraMiniForCausalLM",)
     config_class: ClassVar = "lara_mini.LaraMiniConfig"

@@ -22,8 +22,10 @@ DONE: Final = b"D"
 
 
 class WantedEntries(msgspec.Struct, array_like=True, frozen=True):
-    """Asks for entries of a lease. `keys[i]` is the kind of an entry, one byte, and its hash. Without keys the lease
-    ends."""
+    """Asks for entries of a lease. Without keys the lease ends.
+
+    `keys[i]` is the kind of an entry, one byte, and its hash.
+    """
 
     namespace: bytes
     engine_id: str
@@ -32,8 +34,10 @@ class WantedEntries(msgspec.Struct, array_like=True, frozen=True):
 
 
 class HeldEntries(msgspec.Struct, array_like=True, frozen=True):
-    """The answer. `sums` are the checksums of all wanted entries, whose bytes follow. Without `sums`, `refusal` says
-    why there are none."""
+    """The answer to WantedEntries. `sums` are the checksums of all wanted entries, whose bytes follow.
+
+    Without `sums`, `refusal` says why there are none.
+    """
 
     sums: tuple[bytes, ...] = ()
     refusal: str = ""
@@ -61,7 +65,7 @@ class Line:
             view = view[self._socket.send(view[:PIECE_BYTES]) :]
 
     def receive(self, kind: type[Any]) -> Any:
-        """Receive a message of this type. Its size is checked before it is read."""
+        """Return the next message, which is of this type. Its size is checked before it is read."""
         head = bytearray(HEAD.size)
         self.receive_into(memoryview(head))
         magic, num_bytes = HEAD.unpack(head)
@@ -83,7 +87,7 @@ class Line:
             view = view[count:]
 
     def _limit(self) -> None:
-        """Let the next call wait no longer than until the connection ends."""
+        """Let the next call wait no longer than until the connection ends. Raises TimeoutError after that."""
         left = self._until_s - time.monotonic()
         if left <= 0:
             raise TimeoutError("it took too long")

@@ -22,7 +22,7 @@ class NewsOfCopies:
     wait_s: float = 0.0
 
     def read(self) -> tuple[DiskNews | None, FetchNews | None]:
-        """Return what the tiers and the fetches have done since the last call."""
+        """Return what the tiers and the fetches have done since the last call, None for each with no news."""
         fetched = self.peers.fetching.news() if self.peers is not None else None
         wait_s = 0.0 if fetched is not None else self.wait_s
         if self.tiers is not None:

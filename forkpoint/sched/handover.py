@@ -22,7 +22,7 @@ class Handover:
         self._is_unexpected = False  # a request had kv_transfer_params, and this engine has no peers
 
     def take_up(self, scheduled: ScheduledRequest) -> None:
-        """Fetch the offer in a waiting request's `kv_transfer_params`, unless this engine's cache reaches as far."""
+        """Fetch the offer in a waiting request's `kv_transfer_params`; decline it if this cache reaches as far."""
         request, lease, peers = scheduled.request, scheduled.lease, self._cache.peers
         params = request.params.kv_transfer_params
         if params and peers is None and not self._is_unexpected:
@@ -46,7 +46,7 @@ class Handover:
             fetched.take_up(lease, offer, self._cache.layout.usable_prefix(request.num_tokens), hit.kv_num_tokens)
 
     def offer(self, scheduled: ScheduledRequest) -> None:
-        """Offer the prompt of a request that ends, if the request asks for that."""
+        """Offer the prompt of a request that ends, if the request asks for that, in its `kv_transfer_params`."""
         request, peers = scheduled.request, self._cache.peers
         params = request.params.kv_transfer_params
         if params is None or peers is None or params.get(WANTS_OFFER) is not True:

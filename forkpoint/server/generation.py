@@ -76,7 +76,7 @@ class Generation:
         return {"cache": cache, "speculation": counts}
 
     def handover(self) -> dict[str, Any]:
-        """Return the field with which another engine continues a single prompt; nothing if it is not offered."""
+        """Return the field with which another engine continues a single prompt; {} if nothing is offered."""
         states = self.states
         if len(states) != 1 or states[0].kv_transfer_params is None:
             return {}

@@ -19,7 +19,10 @@ from forkpoint.worker.disk import namespace_facts
 
 
 def open_peer_link(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer) -> PeerFacts:
-    """Open the link of the only rank and give it to `arena`. Raises ConfigError if its port cannot be had."""
+    """Open the link of the only rank, give it to `arena` and return its facts.
+
+    Raises ConfigError if its port cannot be had.
+    """
     options = config.kv_transfer_config
     assert options is not None
     host, port = options.side_channel
