@@ -23,7 +23,7 @@ LOGGER: Final = logging.getLogger("forkpoint")
 
 
 class _NotHeldError(Exception):
-    """The peer answers, but does not have what was offered."""
+    """The peer answers, but does not have what was offered, or has damaged it."""
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class Fetching:
                 data = memoryview(bytearray(self._unit_bytes[name.kind]))
                 line.receive_into(data)
                 if entry_sum(self._namespace, name, data) != checksum:
-                    raise PeerError("an entry's checksum is wrong")
+                    raise _NotHeldError("the checksum of an entry is wrong")
                 entries.append(data)
             with contextlib.suppress(OSError):  # it has sent everything; its lease ends by itself
                 line.send_bytes(DONE)

@@ -92,6 +92,7 @@ class Offered:
     def end(self, lease: int) -> None:
         with self._changed:
             self._end(lease)
+            self._changed.notify_all()
 
     def withdraw(self, block_hash: bytes | None) -> None:
         """End all leases with an entry of this hash; all leases if none is given."""

@@ -1,7 +1,10 @@
-"""Prefill/decode disaggregation under a real model: D continues what P has computed, with the bits of one engine."""
+"""Prefill/decode disaggregation under real models: D continues what P has computed, with the bits of one engine."""
 
 from __future__ import annotations
 
+import logging
+import socket
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,23 +14,26 @@ import pytest
 
 from forkpoint.engine.llm import LLM
 from forkpoint.outputs import RequestOutput
-from forkpoint.params import SamplingParams
-from tests.engine.test_host_tier import bits
+from forkpoint.params import SamplingParams, StructuredOutputsParams
+from tests.checkpoints import write_checkpoint
+from tests.engine.false_peer import Damage, false_peer
+from tests.engine.real import MODELS, MORE_MODELS
+from tests.engine.test_host_tier import ROOM, bits
 
-SHARED: dict[str, Any] = {"max_model_len": 768, "num_threads": 1, "deterministic": True, "log_level": "warning"}
+SHARED: dict[str, Any] = {"max_model_len": 768, "num_threads": 1, "deterministic": True, "log_level": "error"}
 ASKS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 LENGTHS = (1, 63, 64, 65, 128, 300, 512, 640)
 
 
-def prompt(seed: int, length: int) -> list[int]:
+def prompt(seed: int, length: int = 300) -> list[int]:
     return np.random.default_rng(seed).integers(5, 90, length).tolist()
 
 
-def engine(model: Path, role: str | None, **more: Any) -> LLM:
+def engine(model: Path, role: str | None, link: Mapping[str, Any] | None = None, **more: Any) -> LLM:
     options = {**SHARED, **more}
     if role is not None:
-        options["kv_transfer_config"] = {"kv_connector": "NixlConnector", "kv_role": role, **more.pop("link", {})}
-        options.pop("link", None)
+        connector = {"kv_connector": "NixlConnector", "kv_role": role}
+        options["kv_transfer_config"] = {**connector, "kv_connector_extra_config": dict(link or {})}
     return LLM(str(model), **options)
 
 
@@ -39,8 +45,8 @@ def ask(llm: LLM, token_ids: list[int], params: Mapping[str, Any] | None = None,
 
 
 def computed(llm: LLM, token_ids: list[int], **more: Any) -> dict[str, Any]:
-    """Let P compute a prompt, and return what its answer says for D."""
-    params = ask(llm, token_ids, ASKS, max_tokens=1, **more).kv_transfer_params
+    """Let P compute a prompt, and return what its answer says for D. Proxies leave `min_tokens` out, as here."""
+    params = ask(llm, token_ids, ASKS, **{**more, "max_tokens": 1, "min_tokens": 0}).kv_transfer_params
     assert params is not None
     return dict(params)
 
@@ -59,11 +65,29 @@ def prefill(tiny_model: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def decode(tiny_model: Path) -> Iterator[LLM]:
-    with engine(tiny_model, "kv_consumer") as llm:
+    with engine(tiny_model, "kv_consumer", {"fetch_timeout_s": 30}) as llm:
         yield llm
 
 
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """The warnings that the engines log."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    lines, handler, logger = list[str](), Lines(logging.WARNING), logging.getLogger("forkpoint")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
 def test_a_decode_engine_continues_with_the_bits_of_one_engine(one: LLM, prefill: LLM, decode: LLM) -> None:
+    before = decode.get_metrics()
     for seed, length in enumerate(LENGTHS):
         token_ids = prompt(seed, length)
         output = ask(prefill, token_ids, ASKS, max_tokens=1)
@@ -72,5 +96,190 @@ def test_a_decode_engine_continues_with_the_bits_of_one_engine(one: LLM, prefill
         assert answer.cache.num_peer_tokens == answer.cache.num_restored_tokens == whole
         assert bits(answer) == bits(ask(one, token_ids))
     figures = decode.get_metrics()
-    assert figures["peer_hit_tokens"] == sum((length - 1) // 64 * 64 for length in LENGTHS)
-    assert figures["peer_failed_fetches"] == 0 and figures["peer_fetched_bytes"] > 0
+    assert figures["peer_hit_tokens"] - before["peer_hit_tokens"] == sum((each - 1) // 64 * 64 for each in LENGTHS)
+    assert figures["peer_failed_fetches"] == before["peer_failed_fetches"] and figures["peer_fetched_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0.9, "seed": 3, "n": 2, "frequency_penalty": 0.5, "min_tokens": 3},
+        {"structured_outputs": StructuredOutputsParams(regex="[a-z]{6,9}")},
+        {"cache_salt": "tenant"},
+    ],
+    ids=str,
+)
+def test_the_decode_engine_alone_samples(one: LLM, prefill: LLM, decode: LLM, more: dict[str, Any]) -> None:
+    token_ids = prompt(20 + len(str(more)))
+    answer = ask(decode, token_ids, computed(prefill, token_ids, **more), **more)
+    assert answer.cache.num_peer_tokens == 256
+    expected = ask(one, token_ids, **more)
+    assert [each.token_ids for each in answer.outputs] == [each.token_ids for each in expected.outputs]
+    assert bits(answer) == bits(expected)
+
+
+def test_what_the_decode_engine_has_is_not_fetched(one: LLM, prefill: LLM, decode: LLM) -> None:
+    first, second = prompt(40), prompt(40) + prompt(41)
+    ask(decode, first, computed(prefill, first))
+    before = decode.get_metrics()["peer_fetched_bytes"]
+    answer = ask(decode, second, computed(prefill, second))
+    fetched = decode.get_metrics()["peer_fetched_bytes"] - before
+    layout = decode._engine.core.scheduler.layout
+    assert fetched == 5 * layout.block_bytes + layout.slot_bytes, "blocks 5 to 9 and the state"
+    assert answer.cache.num_peer_tokens == 320 and answer.cache.num_cached_tokens == 576
+    assert bits(answer) == bits(ask(one, second))
+    again = ask(decode, second, computed(prefill, second))
+    assert again.cache.num_cached_tokens == 576 and again.cache.num_peer_tokens == 0, "nothing is missing"
+    assert decode.get_metrics()["peer_fetched_bytes"] == before + fetched
+
+
+def flipped(data: bytes, offset: int) -> bytes:
+    """Change one byte of the contents, which begin after the message with the checksums."""
+    if offset <= 4500 < offset + len(data):
+        place = 4500 - offset
+        return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+    return data
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "wrong bytes": (flipped, "checksum"),
+    "cut off": (lambda data, offset: data if offset < 3000 else None, "ended the connection early"),
+    "another protocol": (lambda data, _: b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak this protocol"),
+    "a huge message": (lambda data, _: b"FKP1" + b"\xff" * 100, "does not speak this protocol"),
+    "no message": (lambda data, _: b"FKP1" + (100).to_bytes(4, "little") + bytes(100), "cannot be read"),
+    "silence": (lambda data, _: SILENCE.wait(20) and None, "late|timed out|too long"),
+}
+SILENCE = threading.Event()
+
+
+@pytest.fixture(scope="module")
+def hasty(tiny_model: Path) -> Iterator[LLM]:
+    """A decode engine that does not wait long."""
+    with engine(tiny_model, "kv_consumer", {"fetch_timeout_s": 1.5}) as llm:
+        yield llm
+    SILENCE.set()
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_false_peer_means_that_the_decode_engine_computes(
+    one: LLM, prefill: LLM, hasty: LLM, warnings: list[str], name: str
+) -> None:
+    damage, says = DAMAGES[name]
+    token_ids = prompt(50 + list(DAMAGES).index(name))
+    params, before = computed(prefill, token_ids), hasty.get_metrics()["peer_failed_fetches"]
+    with false_peer(params["remote_host"], params["remote_port"], damage) as port:
+        answer = ask(hasty, token_ids, {**params, "remote_port": port})
+        SILENCE.set()
+    SILENCE.clear()
+    check_computed(hasty, one, token_ids, answer, before, warnings, says)
+
+
+def check_computed(
+    llm: LLM, one: LLM, token_ids: list[int], answer: RequestOutput, before: int, warnings: list[str], says: str
+) -> None:
+    assert answer.cache.num_peer_tokens == answer.cache.num_cached_tokens == 0
+    assert llm.get_metrics()["peer_failed_fetches"] == before + 1
+    assert bits(answer) == bits(ask(one, token_ids))
+    assert len(warnings) == 1, warnings
+    assert any(each in warnings[0] for each in says.split("|")), warnings
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"remote_port": None}, "remote_port is not an integer"),
+        ({"remote_host": "10.1.2.3"}, "remote_hosts of kv_connector_extra_config does not name 10.1.2.3"),
+        ({"remote_host": "x" * 1000}, "remote_host is not a text"),
+        ({"remote_engine_id": "earlier"}, "it has been restarted"),
+        ({"remote_num_tokens": 2**30}, "it computed another prompt"),
+        ({"remote_num_tokens": 65}, "not a multiple of 64"),
+        ({"forkpoint": None}, "another kind of engine"),
+        ({"forkpoint": {"namespace": "00" * 16}}, "another model"),
+        ({"forkpoint": {"last_hash": "zz"}}, "non-hexadecimal"),
+        ({"forkpoint": {"last_hash": "00" * 16}}, "it computed another prompt"),
+        ({"forkpoint": {"origin": "nowhere"}}, "not a valid Origin"),
+        ({"forkpoint": {"origin": "junction"}}, "checksum"),
+    ],
+    ids=str,
+)
+def test_an_offer_that_does_not_fit_is_computed(
+    one: LLM, prefill: LLM, hasty: LLM, warnings: list[str], changes: dict[str, Any], says: str
+) -> None:
+    token_ids = prompt(70 + sum(map(ord, str(changes))))
+    params, before = computed(prefill, token_ids), hasty.get_metrics()["peer_failed_fetches"]
+    if isinstance(changes.get("forkpoint"), dict):
+        changes = {"forkpoint": {**params["forkpoint"], **changes["forkpoint"]}}
+    answer = ask(hasty, token_ids, {**params, **changes})
+    check_computed(hasty, one, token_ids, answer, before, warnings, says)
+
+
+def test_a_dead_peer_is_not_asked_again(one: LLM, prefill: LLM, hasty: LLM, warnings: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    for seed, says in ((90, "refused"), (91, "has not answered")):
+        warnings.clear()
+        params, before = computed(prefill, prompt(seed)), hasty.get_metrics()["peer_failed_fetches"]
+        answer = ask(hasty, prompt(seed), {**params, "remote_port": port})
+        check_computed(hasty, one, prompt(seed), answer, before, warnings, says)
+
+
+def test_an_offer_ends(one: LLM, prefill: LLM, hasty: LLM, warnings: list[str]) -> None:
+    params, before = computed(prefill, prompt(95)), hasty.get_metrics()["peer_failed_fetches"]
+    assert prefill.reset_prefix_cache()
+    computed(prefill, prompt(96))
+    answer = ask(hasty, prompt(95), params)
+    check_computed(hasty, one, prompt(95), answer, before, warnings, "the lease has ended")
+    other = computed(prefill, prompt(97), cache_salt="one tenant")
+    warnings.clear()
+    answer = ask(hasty, prompt(97), other, cache_salt="another tenant")
+    check_computed(hasty, one, prompt(97), answer, before + 1, warnings, "another cache_salt")
+
+
+def test_memory_comes_back(prefill: LLM, decode: LLM) -> None:
+    """On P when a prompt was fetched, and on D when it was restored or nobody waits for it any more."""
+    token_ids = prompt(98)
+    assert prefill.reset_prefix_cache()
+    peers = decode._engine.core.scheduler.cache.peers
+    assert peers is not None and peers.fetched is not None
+    arena = decode._engine.core._runner.arena  # type: ignore[union-attr]
+    ask(decode, token_ids, computed(prefill, token_ids))
+    ask(decode, prompt(99, 20))  # a plan that carries what is to be forgotten
+    assert not peers.fetched._prompts and not arena.peers.fetching._fetched
+    offered = prefill._engine.core._runner.arena.peers.offered  # type: ignore[union-attr]
+    with offered._changed:
+        assert offered._changed.wait_for(lambda: not offered._leases, 10) and offered.num_bytes == 0
+
+
+@pytest.mark.parametrize("where", ["tight arena", "mp", "host tier"])
+def test_many_prompts_at_once(tiny_model: Path, one: LLM, prefill: LLM, where: str) -> None:
+    prompts = [prompt(100 + seed, 520) for seed in range(8)]
+    options: dict[str, Any] = {"kv_cache_memory_bytes": ROOM}
+    if where == "mp":
+        options = {"distributed_executor_backend": "mp"}
+    elif where == "host tier":
+        options["kv_offloading_size"] = 0.05
+    params = [computed(prefill, each) for each in prompts]
+    wanted = {"temperature": 0.0, "max_tokens": 6, "logprobs": 1, "ignore_eos": True}
+    with engine(tiny_model, "kv_consumer", {"fetch_timeout_s": 30}, **options) as llm:
+        each = [SamplingParams(**wanted, kv_transfer_params=one_of) for one_of in params]
+        answers = llm.generate(prompts, each, use_tqdm=False)
+        llm._engine.core.scheduler.check_integrity()
+    assert [bits(answer) for answer in answers] == [bits(ask(one, each)) for each in prompts]
+    restored = [answer.cache.num_peer_tokens for answer in answers]
+    assert set(restored) <= {0, 512} and sum(restored) >= 4 * 512
+
+
+@pytest.mark.parametrize("family", ["qwen3", "lfm2", "falcon_mamba", "mistral"])
+def test_families(tmp_path: Path, family: str) -> None:
+    """Without states, with slots smaller than blocks, without attention, with windows."""
+    kind, config = {**MODELS, **MORE_MODELS}[family]
+    write_checkpoint(tmp_path, kind, vocab_size=128, **config)
+    plain = {"skip_tokenizer_init": True, "max_model_len": 512}
+    with (
+        engine(tmp_path, "kv_producer", **plain) as first,
+        engine(tmp_path, "kv_both", {"fetch_timeout_s": 30}, **plain) as second,
+    ):
+        answer = ask(second, prompt(1), computed(first, prompt(1)))
+        assert answer.cache.num_peer_tokens == 256
+        ids = ask(first, prompt(1))
+        assert bits(answer) == bits(ids)
