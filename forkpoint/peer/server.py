@@ -34,6 +34,8 @@ class OfferServer:
 
     def close(self) -> None:
         self._closing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait for a connection
         self._thread.join(2 * EXPIRE_EVERY_S)
         self._listener.close()
 
