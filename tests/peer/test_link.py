@@ -13,6 +13,7 @@ import pytest
 from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
 from forkpoint.cache.peer_offers import Fetch, FetchNews, PeerFacts
 from forkpoint.peer.link import PeerLink, open_link
+from forkpoint.peer.protocol import HEAD, MAGIC, MAX_MESSAGE_BYTES, HeldEntries, Line, PeerError, WantedEntries
 from forkpoint.peer.server import MAX_CONNECTIONS
 
 SIZES = {BLOCK: 700, SLOT: 3000}
@@ -87,6 +88,27 @@ def test_others_are_refused(prefill: PeerLink, decode: PeerLink, monkeypatch: py
         "the name is a part of the checksum"
     )
     assert fetch(decode, port, offer(prefill))
+
+
+def test_messages_are_checked_before_they_are_read(prefill: PeerLink) -> None:
+    def line() -> Line:
+        return Line(socket.create_connection((HOST, prefill.facts.port)), time.monotonic() + 10)
+
+    for wanted, says in (
+        (WantedEntries(b"o" * 16, "p", 1, (b"",)), "another model"),
+        (WantedEntries(b"n" * 16, "earlier", 1, (b"",)), "restarted"),
+        (WantedEntries(b"n" * 16, "p", next(LEASES), ()), ""),
+    ):
+        asking = line()
+        asking.send(wanted)
+        if says:
+            assert says in asking.receive(HeldEntries).refusal
+    near, far = socket.socketpair()
+    with near, far:
+        near.sendall(HEAD.pack(MAGIC, MAX_MESSAGE_BYTES + 1))
+        near.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerError, match="does not speak"):
+            Line(far, time.monotonic() + 10).receive(HeldEntries)
 
 
 def recorded(prefill: PeerLink, decode: PeerLink) -> bytes:
