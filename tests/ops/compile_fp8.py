@@ -115,13 +115,14 @@ def main() -> None:
             compiled("experts", linear.product_kernel, tile, **of_tile(tile), **flags)
     compiled("kept", kept_kernel._kept_kernel, Tile(1, 1, 1, kept_kernel.NUM_WARPS, 3), ROWS=128, STEPS=4)
     compiled("widen", widen_kernel._widen_kernel, Tile(1, 1, 1, 4, 1))
-    for zeros in ({"zeros": None}, {}):
-        flags = {**zeros, "bias": None, "tiles": None, "pairs": None}
-        sizes = {"ROWS": 16, "OUTPUTS": packed_kernel.OUTPUTS, "WIDTH": packed_kernel.WIDTH, "INTO": False}
-        compiled("packed", packed_kernel.packed_product_kernel, Tile(1, 1, 1, 4, 3), **sizes, **flags)
-    sizes = {**sizes, "ROWS": 64, "INTO": True}
-    compiled("packed", packed_kernel.packed_product_kernel, Tile(1, 1, 1, 4, 3), **sizes, bias=None)
-    compiled("widen_packed", packed_kernel.widen_packed_kernel, Tile(1, 1, 1, 4, 1))
+    widened = {"ROWS": packed_kernel.WIDEN_ROWS, "WIDTH": packed_kernel.WIDTH}
+    for flags in ({"zeros": None, "GROUP": 16}, {"GROUP": 128}):
+        for tile, into in ((packed_kernel.FEW, False), (packed_kernel.MANY, True)):
+            sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "WIDTH": packed_kernel.WIDTH, "INTO": into, **flags}
+            launch = Tile(1, 1, 1, tile.num_warps, tile.num_stages)
+            whole = {} if into else {"tiles": None, "pairs": None}
+            compiled("packed", packed_kernel.packed_product_kernel, launch, **sizes, **whole, bias=None)
+        compiled("widen_packed", packed_kernel.widen_packed_kernel, Tile(1, 1, 1, 4, 1), **flags, **widened)
     compiled("narrow", fp8_kernel._narrow_kernel, Tile(1, 1, 1, 4, 1), ROWS=16, WIDTH=128)
     flags = {"GATED": False, "GATE_FIRST": False, "SIGMOID": False, "OWN_WEIGHTS": False, "ADD": True}
     compiled("norm", norm._norm_kernel, Tile(1, 1, 1, 8, 1), D=2560, ROWS=1, PARTS=8, **flags)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -12,33 +12,57 @@ from torch import Tensor
 from forkpoint.ops.linear.packed import PER_WORD, PackedMatrix
 from forkpoint.ops.moe.order_kernel import ExpertOrder
 
-# One tile for all shapes, because every K step of a row is then added in the same order.
-OUTPUTS: Final = 64
-WIDTH: Final = 64  # columns per step
-FEW_ROWS: Final = 16  # rows of a tile for few rows; above, tiles of MANY_ROWS
-MANY_ROWS: Final = 64
-WIDEN_ROWS, WIDEN_WIDTH = tl.constexpr(32), tl.constexpr(128)
+
+class PackedTile(NamedTuple):
+    """The elements that a program computes, `rows x outputs`, and how it is launched.
+
+    Every tile adds K in the same order, so the bits of a row do not depend on the tile.
+    """
+
+    rows: int
+    outputs: int
+    num_warps: int
+    num_stages: int
+
+
+FEW: Final = PackedTile(rows=16, outputs=32, num_warps=4, num_stages=3)  # for as many rows as it has
+MANY: Final = PackedTile(rows=128, outputs=128, num_warps=8, num_stages=3)
+WIDTH: Final = 128  # columns of a step
+WIDEN_ROWS: Final = 32
 _PER_WORD = tl.constexpr(PER_WORD)
+# The bits of 2^23 in fp32. With a code in its low bits, the number is 2^23 plus the code.
+_BIAS_BITS, _BIAS = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)
 
 
 @triton.jit
-def load_weights(words, scales, zeros, rows, columns, inside, width, group):
-    """Return the elements `[R, C]` of rows and columns in fp32, without the factors of rows."""
-    groups = tl.cdiv(width, group)
+def load_weights(words, scales, zeros, rows, rows_inside, first, width, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """Return `[R, WIDTH]` elements in fp32, without the factors of rows: `rows`, and the columns of the words from
+    `first` on. Elements outside the matrix are zero.
+
+    Each word is loaded once and each scale once for a word, or once for a row if the columns share a group."""
+    WORDS: tl.constexpr = WIDTH // 8
+    places = first + tl.arange(0, WORDS)
+    inside = rows_inside[:, None] & (places < width // _PER_WORD)[None, :]
     at = rows.to(tl.int64)[:, None]
-    word = tl.load(words + at * (width // _PER_WORD) + (columns // _PER_WORD)[None, :], mask=inside, other=0)
-    code = (word >> (columns % _PER_WORD * 4)[None, :]) & 15
-    scale_at = at * groups + (columns // group)[None, :]
-    scale = tl.load(scales + scale_at, mask=inside, other=0.0).to(tl.float32)
+    word = tl.load(words + at * (width // _PER_WORD) + places[None, :], mask=inside, other=0)
+    if GROUP % WIDTH == 0:
+        scale_at = at * tl.cdiv(width, GROUP) + first * _PER_WORD // GROUP
+        scale_inside = rows_inside[:, None] & (first < width // _PER_WORD)
+    else:
+        scale_at = at * tl.cdiv(width, GROUP) + (places * _PER_WORD // GROUP)[None, :]
+        scale_inside = inside
+    scale = tl.load(scales + scale_at, mask=scale_inside, other=0.0).to(tl.float32)
+    code = (word[:, :, None] >> (tl.arange(0, _PER_WORD) * 4)[None, None, :]) & 15
     if zeros is None:
         magnitude = code & 7
         # four times the value: 0, 2, then a leading one and the bit of the mantissa, moved by the exponent
         quarters = tl.where(magnitude < 2, magnitude * 2, (2 + (magnitude & 1)) << (magnitude >> 1))
-        value = tl.where(code > 7, -quarters, quarters).to(tl.float32) * 0.25
+        value = (quarters | _BIAS_BITS).to(tl.float32, bitcast=True) - _BIAS
+        value = tl.where(code > 7, -value, value) * 0.25
     else:
-        zero = tl.load(zeros + scale_at, mask=inside, other=0).to(tl.int32)
-        value = (code - zero).to(tl.float32)
-    return value * scale
+        zero = tl.load(zeros + scale_at, mask=scale_inside, other=0).to(tl.float32) + _BIAS
+        value = (code | _BIAS_BITS).to(tl.float32, bitcast=True) - zero[:, :, None]
+    return tl.reshape(value * scale[:, :, None], (rows.shape[0], WIDTH))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -55,10 +79,10 @@ def packed_product_kernel(
     num_rows,
     num_outputs,
     width,
-    group,
     x_stride,
     out_stride,
     choices,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -93,11 +117,9 @@ def packed_product_kernel(
     acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for k in range(0, width, WIDTH):
         columns = k + tl.arange(0, WIDTH)
-        left = columns < width
-        inside = outputs_inside[:, None] & left[None, :]
-        weights = load_weights(words, scales, zeros, matrix_rows, columns, inside, width, group)
+        weights = load_weights(words, scales, zeros, matrix_rows, outputs_inside, k // _PER_WORD, width, GROUP, WIDTH)
         x_at = (rows * x_stride)[:, None] + columns[None, :]
-        values = tl.load(x + x_at, mask=rows_inside[:, None] & left[None, :], other=0.0)
+        values = tl.load(x + x_at, mask=rows_inside[:, None] & (columns < width)[None, :], other=0.0)
         acc = tl.dot(values, tl.trans(weights.to(values.dtype)), acc, input_precision="ieee")
     acc *= tl.load(factors + matrix_rows, mask=outputs_inside, other=0.0)[None, :]
     if bias is not None:
@@ -107,15 +129,28 @@ def packed_product_kernel(
 
 
 @triton.jit
-def widen_packed_kernel(words, scales, factors, zeros, out, num_rows, width, group):
-    pieces = tl.cdiv(width, WIDEN_WIDTH)
-    rows = tl.program_id(0) // pieces * WIDEN_ROWS + tl.arange(0, WIDEN_ROWS)
-    columns = tl.program_id(0) % pieces * WIDEN_WIDTH + tl.arange(0, WIDEN_WIDTH)
-    inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    value = load_weights(words, scales, zeros, rows, columns, inside, width, group)
-    value *= tl.load(factors + rows, mask=rows < num_rows, other=0.0)[:, None]
+def widen_packed_kernel(
+    words,
+    scales,
+    factors,
+    zeros,
+    out,
+    num_rows,
+    width,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write one tile of the widened matrix, each element rounded once."""
+    pieces = tl.cdiv(width, WIDTH)
+    rows = tl.program_id(0) // pieces * ROWS + tl.arange(0, ROWS)
+    start = tl.program_id(0) % pieces * WIDTH
+    rows_inside = rows < num_rows
+    value = load_weights(words, scales, zeros, rows, rows_inside, start // _PER_WORD, width, GROUP, WIDTH)
+    value *= tl.load(factors + rows, mask=rows_inside, other=0.0)[:, None]
+    columns = start + tl.arange(0, WIDTH)
     at = rows.to(tl.int64)[:, None] * width + columns[None, :]
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=rows_inside[:, None] & (columns < width)[None, :])
 
 
 def _tensors(matrix: PackedMatrix) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -126,8 +161,9 @@ def widen_packed(matrix: PackedMatrix) -> Tensor:
     """Return the widened matrix `[N, K]` in the order of its codes, as `PackedMatrix.dense` does."""
     num_rows, width = matrix.shape
     out = torch.empty(num_rows, width, dtype=matrix.dtype, device=matrix.words.device)
-    programs = triton.cdiv(num_rows, WIDEN_ROWS.value) * triton.cdiv(width, WIDEN_WIDTH.value)
-    widen_packed_kernel[(programs,)](*_tensors(matrix), out, num_rows, width, matrix.group)
+    programs = triton.cdiv(num_rows, WIDEN_ROWS) * triton.cdiv(width, WIDTH)
+    sizes: dict[str, Any] = {"GROUP": matrix.group, "ROWS": WIDEN_ROWS, "WIDTH": WIDTH}
+    widen_packed_kernel[(programs,)](*_tensors(matrix), out, num_rows, width, **sizes)
     return out
 
 
@@ -135,13 +171,13 @@ def multiply_packed(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None)
     """Multiply `x[M, K]`, in the order of the weight's codes, by `weight[N, K]`; return `y[M, N]` in x's dtype."""
     out = x.new_empty(len(x), weight.shape[0])
     if len(x):
-        rows = FEW_ROWS if len(x) <= FEW_ROWS else MANY_ROWS
-        _launch(x, weight, out, triton.cdiv(len(x), rows), len(x), rows, bias=bias)
+        tile = FEW if len(x) <= FEW.rows else MANY
+        _launch(x, weight, out, triton.cdiv(len(x), tile.rows), len(x), tile, bias=bias)
     return out
 
 
 def multiply_experts(
-    x: Tensor, weight: PackedMatrix, order: ExpertOrder, choices: int, rows: int, into: bool
+    x: Tensor, weight: PackedMatrix, order: ExpertOrder, choices: int, tile: PackedTile, into: bool
 ) -> Tensor:
     """Multiply each pair's row of x by the matrix of its expert, `weight[E, N, K]`; return `[pairs, N]`.
 
@@ -149,7 +185,7 @@ def multiply_experts(
     result in the order of pairs."""
     out = x.new_empty(len(order.pairs), weight.shape[1])
     num_tiles = order.tiles.shape[1]
-    _launch(x, weight, out, num_tiles, num_tiles, rows, order=order, choices=choices, into=into)
+    _launch(x, weight, out, num_tiles, num_tiles, tile, order=order, choices=choices, into=into)
     return out
 
 
@@ -159,7 +195,7 @@ def _launch(
     out: Tensor,
     row_tiles: int,
     num_rows: int,
-    rows: int,
+    tile: PackedTile,
     *,
     bias: Tensor | None = None,
     order: ExpertOrder | None = None,
@@ -169,7 +205,8 @@ def _launch(
     x = x if x.stride(1) == 1 else x.contiguous()
     num_outputs, width = weight.shape[-2:]
     pairs, tiles = (None, None) if order is None else (order.pairs, order.tiles)
-    counts = (num_rows, num_outputs, width, weight.group, x.stride(0), out.stride(0), choices)
-    sizes: dict[str, Any] = {"ROWS": rows, "OUTPUTS": OUTPUTS, "WIDTH": WIDTH, "INTO": into}
-    programs = row_tiles * triton.cdiv(num_outputs, OUTPUTS)
-    packed_product_kernel[(programs,)](x, *_tensors(weight), bias, out, pairs, tiles, *counts, **sizes, num_warps=4)
+    counts = (num_rows, num_outputs, width, x.stride(0), out.stride(0), choices)
+    sizes: dict[str, Any] = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "WIDTH": WIDTH, "INTO": into}
+    sizes |= {"GROUP": weight.group, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    programs = row_tiles * triton.cdiv(num_outputs, tile.outputs)
+    packed_product_kernel[(programs,)](x, *_tensors(weight), bias, out, pairs, tiles, *counts, **sizes)

@@ -8,7 +8,7 @@ from torch import Tensor
 from forkpoint.ops.activation.kernel import silu_mul
 from forkpoint.ops.activation.reference import relu_squared
 from forkpoint.ops.linear.packed import FourBitExperts
-from forkpoint.ops.linear.packed_kernel import FEW_ROWS, MANY_ROWS, multiply_experts
+from forkpoint.ops.linear.packed_kernel import FEW, MANY, multiply_experts
 from forkpoint.ops.linear.parts_kernel import make
 from forkpoint.ops.moe.order_kernel import order_by_expert
 from forkpoint.ops.unmade import Parts
@@ -21,10 +21,10 @@ def four_bit_experts(x: Tensor, packed: FourBitExperts, weights: Tensor, ids: Te
     """
     num_tokens, top_k = ids.shape
     num_experts, size, _ = packed.down.shape
-    rows = FEW_ROWS if ids.numel() <= FEW_ROWS * num_experts else MANY_ROWS
-    order = order_by_expert(ids, num_experts, rows)
-    hidden = multiply_experts(x, packed.gate_up, order, top_k, rows, into=True)
+    tile = FEW if ids.numel() <= FEW.rows * num_experts else MANY
+    order = order_by_expert(ids, num_experts, tile.rows)
+    hidden = multiply_experts(x, packed.gate_up, order, top_k, tile, into=True)
     hidden = silu_mul(hidden) if packed.gated else relu_squared(hidden)
-    answers = multiply_experts(hidden, packed.down, order, top_k, rows, into=False)
+    answers = multiply_experts(hidden, packed.down, order, top_k, tile, into=False)
     left = Parts.of(answers.view(num_tokens, top_k, size), weights)
     return left if parts else make(left, None, torch.empty(num_tokens, size, dtype=x.dtype, device=x.device))
