@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
@@ -72,6 +74,45 @@ def test_pictures_are_chosen_pasted_dropped_and_sent_in_every_turn(
     answers(page).last.get_by_role("button", name="Raw").click()
     expect(page.get_by_label("Request as sent")).to_contain_text("data:image/png;base64,")
     expect(page.get_by_label("Request as sent")).not_to_contain_text(DOT)
+
+
+NUM_PICTURES = """async () => {
+    const request = indexedDB.open("forkpoint");
+    const database = await new Promise((resolve) => (request.onsuccess = () => resolve(request.result)));
+    const count = database.transaction("pictures").objectStore("pictures").count();
+    return new Promise((resolve) => (count.onsuccess = () => resolve(count.result)));
+}"""
+
+
+def test_pictures_take_no_room_from_conversations(page: Page, server: FakeServer) -> None:
+    """A picture larger than what is left of localStorage is there after a reload, in another tab and in an export."""
+    image: Any = pytest.importorskip("PIL.Image")
+    file, noise = io.BytesIO(), np.random.default_rng(1).integers(0, 256, (700, 700, 3), dtype=np.uint8)
+    image.fromarray(noise).save(file, "JPEG", quality=95)
+    page.evaluate("localStorage.setItem('filler', 'x'.repeat(5_000_000))")
+    for number in (1, 2):
+        put(page, "paste", kind="image/jpeg", data=base64.b64encode(file.getvalue()).decode())
+        say(page, f"what is this? {number}")
+        expect(answers(page)).to_have_count(number)
+    expect(page.get_by_text("room for conversations is full")).to_be_hidden()
+    sent = sent_images(server)
+    assert min(len(url) for each in sent for url in each) > 5_242_880 - 5_000_000
+    page.reload()
+    expect(questions(page).get_by_role("img", name="Image")).to_have_count(2)
+    say(page, "and now?")
+    expect(answers(page)).to_have_count(3)
+    assert [url for each in sent_images(server) for url in each] == [url for each in sent for url in each]
+    page.get_by_role("button", name="Conversations").click()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export JSON").click()
+    exported = json.loads(download.value.path().read_text())
+    contents = [message["content"] for message in exported["messages"] if isinstance(message["content"], list)]
+    found = [part["image_url"]["url"] for content in contents for part in content if "image_url" in part]
+    assert found == [url for each in sent for url in each]
+    assert page.evaluate(NUM_PICTURES) == 2
+    page.get_by_role("button", name="Delete").click()
+    page.locator(".sure").get_by_role("button", name="Delete").click()
+    page.wait_for_function(f"async () => (await ({NUM_PICTURES})()) === 0")
 
 
 def test_an_edited_question_keeps_its_pictures(page: Page, server: FakeServer) -> None:

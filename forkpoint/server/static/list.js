@@ -1,7 +1,7 @@
 /* The list of conversations that this browser keeps. */
 
 import { $, action, download, element } from "./dom.js";
-import { allKept, forget, keep, readKept } from "./store.js";
+import { allKept, forget, keep, readKept, readPictures } from "./store.js";
 import { readTalk } from "./talks.js";
 
 const NOTHING_KEPT = "Nothing here yet. Conversations are kept in this browser alone.";
@@ -65,9 +65,10 @@ export class TalkList {
   }
 
   actions(talk, row) {
-    const exported = (kind, type, text) => () => {
+    const exported = (kind, type, text) => async () => {
       const found = readKept(talk.id);
       if (!found) return this.say("This conversation cannot be read.");
+      await readPictures(found);
       const name = found.name.replace(/[^\p{L}\p{N} ._-]/gu, "").trim().slice(0, 60) || "conversation";
       download(`${name}.${kind}`, type, text(found));
     };
@@ -124,7 +125,8 @@ export class TalkList {
     if (!file) return;
     try {
       const talk = readTalk(await file.text());
-      if (!keep(talk)) return this.say("There is no room for it: delete a conversation first.");
+      const lost = () => this.say("There is no room for its images: delete a conversation first.");
+      if (!keep(talk, lost)) return this.say("There is no room for it: delete a conversation first.");
       this.chosen = talk.id;
       this.say("");
       this.draw();

@@ -4,10 +4,10 @@ import { $, action, element } from "./dom.js";
 import { TalkList } from "./list.js";
 import { AnswerView, messageView, idle } from "./messages.js";
 import { ServerError, request, requestFields, streamAnswer } from "./server.js";
-import { Pictures, imageFiles } from "./pictures.js";
+import { Pictures } from "./pictures.js";
 import { Settings } from "./settings.js";
-import { BEAT_MS, forgetNode, interrupt, isLost, keep, keepInterrupted, load, readKept, readKey, save } from "./store.js";
-import { Talk } from "./talks.js";
+import { BEAT_MS, forgetNode, interrupt, isLost, keep, keepInterrupted, load, readKept, readKey, readPictures, save } from "./store.js";
+import { Talk, withPictures } from "./talks.js";
 
 const model = $("model"),
   input = $("input"),
@@ -35,6 +35,7 @@ class App {
     this.editing = null; // id of the message that is being edited
     this.running = null; // the AbortController of the answer that this tab receives
     this.growing = null; // {talk, node} of that answer
+    this.hasLost = false; // whether images could not be kept
     this.leavingUntil = 0;
     this.retryTimer = 0;
     this.answers = new WeakMap(); // node: its view, so that no answer is read twice
@@ -100,7 +101,18 @@ class App {
   /* A conversation is kept from its first question on. */
   keep(talk) {
     if (talk === this.talk) save("sessionStorage", "talk", talk.isEmpty ? null : talk.id);
-    if (!talk.isEmpty) $("full").hidden = keep(talk);
+    if (!talk.isEmpty) $("full").hidden = keep(talk, () => this.lost()) && !this.hasLost;
+  }
+
+  /* The browser had no room for images. */
+  lost() {
+    this.hasLost = true;
+    $("full").hidden = false;
+  }
+
+  /* Shows the images of a conversation that was read. */
+  async showPictures(talk) {
+    if ((await readPictures(talk)) && talk === this.talk) this.#renderUnlessEditing();
   }
 
   renamed() {
@@ -113,14 +125,14 @@ class App {
     let last = this.tree.path().at(-1);
     // While another tab receives an answer, a question here is a branch beside that answer's question.
     if (last.streaming) last = this.tree.get(this.tree.get(last.parent).parent);
-    this.answer(this.tree.add(last.id, { role: "user", content: text, ...(images.length ? { images } : {}) }));
+    this.answer(this.tree.add(last.id, { role: "user", content: text, ...withPictures(images) }));
     scrollToEnd();
   }
 
   answer(question) {
     const sent = requestFields(model.value, this.settings.values);
     const node = this.tree.add(question.id, { role: "assistant", content: "", reasoning: "", sent });
-    return this.#receive(node, this.tree.messagesTo(question));
+    return this.#receive(node, question);
   }
 
   /* Goes on with an answer that ended early. */
@@ -130,10 +142,11 @@ class App {
     node.sent = { ...requestFields(model.value, this.settings.values), continue_final_message: true };
     node.continuedAt = node.content.length;
     this.answers.delete(node); // its last block may grow again
-    this.#receive(node, this.tree.messagesTo(node));
+    this.#receive(node, node);
   }
 
-  async #receive(node, messages) {
+  /* Receives the answer `node` to all messages up to `last`. */
+  async #receive(node, last) {
     const { talk } = this;
     const running = (this.running = new AbortController());
     node.streaming = true;
@@ -156,7 +169,8 @@ class App {
     };
     const beat = setInterval(() => this.#keepGrowing(), BEAT_MS);
     try {
-      await streamAnswer(node, messages, this.settings.apiKey, running.signal, grew);
+      await readPictures(talk);
+      await streamAnswer(node, talk.tree.messagesTo(last), this.settings.apiKey, running.signal, grew);
       announce("The answer is complete");
     } catch (error) {
       if (error.name === "AbortError") node.stopped = true;
@@ -222,7 +236,7 @@ class App {
   }
 
   finishEdit(node, text) {
-    if (this.running || (node.role === "user" && !text.trim() && !node.images)) return;
+    if (this.running || (node.role === "user" && !text.trim() && !node.pictures && !node.images)) return;
     this.editing = null;
     input.focus();
     if (node.role === "system") this.settings.change({ system: text });
@@ -232,7 +246,7 @@ class App {
       this.tree.changed(node);
       return this.changed();
     }
-    const made = this.tree.add(node.parent, { role: node.role, content: text, images: node.images, edited: true });
+    const made = this.tree.add(node.parent, { role: node.role, content: text, images: node.images, pictures: node.pictures, edited: true });
     if (node.role === "user") return void this.answer(made);
     if (node.role === "system") input.value ||= this.tree.get(node.active)?.content ?? "";
     this.changed();
@@ -263,6 +277,7 @@ class App {
     this.talk = talk;
     save("sessionStorage", "talk", talk.isEmpty ? null : talk.id);
     this.render();
+    this.showPictures(talk);
     this.renamed();
     scrollToEnd();
     input.focus();
@@ -287,6 +302,7 @@ class App {
     }
     const wasStreaming = known?.streaming;
     const node = tree.put(JSON.parse(text));
+    this.showPictures(this.talk);
     const follow = isAtEnd();
     if (wasStreaming && node.streaming) this.answerView(node).draw();
     else this.#renderUnlessEditing();
@@ -391,26 +407,7 @@ $("compose").onsubmit = (event) => {
   app.editing = null;
   app.ask(text, pictures.take());
 };
-$("add-pictures").onclick = () => $("picture-files").click();
-$("picture-files").onchange = ({ target }) => {
-  pictures.add([...target.files]);
-  target.value = ""; // the same file may be chosen again
-  input.focus();
-};
-input.onpaste = (event) => {
-  const files = imageFiles(event.clipboardData);
-  if (!files.length) return;
-  event.preventDefault();
-  pictures.add(files);
-};
-document.addEventListener("dragover", (event) => {
-  if (event.dataTransfer.types.includes("Files")) event.preventDefault();
-});
-document.addEventListener("drop", (event) => {
-  if (!event.dataTransfer.types.includes("Files")) return;
-  event.preventDefault(); // the browser would leave the page for the file
-  pictures.add(imageFiles(event.dataTransfer));
-});
+pictures.listen(input);
 input.oninput = () => app.updateSend();
 input.onkeydown = (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -445,5 +442,6 @@ window.addEventListener("storage", (event) => {
 });
 setInterval(() => app.findLost(), BEAT_MS);
 app.render();
+app.showPictures(app.talk);
 app.renamed();
 app.loadModels();

@@ -39,7 +39,10 @@ export function messageView(node, app) {
 
 function questionView(node) {
   const view = element("div", { className: "body", textContent: node.content });
-  if (node.images) view.prepend(element("div", { className: "pictures" }, ...thumbnails(node.images)));
+  const images = node.images ?? [];
+  if (images.length) view.prepend(element("div", { className: "pictures" }, ...thumbnails(images)));
+  if (node.pictures && node.images && images.length < node.pictures.count)
+    view.append(element("p", { className: "none", textContent: "The images of this message are no longer kept in the browser." }));
   return view;
 }
 

@@ -1,6 +1,6 @@
 /* Pictures of the message that is being written: pasted, dropped or chosen files, as data URLs. */
 
-import { element } from "./dom.js";
+import { $, element } from "./dom.js";
 
 const MAX_SIDE = 1536; // pixels; larger pictures are made smaller
 const KEPT_BYTES = 256 * 1024; // a file of at most this size and side is sent as it is
@@ -33,6 +33,29 @@ export class Pictures {
       this.#draw();
     }
   }
+  /* Takes files that are chosen, pasted into `input` or dropped anywhere. */
+  listen(input) {
+    $("add-pictures").onclick = () => $("picture-files").click();
+    $("picture-files").onchange = ({ target }) => {
+      this.add([...target.files]);
+      target.value = ""; // the same file may be chosen again
+      input.focus();
+    };
+    input.onpaste = (event) => {
+      const files = imageFiles(event.clipboardData);
+      if (!files.length) return;
+      event.preventDefault();
+      this.add(files);
+    };
+    document.addEventListener("dragover", (event) => {
+      if (event.dataTransfer.types.includes("Files")) event.preventDefault();
+    });
+    document.addEventListener("drop", (event) => {
+      if (!event.dataTransfer.types.includes("Files")) return;
+      event.preventDefault(); // the browser would leave the page for the file
+      this.add(imageFiles(event.dataTransfer));
+    });
+  }
   /* Hands over the pictures, and forgets them. */
   take() {
     const { urls } = this;
@@ -63,7 +86,7 @@ export function thumbnails(urls) {
   return urls.map((src, index) => element("img", { src, alt: `Image ${index + 1}`, className: "thumbnail" }));
 }
 
-export function imageFiles(transfer) {
+function imageFiles(transfer) {
   return [...(transfer?.files ?? [])].filter((file) => file.type.startsWith("image/"));
 }
 

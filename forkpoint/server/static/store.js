@@ -1,6 +1,7 @@
 /* The browser's storage, shared by all tabs: a record for each conversation and one for each of its messages. A tab writes
-   only messages that it changed itself, so that tabs never overwrite each other. */
+   only messages that it changed itself, so that tabs never overwrite each other. Images are in picture_store.js. */
 
+import { forgetPictures, getPictures, putPictures } from "./picture_store.js";
 import { Talk, Tree, importedTree, recordOf } from "./talks.js";
 
 const PREFIX = "forkpoint.talk.";
@@ -57,10 +58,24 @@ export function interrupt(node) {
   return Object.assign(node, { streaming: false, interrupted: true });
 }
 
-/* False where the room is used up: then what is stored is as it was before. */
-export function keep(talk) {
+/* Reads the images of a conversation that readKept returned. True if there were any to read. */
+export async function readPictures(talk) {
+  const without = [...talk.tree.nodes.values()].filter((node) => node.pictures && !node.images);
+  await Promise.all(
+    without.map(async (node) => {
+      const images = await getPictures(talk.id, node.pictures.id);
+      node.images ??= images;
+    }),
+  );
+  return without.length > 0;
+}
+
+/* False where the room is used up: then what is stored is as it was before. `lost` is called later if there is no room for
+   images. */
+export function keep(talk, lost = () => {}) {
   try {
     for (const node of talk.tree.unsaved) {
+      if (node.pictures && node.images) putPictures(talk.id, node.pictures.id, node.images).catch(lost);
       localStorage.setItem(nodeKey(talk, node), JSON.stringify({ ...recordOf(node), seen: Date.now() }));
       talk.tree.unsaved.delete(node);
     }
@@ -87,6 +102,7 @@ export function forgetNode(talk, node) {
 
 export function forget(id) {
   for (const key of keys()) if (readKey(key).talkId === id) localStorage.removeItem(key);
+  forgetPictures(id);
 }
 
 /* [{id, name, changed}], the latest first; with `words`, those whose name or messages have them. */

@@ -4,7 +4,7 @@ import { contentWith } from "./pictures.js";
 
 const LONGEST_NAME = 60;
 const ROLES = ["system", "user", "assistant"];
-const TREE_FIELDS = ["children", "active"]; // what follows from other nodes and choices
+const OWN_FIELDS = ["children", "active", "images"]; // what follows from other nodes and choices, and what is kept elsewhere
 
 /* A tree of messages: edits and new tries are siblings, and one child of each node is the active one.
    Ids are unique across tabs, so that trees that grew in two tabs merge. */
@@ -29,7 +29,7 @@ export class Tree {
   put(record) {
     const known = this.get(record.id);
     if (known) {
-      for (const name of Object.keys(known)) if (!TREE_FIELDS.includes(name) && !(name in record)) delete known[name];
+      for (const name of Object.keys(known)) if (!OWN_FIELDS.includes(name) && !(name in record)) delete known[name];
       return Object.assign(known, record);
     }
     if (!this.nodes.has(record.parent)) return null;
@@ -78,8 +78,8 @@ export class Tree {
   }
   messagesTo(node) {
     return this.pathTo(node)
-      .filter((each) => each.content || each.images)
-      .map(({ role, content, images }) => ({ role, content: images ? contentWith(images, content) : content }));
+      .filter((each) => each.content || each.images?.length)
+      .map(({ role, content, images }) => ({ role, content: images?.length ? contentWith(images, content) : content }));
   }
   toJSON() {
     return { nodes: [...this.nodes] };
@@ -99,7 +99,7 @@ export class Talk {
   }
   get name() {
     const first = this.tree.path().find((node) => node.role === "user");
-    const question = first?.content || (first?.images ? "Image" : "");
+    const question = first?.content || (first?.pictures || first?.images ? "Image" : "");
     const line = question.trim().split("\n")[0];
     const short = line.length > LONGEST_NAME ? line.slice(0, LONGEST_NAME).trimEnd() + "…" : line;
     return this.title || short || "New conversation";
@@ -147,7 +147,7 @@ export function importedTree(saved) {
         throw new Error("a message of this conversation is broken");
       const { role, content, reasoning, edited, images } = node;
       const made = tree.add(to, { role, content, reasoning: String(reasoning ?? ""), edited: Boolean(edited) });
-      if (role === "user" && Array.isArray(images)) made.images = images.filter(isPicture);
+      if (role === "user" && Array.isArray(images)) Object.assign(made, withPictures(images.filter(isPicture)));
       copy(node, made.id);
       if (from.active === id) active = made.id;
     }
@@ -158,6 +158,11 @@ export function importedTree(saved) {
   copy(root, "root");
   if (!tree.path().length) throw new Error("this conversation is empty");
   return tree;
+}
+
+/* The fields of a message with these images. `pictures` says where they are kept; edits of the message share them. */
+export function withPictures(images) {
+  return images.length ? { images, pictures: { id: newId(), count: images.length } } : {};
 }
 
 function isPicture(url) {
@@ -173,7 +178,8 @@ export function newId() {
   return (lastId = id);
 }
 
-/* What is stored of a node. */
+/* What is stored of a node in localStorage. Older versions of the page stored images there, too. */
 export function recordOf({ children, active, ...record }) {
+  if (record.pictures) delete record.images;
   return record;
 }
