@@ -1,7 +1,7 @@
 """Answers of readers on their way to the API process. Large arrays, such as images, go through shared memory.
 
-A socket would have the event loop copy them several times. The memory has no name. The reader keeps it open until it
-reads its next request, and the API process opens it before, through the reader's entry in /proc.
+A socket would have the event loop copy them several times. The memory has no name. The reader keeps it open until the
+API process says that it has opened it, too, through the reader's entry in /proc.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ within milliseconds with everything loaded, shares the loader's memory, and may 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import pickle
@@ -27,7 +28,11 @@ from forkpoint.server.reader_answers import PackedAnswer
 from forkpoint.server.texts import Facts, Prepare, Texts
 from forkpoint.worker.child import HANDLED_SIGNALS, signals_blocked
 
-HEAD: Final = struct.Struct("!QQ")  # number of bytes of the pickled function, and of the data
+# Number of bytes of the pickled function, and of the data. Zeros: the last answer has been received.
+HEAD: Final = struct.Struct("!QQ")
+IS_USABLE: Final = struct.Struct("!?")  # precedes an answer: whether the reader may be used again
+RETIRE_BYTES: Final = 192 * 2**20  # by which a reader may grow and be used again; the memo of images is a third of it
+MAX_UNMEASURED_BYTES: Final = 2**20  # of a request after which a reader is used again where its memory is not known
 MAX_GROWTH_BYTES: Final = 4 * 2**30  # memory that a reader may allocate; its request fails beyond it
 # Half of the engine threads' stack: a grammar that does not overflow a reader's stack does not overflow theirs.
 MAX_STACK_BYTES: Final = 4 * 2**20
@@ -137,14 +142,38 @@ def _bound_memory() -> None:
             resource.setrlimit(kind, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
+def _private_bytes() -> int | None:
+    """Return the memory of this process that no file backs, or None where the system does not say."""
+    try:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    except (OSError, ValueError):
+        return None
+    return (resident - shared) * resource.getpagesize()
+
+
+def _is_usable(started_with: int | None, num_data_bytes: int) -> bool:
+    """Return whether a reader that had `started_with` bytes may be used again after a request of this size."""
+    now = _private_bytes()
+    if now is None or started_with is None:
+        return num_data_bytes <= MAX_UNMEASURED_BYTES
+    if now - started_with <= RETIRE_BYTES:
+        return True
+    with contextlib.suppress(AttributeError):  # a C library without the function
+        ctypes.CDLL(None).malloc_trim(0)  # decoded pictures are freed by now, and the library keeps their memory
+    return (_private_bytes() or 0) - started_with <= RETIRE_BYTES
+
+
 def _read_requests(texts: Texts, own: socket.socket) -> None:
     stream = own.makefile("rwb")
-    answer = PackedAnswer(b"")
+    answer, started_with = PackedAnswer(b""), _private_bytes()
     while len(head := stream.read(HEAD.size)) == HEAD.size:
-        answer.close()  # the API process has read it
         num_function_bytes, num_data_bytes = HEAD.unpack(head)
+        if not num_function_bytes:  # the API process has the answer
+            answer.close()
+            continue
         prepare: Prepare[object] = pickle.loads(stream.read(num_function_bytes))
         answer = _answer(prepare, texts, stream.read(num_data_bytes))
+        stream.write(IS_USABLE.pack(_is_usable(started_with, num_data_bytes)))
         stream.write(answer.message)
         stream.flush()
 

@@ -25,11 +25,11 @@ from typing import Any, Final, TypeVar
 from forkpoint.errors import EngineStoppedError, ForkpointError, RequestFailedError
 from forkpoint.server.lanes import Lane
 from forkpoint.server.reader_answers import receive_answer
-from forkpoint.server.reader_process import HEAD, EndReader, Failed, StartReader, fork_loader
+from forkpoint.server.reader_process import HEAD, IS_USABLE, EndReader, Failed, StartReader, fork_loader
 from forkpoint.server.texts import Facts, Prepare, Texts
 
 SMALL_BYTES: Final = 64 * 2**10  # requests of at most this size use the lane with the highest priority
-RETIRE_BYTES: Final = 2**20  # a reader is not used again after a request this large, which may leave it much memory
+LARGE_BYTES: Final = 2**20  # larger requests have a lane of their own
 NICENESS: Final = 10  # readers of medium and large requests must not slow the engine's steps
 SMALL_NICENESS: Final = 5  # small requests take little time, so they may go before the others
 PIECE_BYTES: Final = 2**20  # written at a time, so that the event loop does other things while a reader catches up
@@ -46,14 +46,18 @@ class _Reader:
     inbox: asyncio.StreamReader
     outbox: asyncio.StreamWriter
 
-    async def ask(self, function: bytes, parts: Sequence[bytes]) -> Any:
+    async def ask(self, function: bytes, parts: Sequence[bytes]) -> tuple[Any, bool]:
+        """Return the answer, and whether the reader may be used again."""
         self.outbox.write(HEAD.pack(len(function), sum(map(len, parts))) + function)
         for part in parts:
             for start in range(0, len(part), PIECE_BYTES):
                 self.outbox.write(memoryview(part)[start : start + PIECE_BYTES])
                 await self.outbox.drain()
         await self.outbox.drain()
-        return await receive_answer(self.inbox)
+        (is_usable,) = IS_USABLE.unpack(await self.inbox.readexactly(IS_USABLE.size))
+        answer = await receive_answer(self.inbox)
+        self.outbox.write(HEAD.pack(0, 0))  # the answer's shared memory is open here, so the reader may close it
+        return answer, is_usable
 
 
 class Readers:
@@ -136,7 +140,7 @@ class Readers:
     def _lane(self, num_bytes: int) -> Lane:
         if num_bytes <= SMALL_BYTES:
             return self._small
-        return self._medium if num_bytes < RETIRE_BYTES else self._large
+        return self._medium if num_bytes < LARGE_BYTES else self._large
 
     async def _run(self, lane: Lane, function: bytes, parts: Sequence[bytes]) -> Any:
         while lane.idle and lane.idle[-1].inbox.at_eof():  # the system killed the reader while it was idle
@@ -144,8 +148,7 @@ class Readers:
         reader = lane.idle.pop() if lane.idle else await self._start(lane)
         keep = False
         try:
-            answer = await reader.ask(function, parts)
-            keep = sum(map(len, parts)) < RETIRE_BYTES
+            answer, keep = await reader.ask(function, parts)
             return answer
         except (asyncio.IncompleteReadError, OSError):
             self._check_open()

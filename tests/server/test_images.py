@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -172,6 +174,28 @@ def test_videos_are_read_from_data_urls_and_named_hosts(http: httpx2.Client) -> 
     broken = {"type": "video_url", "video_url": {"url": inline[: len(inline) // 2]}}
     answer = http.post("/v1/chat/completions", json={"model": "m", "messages": [{"role": "user", "content": [broken]}]})
     assert answer.status_code == 400 and "video" in answer.json()["error"]["message"]
+
+
+def test_large_requests_decode_their_images_once(server: RunningServer, http: httpx2.Client) -> None:
+    """The reader of a conversation of more than 1 MiB reads the next turn, too, and gives shared memory back."""
+    part = chat_part(encoded(picture(51, 1400, 1400)))
+    body = {"messages": [{"role": "user", "content": [part]}], "mm_processor_kwargs": {"max_pixels": 524288}}
+    assert len(part["image_url"]["url"]) > 2**21
+
+    def seconds() -> float:
+        found = re.search(r"^forkpoint_image_read_seconds_total.* (.*)$", http.get("/metrics").text, re.MULTILINE)
+        assert found is not None
+        return float(found[1])
+
+    times, pids = [seconds()], list[set[int]]()
+    for _ in range(2):
+        post(http, "/v1/chat/completions", max_tokens=1, **body)
+        times.append(seconds())
+        pids.append(set(server.reader_pids))
+    assert pids[0] == pids[1]
+    assert times[2] - times[1] < (times[1] - times[0]) / 4
+    links = [link for pid in pids[1] for link in Path(f"/proc/{pid}/fd").iterdir()]
+    wait_for(lambda: not any("forkpoint-answer" in os.readlink(link) for link in links if link.is_symlink()))
 
 
 def test_routers_hash_images_as_the_cache_does(server: RunningServer, http: httpx2.Client) -> None:

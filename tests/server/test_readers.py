@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -16,6 +17,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from forkpoint.server.reader_process import RETIRE_BYTES
+from forkpoint.server.readers import LARGE_BYTES, Readers
+from forkpoint.server.texts import Facts
 from tests.server.running import RunningServer, start_server
 from tests.server.test_connections import connect
 from tests.server.test_lifecycle import gone, wait_for
@@ -214,6 +218,42 @@ def test_a_wrong_template_is_told_before_the_model_is_read(
     running = start_server(tiny_model, tmp_path, *flags)
     assert running.process.wait(120) == 2
     assert said in running.log.splitlines()[-1] and "weights" not in running.log and "leaked" not in running.log
+
+
+class Holding:
+    """Stands for the texts of a server, and holds memory."""
+
+    def __init__(self) -> None:
+        self.held: list[bytes] = []
+
+    def load(self) -> None:
+        pass
+
+    def begin(self, facts: Facts) -> None:
+        pass
+
+
+def hold(texts: Any, data: bytes) -> int:
+    """Keep as many bytes as the data say, and return the reader's process id."""
+    texts.held.append(b"x" * int(data))
+    return os.getpid()
+
+
+def test_readers_are_used_until_they_have_grown() -> None:
+    """Whatever the size of a request, since a reader keeps the images that it decoded."""
+
+    async def pids(*sizes: int) -> list[int]:
+        readers = Readers.fork(Holding())  # type: ignore[arg-type]
+        try:
+            await readers.loaded()
+            readers.begin(Facts(1, 1, frozenset()))
+            return [await readers.run(hold, b"%d" % size, b" " * LARGE_BYTES) for size in sizes]
+        finally:
+            readers.close()
+
+    most = RETIRE_BYTES * 9 // 10
+    first, second, third, fourth = asyncio.run(pids(1, most, most, 1))
+    assert first == second == third != fourth
 
 
 def test_readers_go_without_torch(server: RunningServer) -> None:
