@@ -65,7 +65,7 @@ class MTPNames:
 
     embedding_norm: str
     hidden_norm: str
-    join: str  # of the matrix for both
+    join: str  # of the matrix that joins the two
     norm: str  # after the last part
     blocks: tuple[tuple[str, str], ...]
     centred: bool = False

@@ -14,7 +14,7 @@ from forkpoint.models.moe import MoEConfig
 from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.ops.parameters import RouteRule
 
-# The kinds of layers if config.json has no layer_types, again and again.
+# The kinds of layers if config.json has no layer_types, repeated.
 PATTERN: Final = (
     "linear_attention",
     "sliding_attention",

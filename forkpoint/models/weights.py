@@ -33,7 +33,7 @@ _PIECE = 1 << 22  # number of elements that are checked together
 TOWER_PREFIXES = ("visual.", "vision_tower.", "multi_modal_projector.")
 VISION_TOWER = {model + prefix: "the vision tower" for prefix in TOWER_PREFIXES for model in ("model.", "")}
 MTP_HEAD = {"mtp.": "the MTP head", "model.mtp.": "the MTP head"}
-# Name endings of scales of activations, keys and values, which forkpoint scales by what they are instead.
+# Name endings of stored scales of activations, keys and values; forkpoint computes these from the values instead.
 ACTIVATION_SCALES = (
     *(".input_scale", ".activation_scale", ".input_global_scale", ".output_scale"),
     *(".q_scale", ".k_scale", ".v_scale", ".prob_scale"),

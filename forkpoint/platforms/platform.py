@@ -22,20 +22,20 @@ class DeviceTraits:
     """The properties of a device that decide how kernels are launched."""
 
     num_processors: int = 8  # that run programs at the same time
-    num_decode_programs: int = 256  # over (part of a row's keys, key head) that keep it busy
+    num_decode_programs: int = 256  # that keep it busy; each takes a part of a row's keys of one key head
     overlaps_launches: bool = False  # a launch may start while the one before ends
     has_fp8: bool = True  # whether kernels convert float8_e4m3fn; otherwise FP8 weights are bytes
     multiplies_fp8: bool = False  # whether the library multiplies FP8 by FP8, and PTX widens e4m3 by moving bits
     multiplies_tf32: bool = True  # whether fp32 products can use TF32, or three of them for full precision
-    has_warpgroups: bool = False  # and loads of tiles that are described, as kernels in Gluon ask of a Hopper GPU
+    has_warpgroups: bool = False  # kernels in Gluon run, with warp groups and tensor descriptors (Hopper)
     caps_registers: bool = False  # a launch may say how many registers a thread has at most
-    reaches_peers: bool = False  # kernels write to the memory of all devices of the kind here
+    reaches_peers: bool = False  # its kernels can write to the memory of all devices of this kind
     kernel_block_sizes: tuple[int, ...] = ()  # tokens; the first that divides a block is what attention reads at a time
     state_write_interval: int = 1  # where the user says nothing
-    small_tiles: bool = False  # what a program holds must fit in 192 KiB; else the compiler sees to it
+    small_tiles: bool = False  # the tiles of a program must fit in 192 KiB, which its compiler does not see to
     most_programs: int | None = None  # of a launch
-    most_rows: int | None = None  # of a step; with so many, launches keep to that
-    masks_gathers: bool = True  # a load keeps its mask where the rows that it takes are no straight line
+    most_rows: int | None = None  # of a batch: with more rows, launches could exceed `most_programs`
+    masks_gathers: bool = True  # masks of loads that gather scattered rows are obeyed
 
 
 class Mark(Protocol):
