@@ -116,7 +116,7 @@ def read_config_json(
 
 def _merged(outer: Mapping[str, Any], inner: Mapping[str, Any], more: Mapping[str, Any], where: str) -> Fields:
     given = {k: v for k, v in inner.items() if v is not None}
-    values = {**outer, **given, **more}
+    values = {**inner, **outer, **given, **more}  # null in the inner object stays, if the outer one has no value
     ties = [each[TIES] for each in (given, outer) if each.get(TIES) is not None]
     if ties:
         # the family refuses wrong values when it reads the field
