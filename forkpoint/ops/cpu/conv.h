@@ -8,7 +8,7 @@
 
 namespace forkpoint {
 
-constexpr int MAX_TAPS = 8;
+constexpr int MAX_TAPS = 16;
 
 // Slot s of the pool is [W-1, D] at pool + s * pool_stride, oldest first. `taps` is the weight as [W, D] fp32.
 template <class T>
