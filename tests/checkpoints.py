@@ -114,6 +114,30 @@ GLM = {
     "index_n_heads": 12,  # pools whose scores are all 0 are rare
     "index_head_dim": 16,
 }
+QWEN4 = {
+    **COMMON,
+    **HEAD,
+    **GDN,
+    **MOE,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    "output_gate_type": "sigmoid",
+    "hc_count": 3,
+    "hc_lowrank": 24,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 48,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 4,
+    "indexer_n_heads": 12,  # pools whose scores are all 0 are rare
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 24,
+    "indexer_compress_ratio": 4,
+    "eos_token_id": 9,
+}
 VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -341,6 +365,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "bailing_moe_v2_5": lambda **x: BailingMoeV2_5ForCausalLM(BailingMoeV2_5Config(**{**LIGHTNING, **x})),
     "kimi_linear": lambda **x: transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**{**KIMI, **x})),
     "glm5_next": _glm5_next,
+    "qwen4_exp": lambda **x: transformers.Qwen4ExpForCausalLM(transformers.Qwen4ExpTextConfig(**{**QWEN4, **x})),
     "mamba": lambda **x: transformers.MambaForCausalLM(transformers.MambaConfig(**{**MAMBA, **x})),
     "falcon_mamba": lambda **x: transformers.FalconMambaForCausalLM(
         transformers.FalconMambaConfig(**{**MAMBA, "mixer_rms_eps": 1e-3, "tie_word_embeddings": False, **x})

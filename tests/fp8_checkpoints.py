@@ -97,6 +97,9 @@ def put_in_fp8(plain: Path, folder: Path, layout: Layout, more_plain: tuple[str,
     """Make `folder` of `plain`, whose weights become those of `folder`, widened."""
     widened, stored = load_file(plain / SINGLE), {}
     for name, weight in widened.items():
+        if not weight.is_floating_point():
+            stored[name] = weight
+            continue
         if weight.dim() < 2 or any(part in name for part in PLAIN + more_plain):
             stored[name] = weight.bfloat16()
             widened[name] = stored[name].float()

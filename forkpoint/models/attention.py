@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class AttentionConfig(PartConfig):
     sharing: int = 1  # number of ranks that hold the same KV heads
 
     @classmethod
-    def read(cls, fields: Fields, **style: Any) -> AttentionConfig:
+    def read(cls, fields: Fields, **style: Any) -> Self:
         """Read the names that most config.json use; `style` sets what they do not contain. Raises as Fields does."""
         kv_heads = fields.integer("num_key_value_heads", fields.integer("num_attention_heads"))
         heads = fields.multiple("num_attention_heads", kv_heads, "KV heads")
@@ -131,19 +131,21 @@ class Attention:
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend: `x[T, H] -> [T, H]`, after storing the tokens' keys and values in the layer's cache."""
-        config, cache = self._config, ctx.caches[self._layer]
-        sizes = [self._q_size, self._kv_size, self._kv_size]
+        config, sizes = self._config, [self._q_size, self._kv_size, self._kv_size]
         q, k, v, *gate = torch.split(self._qkv(x), sizes + [self._q_size] * config.gated, dim=-1)
         if self._norms:
             q, k = (norm.across(part, self._build.ranks) for norm, part in zip(self._norms, (q, k), strict=True))
-        q = self.write(q, k, v, ctx)
-        index = ctx.attention_of(config.window)
-        own_gate, attend = gate[0] if gate else None, self._build.ops.paged_attention
-        scales = KVScales.of(cache)
-        out = attend(q, cache["k"], cache["v"], index, self._scale, config.window, own_gate, scales)
+        out = self.attend(x, self.write(q, k, v, ctx), gate[0] if gate else None, ctx)
         if self._head_gate is not None:
             out = sigmoid_mul(out, self._head_gate(x).unsqueeze(-1))
         return self._out(out.flatten(1))
+
+    def attend(self, x: Tensor, q: Tensor, gate: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Attend with queries `q[T, heads, dim]` of hidden states `x[T, H]` to the stored keys; return `[T, heads,
+        dim]`."""
+        cache, window, attend = ctx.caches[self._layer], self._config.window, self._build.ops.paged_attention
+        index, scales = ctx.attention_of(window), KVScales.of(cache)
+        return attend(q, cache["k"], cache["v"], index, self._scale, window, gate, scales)
 
     def write(self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """Store keys and values `[T, heads * dim]`, and return the normalised and rotated queries `[T, heads, dim]`."""

@@ -54,6 +54,7 @@ class ForwardContext:
     verify: VerifyIndex | None = None
     record: RecordIndex | None = None
     embedded: Tensor | None = None  # token embeddings `[T, H]`, for families whose layers read them again
+    token_ids: Tensor | None = None  # `[T]` int64, for families whose layers read them
     images: ImageInputs | None = None
     windows: Mapping[int, AttentionIndex] = field(default_factory=dict)
     rope_table: Tensor | None = None  # [T, R] fp32: cos and sin for this pass alone, instead of the model's table

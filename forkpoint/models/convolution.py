@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,12 +17,16 @@ from forkpoint.ops.parameters import ConvTaps
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
 
+CONV: Final = "conv"  # name of the window of a layer's first convolution
+
 
 class Convolution:
-    """Convolve with `taps[D, W]` and `bias[D]` over the window `conv` of layer `layer`, then apply SiLU if `silu`."""
+    """Convolve with `taps[D, W]` and `bias[D]` over the window `name` of layer `layer`, then apply SiLU if `silu`."""
 
-    def __init__(self, ops: OpTable, layer: int, taps: Tensor, bias: Tensor | None, silu: bool = True) -> None:
-        self._ops, self._layer = ops, layer
+    def __init__(
+        self, ops: OpTable, layer: int, taps: Tensor, bias: Tensor | None, silu: bool = True, name: str = CONV
+    ) -> None:
+        self._ops, self._layer, self._name = ops, layer, name
         # stored tap by tap, the order in which kernels read them
         self.taps = ConvTaps(taps.t().contiguous().t(), bias, silu)
 
@@ -38,14 +43,14 @@ class Convolution:
         """Convolve the tokens `[T, D]` of decode rows, drafts included. Update windows, or write records to verify."""
         cache = ctx.caches[self._layer]
         if ctx.verify is not None:
-            records = (cache["inputs"],)
-            return self._ops.conv_verify(x, self.taps, cache["conv"], ctx.verify, records)
+            records = (cache[_inputs_of(self._name)],)
+            return self._ops.conv_verify(x, self.taps, cache[self._name], ctx.verify, records)
         rows = ctx.decode["conv_update"]
-        return self._ops.conv_update(x, self.taps, cache["conv"], rows)
+        return self._ops.conv_update(x, self.taps, cache[self._name], rows)
 
     def prefill(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Convolve the tokens `[T, D]` of prefill segments, and write the windows at their ends."""
-        pool, segments = ctx.caches[self._layer]["conv"], ctx.prefill["conv_prefill"]
+        pool, segments = ctx.caches[self._layer][self._name], ctx.prefill["conv_prefill"]
         return self._ops.conv_prefill(x, self.taps, pool, segments)
 
 
@@ -76,10 +81,15 @@ class LastInputs:
         return self._ops.window_update(x, cache["window"], ctx.decode["window_update"])
 
 
-def kept_window(channels: int, width: int, dtype: str) -> TensorSpec:
+def _inputs_of(window: str) -> str:
+    """Return the name of the records of a window."""
+    return "inputs" if window == CONV else f"{window}_inputs"
+
+
+def kept_window(channels: int, width: int, dtype: str, name: str = CONV) -> TensorSpec:
     """Return the spec of a convolution's state: the last `width - 1` inputs; its records are those of drafts."""
-    inputs = (TensorSpec("inputs", (channels,), dtype, single=True),)
-    return TensorSpec("conv", (width - 1, channels), dtype, ("conv_update", "conv_prefill"), "conv_fold", inputs)
+    inputs = (TensorSpec(_inputs_of(name), (channels,), dtype, single=True),)
+    return TensorSpec(name, (width - 1, channels), dtype, ("conv_update", "conv_prefill"), "conv_fold", inputs)
 
 
 def kept_inputs(channels: int, width: int, dtype: str) -> TensorSpec:

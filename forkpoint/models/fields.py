@@ -15,7 +15,14 @@ from forkpoint.models.rotary import Rotary, frequencies, llama3, proportional, y
 ROPE_THETA = 10000.0  # default if config.json has no rope_theta
 # Bounds far above those of any published model. A config.json beyond them is broken, and would exhaust memory.
 MOST_SIZE = 2**24
-MOST = {"num_hidden_layers": 2**12, "num_experts": 2**16}
+MOST = {
+    "num_hidden_layers": 2**12,
+    "num_experts": 2**16,
+    "heads_per_ngram": 2**8,
+    "ngram_size": 2**5,
+    "ngram_vocab_size_base": 2**32,
+    "seed": 2**63 - 1,
+}
 # float16 is widened to float32, because its range is smaller than that of bfloat16, which the operators use.
 # Names inside a multimodal folder begin with the first of each pair, canonical names with the second.
 _MULTIMODAL = (

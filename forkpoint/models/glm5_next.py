@@ -19,7 +19,8 @@ from forkpoint.models.config import Build, ModelConfig, PartConfig, StreamsConfi
 from forkpoint.models.decoder import Model
 from forkpoint.models.field_rules import unknown_fields
 from forkpoint.models.fields import Fields
-from forkpoint.models.indexed_attention import IndexConfig, IndexedLatentConfig
+from forkpoint.models.indexed_latent_attention import IndexedLatentConfig
+from forkpoint.models.key_index import IndexConfig
 from forkpoint.models.kimi_linear import KDAConfig, sparse_mlp
 from forkpoint.models.layers import MLPConfig, Projection, RMSNorm
 from forkpoint.models.streams import Mixer, StreamLayer, repeated, weighted

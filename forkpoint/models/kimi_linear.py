@@ -41,8 +41,8 @@ class KDAConfig(RecurrentConfig):
     norm_name: str = "o_norm"
     out_name: str = "o_proj"
     name: str = "self_attn"
+    sigmoid: bool = True
     heads_are: ClassVar = "linear heads"
-    sigmoid: ClassVar = True
 
     @classmethod
     def of(cls, heads: int, dim: int, conv_width: int, bound: float | None = None, narrow: bool = True) -> KDAConfig:

@@ -103,8 +103,8 @@ class RecurrentConfig(PartConfig):
     norm_name: str = "norm"
     out_name: str = "out_proj"
     norm_eps: float | None = None  # None: the model's
+    sigmoid: bool = False  # activation of the gate: sigmoid if true, otherwise SiLU
     heads_are: ClassVar = "linear key heads"
-    sigmoid: ClassVar = False  # activation of the gate: sigmoid if true, otherwise SiLU
 
     @property
     def inner(self) -> int:

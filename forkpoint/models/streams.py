@@ -34,13 +34,18 @@ def weighted(streams: Tensor, weights: Tensor) -> Tensor:
 
 
 class StreamLayer:
-    """A layer of parts that run one after another, each between the two halves of its mixer."""
+    """A layer of parts that run one after another, each between the two halves of its mixer.
 
-    def __init__(self, parts: Sequence[tuple[Mixer, Block]]) -> None:
-        self._parts = parts
+    `before`, if given, maps the streams `[T, N, H]` to what is added to them first.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Mixer, Block]], before: Block | None = None) -> None:
+        self._parts, self._before = parts, before
 
     def __call__(self, streams: Tensor, residual: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, None]:
         """Map streams `[T, N, H]` to streams. There is no other residual."""
+        if self._before is not None:
+            streams = streams + self._before(streams, ctx)
         for mixer, block in self._parts:
             x, put_back = mixer(streams)
             streams = put_back(block(x, ctx))

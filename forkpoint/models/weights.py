@@ -76,6 +76,10 @@ class WeightSource(ABC):
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the tensor's stored shape for all ranks together; None for random weights, which take any shape."""
 
+    @abstractmethod
+    def integers(self, name: str) -> list[int]:
+        """Return the elements of a tensor of integers, which `stores` says is there."""
+
     def get(
         self,
         name: str,
@@ -157,6 +161,9 @@ class DummyWeights(WeightSource):
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return None
+
+    def integers(self, name: str) -> list[int]:
+        raise LookupError(f"random weights have no stored {name}")
 
     def _own(self, name: str, part: Part, dtype: torch.dtype, span: Span | None) -> Tensor:
         # torch's CPU generator uses only 32 bits of a seed.
@@ -287,6 +294,10 @@ class FileWeights(WeightSource):
                 f"config.json asks for {list(shape)}"
             )
         return tensors.read(self.dtype)
+
+    def integers(self, name: str) -> list[int]:
+        found: list[int] = self.read(name).flatten().tolist()
+        return found
 
     def read(self, name: str) -> Tensor:
         whole = Part(self.shape(name))

@@ -47,6 +47,12 @@ def layout(num_states: int, state: StateSpec, num_kv: int, kv: KVSpec) -> CacheL
 
 LATENT = KVSpec((TensorSpec("latent", (1, 576), "bfloat16"),))  # MLA keeps one row of 512 + 64
 
+# Qwen3.8-Flash-Next: an index key of 128 for four tokens next to keys and values, the inputs of a pool of index keys,
+# those of a dilated convolution over four streams, and the last two tokens.
+QUERIED = KVSpec((*attention(2, 256).tensors, TensorSpec("index", (1, 32), "bfloat16")))
+MEANS = StateSpec((TensorSpec("window", (3, 128), "bfloat16"),))
+NGRAMS = StateSpec((TensorSpec("ngram_conv", (9, 4 * 2560), "bfloat16"), TensorSpec("window", (2, 1), "float32")))
+
 # GLM-5.3: latents without positions, an index key of 128 for four tokens, and the inputs of a pool of index keys.
 INDEXED = KVSpec((TensorSpec("latent", (1, 512), "bfloat16"), TensorSpec("index", (1, 32), "bfloat16")))
 POOL = StateSpec((TensorSpec("window", (3, 256), "bfloat16"),))
@@ -72,6 +78,7 @@ REAL_LAYOUTS = {
     "Zamba2-7B": layout(81, mamba2(112, 64, 64, 2), 13, attention(32, 224)),
     "Ling-2.6-flash": layout(28, state(None, (32, 128, 128)), 4, LATENT),
     "Ling-3.0-flash": layout(35, delta_net(32, 32), 7, LATENT),
+    "Qwen3.8-Flash-Next": layout_of([QUERIED] * 12 + [MEANS] * 12 + [NGRAMS] + [delta_net(16, 48)] * 36),
     "GLM-5.3-Flash": layout_of([INDEXED] * 11 + [POOL] * 11 + [delta_net(64, 64)] * 34),
     "Granite-4.0-H-Tiny": layout(36, mamba2(48, 64, 128, 1), 4, attention(4, 128)),
     "Granite-4.0-H-350M": layout(28, mamba2(48, 32, 128, 1), 4, attention(4, 64)),

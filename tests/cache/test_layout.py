@@ -49,6 +49,7 @@ DOCUMENTED = {
     "Qwen3.5, dense": "Qwen3.5-9B",
     "Qwen3.5, 3.6, 3.8, dense": "Qwen3.5-27B",
     "Qwen3.5, 3.6, experts": "Qwen3.5-35B-A3B",
+    "Qwen3.8-Flash-Next": "Qwen3.8-Flash-Next",
     "OLMo Hybrid": "OLMo-Hybrid-7B",
     "LFM2, LFM2.5": "LFM2-1.2B",
     "LFM2-VL": "LFM2-1.2B",

@@ -115,6 +115,15 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bailing_moe_v2_5": ("bailing_moe_v2_5", {**SMALL, "layer_group_size": 3, "first_k_dense_replace": 2}),
     "falcon_mamba": ("falcon_mamba", {"hidden_size": 32, "num_hidden_layers": 3}),
+    "qwen4_exp": (
+        "qwen4_exp",
+        {
+            **{name: value for name, value in SMALL.items() if name != "intermediate_size"},
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "glm5_next": (
         "glm5_next",
         {
@@ -131,7 +140,7 @@ PUBLISHED_MTP = frozenset({"nemotron_h", "bailing_hybrid", "bailing_moe_v2_5"})
 WITH_MTP = PUBLISHED_MTP | {"qwen3_next", "qwen3_next_moe", SEEING}
 UNCUT = frozenset({"olmo_hybrid"})  # its one KV head, which a norm over all heads sees whole
 # Models that refuse keys and values in 8 bits.
-LATENT = frozenset({"kimi_linear", "bailing_hybrid", "bailing_moe_v2_5", "glm5_next"})
+LATENT = frozenset({"kimi_linear", "bailing_hybrid", "bailing_moe_v2_5", "glm5_next", "qwen4_exp"})
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,25 @@ def test_mamba2_variants(family: str, fields: dict[str, Any], tmp_path: Path) ->
     assert error(torch.cat(decoded), want[120:]) <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("glm5_next", {"index_topk": 16, "index_kpool": 8, "linear_lower_bound": None, "hc_mult": 2}),
+        ("qwen4_exp", {"output_gate_type": None, "ple_layer_ids": [1], "split_ngram_parts": 1}),
+        ("qwen4_exp", {"ngram_size": 4, "ple_embed_dim": 36, "ple_conv_kernel_size": 2, "indexer_compress_ratio": 2}),
+    ],
+)
+def test_variants_with_an_index(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """Every few tokens is one that ends n-grams."""
+    theirs = write_checkpoint(tmp_path, family, **fields)
+    driver, generator = Driver(load_model(tmp_path, ops=torch_table())), torch.Generator().manual_seed(3)
+    tokens = torch.randint(7, 13, (130,), generator=generator).tolist()
+    row, want = driver.row(), oracle(theirs, tokens)
+    assert error(driver.prefill(row, tokens[:100], [64, 66]), want[:100]) <= TOLERANCE
+    decoded = [driver.run([Work(row, [token], decode=True)])[0] for token in tokens[100:]]
+    assert error(torch.cat(decoded), want[100:]) <= TOLERANCE
+
+
 STRETCHED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 

@@ -51,9 +51,10 @@ def refused(folder: Path) -> str:
 
 
 def text_tensors(folder: Path, weights: Weights) -> list[str]:
-    """Stored names that the text model reads."""
+    """Stored names that the text model needs. Integers are constants that it computes."""
     names = MODELS.find(load_config(folder).architecture).weight_names
-    return [name for name in weights if not canonical_name(name, names).startswith("model.visual.")]
+    needed = (name for name in weights if not canonical_name(name, names).startswith("model.visual."))
+    return [name for name in needed if weights[name].is_floating_point()]
 
 
 def module(folder: Path, name: str) -> str:

@@ -13,6 +13,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated if 2 * half == x.shape[-1] else torch.cat((rotated, x[..., 2 * half :]), dim=-1)
 
 
+def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
+    """Rotate the first `R` dims of `x[T, H, D]`: see `rope`."""
+    return _rotate(x, *cos_sin[positions].unsqueeze(1).chunk(2, dim=-1))
+
+
 def rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate the first `R` dims of `q[T, Hq, D]` and `k[T, Hk, D]`; new tensors.
 
