@@ -40,6 +40,13 @@ class RestoreSource(ABC):
         """Return whether nothing more can be loaded."""
         return False
 
+    def pays(self, num_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
+        """Return whether to load so many bytes rather than to compute tokens `[start, end)`.
+
+        `is_busy`: other requests run, too.
+        """
+        return True
+
     @abstractmethod
     def hold(self, node: Node) -> None:
         """Keep a node that is about to be loaded, with its path and its checkpoint."""

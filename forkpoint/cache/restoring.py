@@ -76,6 +76,14 @@ class Restoring:
                 found, longest = (tier, node), node.depth * BLOCK_SIZE
         return found
 
+    def pays(self, tier: RestoreSource, source: Node, hit: PrefixHit, *, is_busy: bool) -> bool:
+        """Return whether to load the prefix that ends at `source` rather than to compute it from the arena's `hit`."""
+        layout, num_blocks = self._store.layout, source.depth - hit.kv_num_tokens // BLOCK_SIZE
+        num_bytes = max(0, num_blocks) * layout.block_bytes
+        if source.checkpoint is not None:
+            num_bytes += layout.slot_bytes
+        return tier.pays(num_bytes, hit.num_tokens, source.depth * BLOCK_SIZE, is_busy=is_busy)
+
     def begin(self, lease: Lease, order: tuple[int, int], tier: RestoreSource, source: Node, hit: PrefixHit) -> None:
         """Start to restore the prefix that ends at `source` for a waiting request. Nothing is copied yet.
 

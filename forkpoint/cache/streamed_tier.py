@@ -11,6 +11,7 @@ from forkpoint.cache.counters import CacheCounters
 from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, HOST_READY, STORED_AT_ONCE, DiskNews
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.restorable import is_private
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import HostTier, unit_of
@@ -48,6 +49,8 @@ class StreamedHostTier(HostTier):
         self.stored_at_once = STORED_AT_ONCE
         self._tickets = tickets
         self._reader = TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock)
+        self._clock = clock
+        self.choice = self._choice = LoadChoice(cost, clock)
         self._storing: dict[int, int] = {}  # ticket -> bytes
         self._storing_bytes = 0
 
@@ -94,6 +97,12 @@ class StreamedHostTier(HostTier):
     def is_reading(self) -> bool:
         return self._reader.is_waiting
 
+    def is_stalled(self) -> bool:
+        return self._choice.is_late(max(FETCHED_AT_ONCE, self.layout.slot_bytes), self._reader.waited_s)
+
+    def pays(self, num_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
+        return self._choice.pays(num_bytes, start, end, is_busy=is_busy)
+
     def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
         self.counters.host_loaded_bytes += unit_of(self.layout, node, checkpoint)[2]
         return self._reader.land(node, checkpoint, unit)
@@ -103,8 +112,12 @@ class StreamedHostTier(HostTier):
         super().release(node, checkpoint)
 
     def apply(self, news: DiskNews) -> None:
+        began_s, arrived = self._reader.answered_s, 0
         for ticket in news.done:
             if ticket == HOST_READY:
                 self.is_ready = True
-            elif not self._reader.arrive(ticket):
+            elif num_bytes := self._reader.arrive(ticket):
+                arrived += num_bytes
+            else:
                 self._storing_bytes -= self._storing.pop(ticket, 0)
+        self._choice.note_load(arrived, self._clock() - began_s)

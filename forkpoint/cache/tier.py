@@ -12,6 +12,7 @@ from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import NO_BLOCK, CacheLayout
 from forkpoint.cache.lease import StateSave
+from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.restorable import is_private
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.store import PrefixStore
@@ -213,6 +214,7 @@ class HostTier(Tier):
     ) -> None:
         arena = Arena(layout, num_pages, MoveRoute.HOST, moves)
         super().__init__(layout, arena, policy, cost, counters, has_private=has_private)
+        self.choice: LoadChoice | None = None  # set if loading is weighed against computing
         self.skipped: Callable[[Node, Checkpoint | None], None] | None = None  # takes what this tier does not store
 
     def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:

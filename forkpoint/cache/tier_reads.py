@@ -90,13 +90,13 @@ class TierReads:
         ticket = self._tickets_of.get(wanted[1] or wanted[0])
         return ticket is not None and self._reads[ticket].has_arrived
 
-    def arrive(self, ticket: int) -> bool:
-        """Note that a read has ended. Returns False if the ticket is of no read that is wanted."""
+    def arrive(self, ticket: int) -> int:
+        """Note that a read has ended. Returns its bytes; 0 if the ticket is of no read that is wanted."""
         if ticket not in self._reads:
-            return False
+            return 0
         self._reads[ticket].has_arrived = True
         self.answered_s = self._clock()
-        return True
+        return self._reads[ticket].num_bytes
 
     def fail(self, ticket: int) -> Node | None:
         """Forget a read that failed and return its node; None if the ticket is of no read that is wanted."""

@@ -113,7 +113,8 @@ class Admission:
             return hit
         if not restoring.is_for(lease):
             found = restoring.find(lease, request.num_tokens, hit)
-            if found is None:
+            is_busy = bool(self._running.requests)
+            if found is None or not restoring.pays(*found, hit, is_busy=is_busy):
                 return hit
             if restoring.current is not None and not self._drop_later_restore(scheduled):
                 return None

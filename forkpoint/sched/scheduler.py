@@ -25,6 +25,7 @@ from forkpoint.sched.drafting import DraftPlanner
 from forkpoint.sched.encoder_budget import EncoderBudget
 from forkpoint.sched.handover import Handover
 from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult, TokenLogprobs
+from forkpoint.sched.prefill_timer import PrefillTimer
 from forkpoint.sched.prompt_scores import take_prompt_logprobs
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestUpdate, follow
@@ -74,6 +75,9 @@ class Scheduler:
         if drafter is not None:
             self._drafting = DraftPlanner(drafter, self.cache, clock)
         self._handover = Handover(self.cache)
+        self._timer: PrefillTimer | None = None
+        if self.cache.tier is not None and self.cache.tier.choice is not None:
+            self._timer = PrefillTimer(self.cache.tier.choice, tiers.clock)
         self._requests: dict[str, ScheduledRequest] = {}
         self._retries = Retries()
         self._steps = itertools.count()
@@ -200,6 +204,8 @@ class Scheduler:
         issued = builder.finish(removed, self._encoder.drain_dropped(), waits_for_disk=waits)
         if self._drafting is not None:
             self._drafting.begin(issued)
+        if self._timer is not None:
+            self._timer.begin(issued.plan)
         self._issued.append(issued)
         self._num_steps += 1
         return issued.plan
@@ -390,6 +396,8 @@ class Scheduler:
         """
         issued = self._issued.popleft()
         assert issued.plan.step == result.step, f"result of step {result.step}, expected {issued.plan.step}"
+        if self._timer is not None:
+            self._timer.end(issued.plan)
         self.note_disk(result)
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)

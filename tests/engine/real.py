@@ -474,7 +474,7 @@ def start(
         config,
         deterministic=options.deterministic,
         drafter=drafter,
-        tiers=TierSizes(num_host_pages, disk, streams=device.has_copy_streams),
+        tiers=TierSizes(num_host_pages, disk, streams=device.has_copy_streams, clock=lambda: 0.0),
     )
     if sched.cache.restoring is not None and options.loaded_at_once:
         sched.cache.restoring.loaded_at_once = options.loaded_at_once

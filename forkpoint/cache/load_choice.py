@@ -1,0 +1,65 @@
+"""Whether a prefix is loaded from a tier or computed: whichever takes less time."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from forkpoint.cache.eviction import RecomputeCost
+
+ASSUMED_RATE: Final = 10e9  # bytes per second, before a load was timed
+LEAST_BYTES: Final = 8 * 2**20  # that arrive together; the time of fewer says little of the rate
+NUM_RATES: Final = 8  # timed loads; the fastest counts, because steps delay the others
+NUM_STEPS: Final = 8  # timed steps after which the weight of earlier ones is halved
+TRY_AGAIN_S: Final = 60.0  # after which a tier that was too slow is timed again
+LATE_FACTOR: Final = 2.0  # a read is late if it takes so many times as long as estimated
+SLACK_S: Final = 0.25  # and so much longer: a copy may have to wait for a step
+BUSY_FACTOR: Final = 4.0  # with other requests at work a load may take longer, because it leaves the device to them
+
+
+class LoadChoice:
+    """Times loads from a tier and steps that compute prompts. Without measurements a load is expected to pay."""
+
+    def __init__(self, cost: RecomputeCost, clock: Callable[[], float]) -> None:
+        self._cost, self._clock = cost, clock
+        self._rates = deque[float](maxlen=NUM_RATES)  # bytes per second
+        self._loaded_s = 0.0  # when the last one was measured
+        self._closed_until_s = -math.inf
+        self._computed_cost = self._computed_s = self._num_steps = 0.0
+
+    def pays(self, num_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
+        """Return whether loading so many bytes takes less time than computing tokens `[start, end)`."""
+        now = self._clock()
+        if now - self._loaded_s > TRY_AGAIN_S:
+            self._rates.clear()
+        if now < self._closed_until_s:
+            return False
+        if not self._rates or not self._computed_s:
+            return True
+        factor = BUSY_FACTOR if is_busy else 1.0
+        return num_bytes / max(self._rates) < factor * self._cost(start, end) * self._computed_s / self._computed_cost
+
+    def is_late(self, num_bytes: int, waited_s: float) -> bool:
+        """Return whether a read of at most `num_bytes` is late. From then on loads do not pay, for TRY_AGAIN_S."""
+        expected_s = num_bytes / max(self._rates, default=ASSUMED_RATE)
+        if waited_s <= SLACK_S + LATE_FACTOR * expected_s:
+            return False
+        self._closed_until_s = self._clock() + TRY_AGAIN_S
+        return True
+
+    def note_load(self, num_bytes: int, seconds: float) -> None:
+        """Take in that so many bytes arrived in that time."""
+        if num_bytes >= LEAST_BYTES and seconds > 0:
+            self._rates.append(num_bytes / seconds)
+            self._loaded_s = self._clock()
+
+    def note_step(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
+        """Take in a step that computed prompts: its tokens, and its pairs of a query and a key."""
+        if self._num_steps >= NUM_STEPS:
+            self._computed_cost, self._computed_s = self._computed_cost / 2, self._computed_s / 2
+            self._num_steps /= 2
+        self._computed_cost += num_tokens * self._cost.per_token + num_pairs * self._cost.per_pair
+        self._computed_s += seconds
+        self._num_steps += 1

@@ -1,0 +1,36 @@
+"""The time of steps that compute prompts, for the choice between loading a prefix and computing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from forkpoint.cache.load_choice import LoadChoice
+from forkpoint.sched.plan import StepPlan
+
+LEAST_TOKENS: Final = 1024  # of prompts in a step; the time of a step with fewer says little of the rate
+
+
+class PrefillTimer:
+    """Reports steps with many prompt tokens to a LoadChoice."""
+
+    def __init__(self, choice: LoadChoice, clock: Callable[[], float]) -> None:
+        self._choice, self._clock = choice, clock
+        self._issued_s: dict[int, float] = {}  # by step
+        self._ended_s = 0.0  # of the last step
+
+    def begin(self, plan: StepPlan) -> None:
+        self._issued_s[plan.step] = self._clock()
+
+    def end(self, plan: StepPlan) -> None:
+        """Take in that a step has ended. It began when it was issued and the step before it had ended."""
+        began_s, now = max(self._ended_s, self._issued_s[plan.step]), self._clock()
+        self._issued_s = {step: issued_s for step, issued_s in self._issued_s.items() if step > plan.step}
+        self._ended_s = now
+        lens = plan.rows.num_tokens[plan.num_decodes :]
+        num_tokens = int(lens.sum())
+        if num_tokens >= LEAST_TOKENS:
+            start = plan.rows.start[plan.num_decodes :].astype(np.int64)
+            self._choice.note_step(num_tokens, float((lens * (2 * start + lens)).sum() / 2), now - began_s)
