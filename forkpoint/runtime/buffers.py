@@ -18,6 +18,7 @@ from forkpoint.peer.link import PeerLink
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.host_copies import DirectCopies, HostCopies, StreamCopies, TierMemory
 from forkpoint.runtime.news import NewsOfCopies
+from forkpoint.runtime.units import unit_bytes, unit_extent
 from forkpoint.sched.plan import DiskNews, Move, MoveKind, MoveRoute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8: torch.float8_e4m3fn}
@@ -46,7 +47,7 @@ class ArenaBuffer:
         device = None if platform is None else platform.device
         self.data = torch.empty(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
         self.host = _aligned(num_host_pages * layout.page_bytes)
-        memory = TierMemory(self.data, self.host, layout.page_bytes, self._extent)
+        memory = TierMemory(layout, self.data, self.host)
         self.copies: HostCopies = DirectCopies(memory)
         if num_host_pages and platform is not None and platform.has_copy_streams:
             self.copies = StreamCopies(memory, platform)
@@ -129,18 +130,10 @@ class ArenaBuffer:
 
     def unit_bytes(self, kind: MoveKind, group: int = 0) -> int:
         """Return the bytes of a group's block or of a slot, without padding at its end; 0 without groups."""
-        layout = self.layout
-        if kind is MoveKind.SLOT:
-            return layout.slot_bytes
-        if not layout.groups:
-            return 0
-        stride, kernel_blocks = layout.groups[group].stride_bytes, layout.kernel_blocks
-        return stride - stride // kernel_blocks + layout.groups[group].block_bytes // kernel_blocks
+        return unit_bytes(self.layout, kind, group)
 
     def _extent(self, kind: MoveKind, unit: int, group: int = 0) -> slice:
-        layout = self.layout
-        stride = layout.slot_stride_bytes if kind is MoveKind.SLOT else layout.groups[group].stride_bytes
-        return slice(unit * stride, unit * stride + self.unit_bytes(kind, group))
+        return unit_extent(self.layout, kind, unit, group)
 
     def _bytes(self, room: Tensor, kind: MoveKind, unit: int) -> memoryview:
         """Return a unit's bytes in `room`, memory of the host. They can be written."""

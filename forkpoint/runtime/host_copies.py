@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from forkpoint.cache.disk_entries import HOST_READY, DiskNews
+from forkpoint.cache.layout import CacheLayout
 from forkpoint.platforms.platform import CopyStream, Mark, Platform
-from forkpoint.sched.plan import Move, MoveKind, MoveRoute
+from forkpoint.runtime.units import unit_extent
+from forkpoint.sched.plan import Move, MoveRoute
 
 Log: TypeAlias = Callable[[int, str], None]  # takes a level of `logging` and a line
 
@@ -31,23 +33,22 @@ def no_log(level: int, line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TierMemory:
-    """The bytes of the arena and of the host tier. `extent` returns where a unit's bytes are in either of them."""
+    """The bytes of the arena and of the host tier, which have the same layout."""
 
+    layout: CacheLayout
     arena: Tensor
     host: Tensor
-    page_bytes: int
-    extent: Callable[[MoveKind, int], slice]
 
     def in_arena(self, move: Move, unit: int) -> Tensor:
-        return self.arena[self.extent(move.kind, unit)]
+        return self.arena[unit_extent(self.layout, move.kind, unit)]
 
     def in_host(self, move: Move, unit: int) -> Tensor:
-        return self.host[self.extent(move.kind, unit)]
+        return self.host[unit_extent(self.layout, move.kind, unit)]
 
     def host_page(self, move: Move, unit: int) -> int:
         """Return the page of a unit, which may have held units of the other kind."""
-        start: int = self.extent(move.kind, unit).start
-        return start // self.page_bytes
+        start: int = unit_extent(self.layout, move.kind, unit).start
+        return start // self.layout.page_bytes
 
 
 class HostCopies(ABC):

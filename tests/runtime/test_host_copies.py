@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 
 import pytest
 import torch
@@ -157,3 +159,18 @@ def test_copies_are_cut_where_pieces_of_pinned_memory_end(address: int) -> None:
     assert found[0][0] == 0 and found[-1][1] == 3 * PIECE_BYTES + 5
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(found))
     assert all((address + start) // PIECE_BYTES == (address + end - 1) // PIECE_BYTES for start, end in found)
+
+
+@pytest.mark.parametrize("platform", [None, LatePlatform(0)], ids=["at once", "streams"])
+def test_memory_is_freed_with_the_arena(platform: LatePlatform | None) -> None:
+    """No cycle keeps it until the next collection of garbage: another engine may need the memory at once."""
+    arena = ArenaBuffer(LAYOUTS["one each"], NUM_PAGES, platform, NUM_HOST_PAGES)
+    arena.copies.start()
+    arena.close()
+    data = weakref.ref(arena.data)
+    gc.disable()
+    try:
+        del arena
+        assert data() is None
+    finally:
+        gc.enable()
