@@ -85,6 +85,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
         drafts=drafter is not None,
         on_close=worker.release,
         check=worker.check,
+        prepare=worker.prepare,
         events=events,
         log=log,
     )

@@ -77,7 +77,8 @@ def graph_bytes(loaded: Loaded) -> int:
     def record() -> tuple[ModelRunner, int]:
         runner = ModelRunner(replace(loaded, shapes=trials), 1 + layout.num_pages_for(BLOCK_SIZE, 1))
         before = platform.free_bytes()
-        runner.record_graphs()
+        while runner.record_next():
+            pass
         return runner, before - platform.free_bytes()
 
     if not trials:

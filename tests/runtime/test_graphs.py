@@ -202,7 +202,6 @@ def test_recorded_steps_do_what_others_do(models: tuple[Model, Model], interval:
     driver = Driver.create(
         ours, triton_ops(), platform=RecordingPlatform(), shapes=shapes, state_write_interval=interval
     )
-    driver.runner.record_graphs()
     got = play(driver)
     assert sum(result.replayed for result in driver.results) == driver.step == 5
     assert got == play(Driver.create(plain))
@@ -231,7 +230,6 @@ def test_recorded_steps_verify_drafts(models: tuple[Model, Model]) -> None:
     driver = Driver.create(
         ours, triton_ops(), platform=platform, shapes=shapes, max_num_drafts=2, state_write_interval=2
     )
-    driver.runner.record_graphs()
     slots, wrong = begin(driver), [(want[r][2] + 1) % 96 for r in range(2)]
     third = driver.chunk(2, 0, 3, -1, driver.slot(), samples=True)
     steps = [
@@ -267,7 +265,6 @@ def test_drafts_that_stay_on_the_device_are_those_of_the_host(tmp_path: Path) ->
     for ops, platform, recorded in ((torch_table(), CpuPlatform(), []), (triton_ops(), RecordingPlatform(), shapes)):
         model = tiny_hybrid(tmp_path, ops, 1, 1, mtp=True)
         driver = Driver.create(model, ops, platform=platform, shapes=recorded, max_num_drafts=2)
-        driver.runner.record_graphs()
         slots, ends = [driver.slot(), driver.slot()], [len(ids) for ids in prompts]
         chunks = [driver.chunk(i, 0, len(ids), -1, slots[i], samples=True) for i, ids in enumerate(prompts)]
         driver.run(chunks, added=[driver.added(i, ids, sampling[i]) for i, ids in enumerate(prompts)])
