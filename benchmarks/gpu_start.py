@@ -144,9 +144,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"some of {', '.join(SHAPES)} (default: all)")
     parser.add_argument("--ways", default="new,old", help="new, old or both (default: both)")
     parser.add_argument("--gib", type=float, default=22.0, help="GiB of cache for the 35b shape (default: 22)")
-    parser.add_argument(
-        "--limit-s", type=float, default=240.0, help="s after which no line begins (default: 240)"
-    )
+    parser.add_argument("--limit-s", type=float, default=240.0, help="s after which no line begins (default: 240)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, default=0.0, help=argparse.SUPPRESS)
     given = parser.parse_args()

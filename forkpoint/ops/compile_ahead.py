@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 ALLOCATING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # functions of torch
@@ -33,25 +35,36 @@ def compiles_in_parallel() -> bool:
 
 
 @contextmanager
-def compiling_only(num_threads: int) -> Iterator[None]:
+def compiling_only(device: torch.device, num_threads: int) -> Iterator[None]:
     """Compile the kernels that are launched inside, `num_threads` at a time, and run none of them.
 
-    Triton keeps the compiled kernels in memory and in its folder on disk. Leaving waits for the compiler and raises its
-    errors. The other operators of torch run. They may use the results of kernels as indices, and kernels that do not
-    run leave memory as it was, so memory is zeroed. Only one thread of the process may launch kernels meanwhile.
+    Triton keeps compiled kernels in its folder on disk, and loads them to the device. Leaving waits for the compiler
+    and raises its errors. The other operators of torch run. They may use the results of kernels as indices, and kernels
+    that do not run leave memory as it was, so memory is zeroed. Only one thread may launch kernels meanwhile.
     """
     from triton.runtime._async_compile import AsyncCompileMode
     from triton.runtime.jit import JITFunction
+
+    class CompileAndLoad(AsyncCompileMode):  # type: ignore[misc]
+        def submit(self, key: Any, compile: Callable[[], Any], finalize: Callable[[Any], None]) -> Any:
+            return super().submit(key, lambda: _loaded(compile()), finalize)
 
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **options)
 
-    # The compiler holds Python's lock for about a tenth of its time.
-    with ThreadPoolExecutor(num_threads, "compiler") as pool, AsyncCompileMode(pool), _ZeroedMemory():
+    set_device = partial(torch.accelerator.set_device_index, device.index or 0)
+    # Threads are enough, because the compiler holds Python's lock for about a tenth of its time.
+    with ThreadPoolExecutor(num_threads, "compiler", set_device) as pool, CompileAndLoad(pool), _ZeroedMemory():
         JITFunction.run = compile_only
         try:
             yield
         finally:
             JITFunction.run = launch
+
+
+def _loaded(kernel: Any) -> Any:
+    """Load a compiled kernel. Triton 3.6 also compiles the C function that launches it."""
+    _ = kernel.run
+    return kernel

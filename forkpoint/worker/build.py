@@ -109,14 +109,15 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
 
 
 def _try_kernels(config: EngineConfig, loaded: Loaded) -> None:
-    """Compile the kernels of later steps and run those that graphs do not serve."""
+    """Compile the kernels of all later steps, and run those that graphs do not serve."""
     given, platform = config.kv_cache_memory_bytes, loaded.platform
     most_pages = None if given is None else given // loaded.layout.page_bytes
     remedy = f"lower max_num_batched_tokens={loaded.sched.max_num_batched_tokens}, or give enforce_eager"
     with explained_exhaustion("trying kernels", remedy):
         if compiles_in_parallel():
             num_threads = max(1, (os.cpu_count() or 1) // config.tensor_parallel_size)
-            with _timed("kernels compiled"), compiling_only(num_threads), loaded.model.few_layers():
+            compiling = compiling_only(platform.device, num_threads)
+            with _timed("kernels compiled"), compiling, loaded.model.few_layers():
                 try_kernels(loaded, most_pages)
                 try_graphs(loaded)
                 if given is None:  # it runs later, when memory is measured
@@ -124,6 +125,8 @@ def _try_kernels(config: EngineConfig, loaded: Loaded) -> None:
             platform.release_unused()
         with _timed("kernels tried"):
             try_kernels(loaded, most_pages)
+            if not compiles_in_parallel():
+                try_graphs(loaded)
     platform.release_unused()
 
 
