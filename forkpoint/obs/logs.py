@@ -201,6 +201,9 @@ def load_line(before: Reading, now: Reading) -> str:
     read = _grown(before, now, "disk_hit_tokens")
     if read:
         parts.append(f"{read:,} tokens restored from the disk tier")
+    fetched = _grown(before, now, "peer_hit_tokens")
+    if fetched:
+        parts.append(f"{fetched:,} tokens fetched from other servers")
     lost = sum(stats["lost_tokens"].get(reason, 0) - before.stats["lost_tokens"].get(reason, 0) for reason in MISSED)
     if lost > 0:
         parts.append(f"computed {lost:,} tokens again that had been cached")

@@ -16,11 +16,12 @@ GONE: Final = "the lease has ended, or its entries were withdrawn"
 
 @dataclass(slots=True)
 class _Entry:
-    """An entry's bytes and their checksum. `num_leases` hold it."""
+    """An entry's bytes, which `num_leases` hold. Their checksum is computed when they are first fetched."""
 
+    name: EntryName
     data: bytes
-    sum: bytes
     num_leases: int = 0
+    sum: bytes = b""
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ class Offered:
                 if lease not in self._leases:
                     self._changed.notify_all()
                     return
-                entry = self._entries[key] = _Entry(bytes(data), entry_sum(self._namespace, name, data))
+                entry = self._entries[key] = _Entry(name, bytes(data))
                 self.num_bytes += len(data)
             entry.num_leases += 1
             held.keys[key] = None
@@ -81,7 +82,10 @@ class Offered:
             held = self._leases.get(lease)
             if held is None or not all(key in held.keys for key in keys):
                 return None
-            return [(self._entries[key].data, self._entries[key].sum) for key in keys]
+            entries = [self._entries[key] for key in keys]
+        for entry in entries:  # not in the worker's thread, whose steps would wait for it
+            entry.sum = entry.sum or entry_sum(self._namespace, entry.name, memoryview(entry.data))
+        return [(entry.data, entry.sum) for entry in entries]
 
     def _is_decided(self, lease: int, keys: Sequence[bytes]) -> bool:
         held = self._leases.get(lease)

@@ -250,7 +250,25 @@ def test_memory_comes_back(prefill: LLM, decode: LLM) -> None:
         assert offered._changed.wait_for(lambda: not offered._leases, 10) and offered.num_bytes == 0
 
 
-@pytest.mark.parametrize("where", ["tight arena", "mp", "host tier"])
+def test_nobody_waits_for_a_fetch_any_more(prefill: LLM, hasty: LLM) -> None:
+    params, core = computed(prefill, prompt(120)), hasty._engine.core
+    peers = core.scheduler.cache.peers
+    assert peers is not None and peers.fetched is not None
+    with false_peer(params["remote_host"], params["remote_port"], lambda _, __: SILENCE.wait(20) and None) as port:
+        wanted = SamplingParams(max_tokens=4, kv_transfer_params={**params, "remote_port": port})
+        name = hasty._engine.add_request(hasty._engine.inputs.prompt(prompt(120), params=wanted), wanted)
+        for _ in range(3):
+            assert core.step() == [] and core.scheduler.stats().num_waiting == 1
+        hasty._engine.abort(name)
+        core.scheduler.check_integrity()
+        assert not peers.fetched._prompts and not peers.fetched._of and peers.fetched._num_bytes == 0
+        while core.has_unfinished():
+            core.step()
+        SILENCE.set()
+    SILENCE.clear()
+
+
+@pytest.mark.parametrize("where", ["tight arena", "tight prefill arena", "mp", "host tier"])
 def test_many_prompts_at_once(tiny_model: Path, one: LLM, prefill: LLM, where: str) -> None:
     prompts = [prompt(100 + seed, 520) for seed in range(8)]
     options: dict[str, Any] = {"kv_cache_memory_bytes": ROOM}
@@ -258,8 +276,14 @@ def test_many_prompts_at_once(tiny_model: Path, one: LLM, prefill: LLM, where: s
         options = {"distributed_executor_backend": "mp"}
     elif where == "host tier":
         options["kv_offloading_size"] = 0.05
-    params = [computed(prefill, each) for each in prompts]
     wanted = {"temperature": 0.0, "max_tokens": 6, "logprobs": 1, "ignore_eos": True}
+    if where == "tight prefill arena":
+        asks = SamplingParams(max_tokens=1, kv_transfer_params=ASKS)
+        first = engine(tiny_model, "kv_producer", kv_cache_memory_bytes=ROOM)
+        params = [dict(output.kv_transfer_params or {}) for output in first.generate(prompts, asks, use_tqdm=False)]
+        first._engine.core.scheduler.check_integrity()
+    else:
+        params = [computed(prefill, each) for each in prompts]
     with engine(tiny_model, "kv_consumer", {"fetch_timeout_s": 30}, **options) as llm:
         each = [SamplingParams(**wanted, kv_transfer_params=one_of) for one_of in params]
         answers = llm.generate(prompts, each, use_tqdm=False)
@@ -267,6 +291,8 @@ def test_many_prompts_at_once(tiny_model: Path, one: LLM, prefill: LLM, where: s
     assert [bits(answer) for answer in answers] == [bits(ask(one, each)) for each in prompts]
     restored = [answer.cache.num_peer_tokens for answer in answers]
     assert set(restored) <= {0, 512} and sum(restored) >= 4 * 512
+    if where == "tight prefill arena":
+        first.close()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2", "falcon_mamba", "mistral"])

@@ -155,18 +155,19 @@ def test_a_log_line() -> None:
         "num_accepted_tokens": 2,
         "host_hit_tokens": 0,
         "disk_hit_tokens": 0,
+        "peer_hit_tokens": 0,
         "num_image_tokens_encoded": 100,
         "num_image_tokens_kept": 0,
     }
     later = {**stats, "query_tokens": 300, "hit_tokens": 50, "lost_tokens": {"no_checkpoint": 74}, "num_preemptions": 3}
     later |= {"num_drafts": 11, "num_draft_tokens": 32, "num_accepted_tokens": 17}
     later |= {"num_image_tokens_encoded": 1356, "num_image_tokens_kept": 64}
-    later |= {"host_hit_tokens": 128, "disk_hit_tokens": 64}
+    later |= {"host_hit_tokens": 128, "disk_hit_tokens": 64, "peer_hit_tokens": 320}
     before, now = Reading(0.0, 1000, 10, stats), Reading(10.0, 3000, 1010, later)
     assert load_line(before, now) == (
         "prompts 200.0 tokens/s, answers 100.0 tokens/s, running 2, waiting 1, arena 40.0% held by requests, "
         "slots 2 running + 5 checkpoints, prefix cache hit rate 25.0%, 128 tokens restored from the host tier, "
-        "64 tokens restored from the disk tier, "
+        "64 tokens restored from the disk tier, 320 tokens fetched from other servers, "
         "computed 64 tokens again that had been cached, drafts accepted 50.0% of 30, mean acceptance length 2.50, "
         "images 1,256 tokens encoded, 64 reused, preempted 3"
     )
