@@ -9,6 +9,7 @@ import pytest
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.streamed_tier import StreamedHostTier
 from forkpoint.cache.tree import Node
 from forkpoint.sched.request import Request
 from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
@@ -109,6 +110,26 @@ def test_a_request_that_waits_for_copies_holds_up_nobody() -> None:
     harness.check_output("waits")
     harness.check_output("other")
     assert waiting.cache is not None and waiting.cache.num_restored_tokens >= 576
+
+
+@pytest.mark.parametrize("layout", HYBRIDS)
+def test_a_long_prefix_is_stored_over_several_plans(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = tight(layout, host_streams=True)
+    block_bytes = harness.layout.block_bytes
+    monkeypatch.setattr("forkpoint.cache.streamed_tier.AHEAD_AT_ONCE", 2 * block_bytes)
+    monkeypatch.setattr("forkpoint.cache.streamed_tier.RESERVE_SHARE", 1)  # from the start on
+    tier = harness.sched.cache.tier
+    assert isinstance(tier, StreamedHostTier)
+    tier.stored_at_once = 3 * block_bytes + harness.layout.slot_bytes
+    prompt = tokens(0, 641)
+    harness.ask("first", prompt, 2)
+    for number in range(20):
+        harness.ask(f"short {number}", tokens(number, 5), 12)  # its plans store what comes next
+        if not harness.sched.cache.store.evict_least():
+            break
+    empty_arena(harness)
+    assert harness.sched.stats().cache.host_skipped == 0
+    assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens >= 576
 
 
 @STREAMS
