@@ -16,7 +16,8 @@ from forkpoint import LLM, SamplingParams
 from forkpoint.errors import InvalidPromptError, ModelFolderError, UnsupportedModelError
 from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.select import torch_table
-from tests.checkpoints import COMMON, DENSE, FAMILIES, GDN, HEAD, make_state_sensitive, write_checkpoint
+from tests.checkpoints import COMMON, DENSE, FAMILIES, GDN, HEAD, QWEN4, make_state_sensitive, write_checkpoint
+from tests.checkpoints import VISION as QWEN_VISION
 from tests.driver import Driver
 from tests.image_models import picture
 from tests.lfm2_vl_models import write_lfm2_vl
@@ -69,11 +70,20 @@ def ling_vl(folder: Path) -> Any:
     return model
 
 
+def qwen4_exp_vl(folder: Path) -> Any:
+    text = {**QWEN4, "model_type": "qwen4_exp_text"}
+    vision = {**QWEN_VISION, "spatial_merge_size": 1, "patch_size": 2, "temporal_patch_size": 1}
+    config = transformers.Qwen4ExpConfig(text_config=text, vision_config=vision)
+    return saved(transformers.Qwen4ExpForConditionalGeneration(config), folder)
+
+
 FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "lfm2_vl_moe": (lfm2_vl_moe, ["(model.multi_modal_projector.*)", "(model.vision_tower.*)"]),
     "minicpm_v": (minicpm_v, ["(model.merger.*)", "(model.vision_tower.*)"]),
     "nemotron_omni": (nemotron_omni, ["(mlp1.*)", "(vision_model.*)"]),
     "intern_s2": (intern_s2, ["(model.time_series.*)", "(model.visual.*)", "(mtp.*)"]),
+    "glm5_next": (lambda folder: write_checkpoint(folder, "glm5_next"), ["(model.visual.*)"]),
+    "qwen4_exp_vl": (qwen4_exp_vl, ["(model.visual.*)"]),
     "ling_vl": (ling_vl, ["(model.linear_proj.*)", "(model.visual.*)"]),
 }
 
@@ -113,8 +123,9 @@ def test_text_has_transformers_logits_and_unused_parts_a_line_each(
         load_model(tmp_path, ops=torch_table())
 
 
-def test_pictures_are_refused_in_words(tmp_path: Path) -> None:
-    minicpm_v(tmp_path)
+@pytest.mark.parametrize("name", ["minicpm_v", "qwen4_exp_vl"])
+def test_pictures_are_refused_in_words(name: str, tmp_path: Path) -> None:
+    FOLDERS[name][0](tmp_path)
     llm = LLM(
         str(tmp_path), skip_tokenizer_init=True, device="cpu", cpu_ops="torch", max_model_len=256, log_level="error"
     )
