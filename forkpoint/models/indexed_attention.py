@@ -36,9 +36,8 @@ class IndexedAttentionConfig(AttentionConfig):
         return own + hidden_size * (self.index.num_heads + 1) * self.index.dim
 
     def flops_per_pair(self) -> int:
-        """Prefill computes all pairs and masks those that the index does not choose."""
-        own = super(IndexedAttentionConfig, self).flops_per_pair()
-        return own + 2 * self.index.num_heads * self.index.dim // self.index.rule.size
+        """Return the operations of the index alone, because a token attends to a bounded number of keys."""
+        return 2 * self.index.num_heads * self.index.dim // self.index.rule.size
 
 
 class MeanIndex:

@@ -97,8 +97,8 @@ class IndexedLatentConfig(PartConfig):
         return queries + inner + hidden_size * (2 * index.dim + index.num_heads)
 
     def flops_per_pair(self) -> int:
-        """Return the operations for a pair. Prefill computes all pairs, and masks those not chosen."""
-        return 4 * self.num_heads * self.rank + 2 * self.index.num_heads * self.index.dim // self.index.rule.size
+        """Return the operations of the index alone, because a token attends to a bounded number of keys."""
+        return 2 * self.index.num_heads * self.index.dim // self.index.rule.size
 
 
 class IndexedLatentAttention:

@@ -9,6 +9,7 @@ ascending order, then -1.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,8 @@ from forkpoint.ops.attention.reference import FIXED_TILE, gather, one_query, seg
 from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.parameters import PoolRule
 
+QUERIES = 16  # of prefill per product with their own keys; they start at multiples of it in deterministic mode
+DENSE_FACTOR = 4  # up to so many times the keys of a choice, prefill computes products with all keys
 KEY_TILE = 4096  # index keys per product; tiles start at multiples of it
 NO_POOL = -1
 
@@ -68,8 +71,9 @@ def pool_attention(
 ) -> Tensor:
     """Implement `table.PoolAttention`.
 
-    A decode row reads only the chosen keys. A tile of prefill queries reads all keys and masks the others. `fixed`: see
-    `paged_attention`; heads are also computed one by one, so that bits do not depend on how ranks share the heads."""
+    A decode row reads only the chosen keys. So do the queries of prefill behind the first keys, where that is less work
+    than a product with all keys. `fixed`: see `paged_attention`; heads are also computed one by one, so that bits do
+    not depend on how ranks share the heads."""
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
     for row, first, num_queries, kv_len, blocks in _rows(k_cache, index):
         last = first + num_queries
@@ -79,18 +83,16 @@ def pool_attention(
             for heads, kv_heads in _groups(q, k, fixed):
                 out[first, heads] = one_query(q[first, heads], k[:, kv_heads], v[:, kv_heads], scale)
             continue
-        start, padded = kv_len - num_queries, kv_len
-        if fixed:
-            padded = -(-kv_len // FIXED_TILE) * FIXED_TILE
-        k, v = (gather(cache, None, blocks, kv_len, padded) for cache in (k_cache, v_cache))
-        own = chosen[first:last]
-
-        def mask(at: int, count: int, num_keys: int, own: Tensor = own, start: int = start) -> Tensor:
-            return _attended(own, at - start, torch.arange(at, at + count, device=q.device), num_keys, rule)
-
-        for heads, kv_heads in _groups(q, k, fixed):
-            own_keys, own_values = k[:, kv_heads], v[:, kv_heads]
-            out[first:last, heads] = segment(q[first:last, heads], start, own_keys, own_values, scale, mask, fixed)
+        start = kv_len - num_queries
+        dense = max(FIXED_TILE, DENSE_FACTOR * rule.size * rule.most // FIXED_TILE * FIXED_TILE)
+        apart = first + min(max(dense - start, 0), num_queries)
+        kept = Kept(k_cache, v_cache, blocks)
+        if apart > first:
+            own = slice(first, apart)
+            out[own] = _among_all(q[own], start, chosen[own], kept, scale, rule, fixed)
+        if apart < last:
+            own = slice(apart, last)
+            out[own] = _among_chosen(q[own], start + apart - first, chosen[own], kept, scale, rule, fixed)
     if gate is None:
         return out
     return sigmoid_mul(out, torch.unflatten(gate, 1, out.shape[1:]))
@@ -103,6 +105,76 @@ def _rows(cache: Tensor, index: AttentionIndex) -> Iterator[tuple[int, int, int,
         if num_queries:
             yield row, first, num_queries, kv_len, index.block_table[lines[row], : -(-kv_len // cache.shape[2])].long()
         first += num_queries
+
+
+class Kept(NamedTuple):
+    """The keys and values of a row, which lie in these blocks."""
+
+    keys: Tensor
+    values: Tensor
+    blocks: Tensor
+
+
+def _among_all(q: Tensor, start: int, chosen: Tensor, kept: Kept, scale: float, rule: PoolRule, fixed: bool) -> Tensor:
+    """Attend with queries at positions from `start` on, by a product with all keys of which the others are masked."""
+    end, padded = start + len(q), start + len(q)
+    if fixed:
+        padded = -(-end // FIXED_TILE) * FIXED_TILE
+    blocks = kept.blocks[: -(-end // kept.keys.shape[2])]
+    k, v = (gather(cache, None, blocks, end, padded) for cache in (kept.keys, kept.values))
+
+    def mask(at: int, count: int, num_keys: int) -> Tensor:
+        return _attended(chosen, at - start, torch.arange(at, at + count, device=q.device), num_keys, rule)
+
+    out = q.new_empty(*q.shape[:2], v.shape[3])
+    for heads, kv_heads in _groups(q, k, fixed):
+        out[:, heads] = segment(q[:, heads], start, k[:, kv_heads], v[:, kv_heads], scale, mask, fixed)
+    return out
+
+
+def _among_chosen(
+    q: Tensor, start: int, chosen: Tensor, kept: Kept, scale: float, rule: PoolRule, fixed: bool
+) -> Tensor:
+    """Attend with queries at positions from `start` on, each to the keys of its own choice."""
+    low, end = start, start + len(q)
+    if fixed:
+        low, end = start // QUERIES * QUERIES, -(-end // QUERIES) * QUERIES
+    around = (start - low, end - start - len(q))
+    q, chosen = F.pad(q, (0, 0, 0, 0, *around)), F.pad(chosen, (0, 0, *around), value=NO_POOL)
+    out = q.new_empty(*q.shape[:2], kept.values.shape[3])
+    for at in range(low, end, QUERIES):
+        tile = slice(at - low, min(at + QUERIES, end) - low)
+        places, there = _places(chosen[tile], at, rule)
+        k = v = _rows_at(kept.keys, kept.blocks, places)
+        if kept.values is not kept.keys:
+            v = _rows_at(kept.values, kept.blocks, places)
+        for heads, kv_heads in _groups(q, k, fixed):
+            own, keys, values = q[tile, heads], k[:, kv_heads].contiguous(), v[:, kv_heads].contiguous()
+            grouped = own.reshape(len(own), keys.shape[1], -1, own.shape[2])
+            found = F.scaled_dot_product_attention(grouped, keys, values, there[:, None, None], scale=scale)
+            out[tile, heads] = found.flatten(1, 2)
+    return out[around[0] : len(out) - around[1]]
+
+
+def _places(chosen: Tensor, first: int, rule: PoolRule) -> tuple[Tensor, Tensor]:
+    """Return the positions to which queries attend, `[Tq, most * size + size - 1]`, and which of them count.
+
+    The first query of `chosen[Tq, most]` is at position `first`.
+    """
+    at = torch.arange(first, first + len(chosen), device=chosen.device)[:, None]
+    within = torch.arange(rule.size, device=chosen.device)
+    pools = (chosen.long()[:, :, None] * rule.size + within).flatten(1)
+    opened = (at + 1) // rule.size * rule.size + within[:-1]
+    places = torch.cat((pools, opened), dim=1)
+    there = (places >= 0) & (places <= at)
+    there[:, 0] |= ~there.any(dim=1)  # padding attends to something, so that nothing divides by 0
+    return torch.where(there, places, 0).clamp(min=0), there
+
+
+def _rows_at(cache: Tensor, blocks: Tensor, places: Tensor) -> Tensor:
+    """Gather the entries at the positions `[Tq, S]` of a row as `[Tq, Hkv, S, D]`."""
+    size = cache.shape[2]
+    return cache[blocks[places // size], :, places % size].transpose(1, 2)
 
 
 def _groups(q: Tensor, k: Tensor, fixed: bool) -> list[tuple[slice, slice]]:
