@@ -15,6 +15,7 @@ from forkpoint.ops.attention import pools, reference
 from forkpoint.ops.conv1d import windows
 from forkpoint.ops.linear.scaled import Matrix
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, RecordIndex, SegmentIndex, VerifyIndex
+from forkpoint.ops.norm.reference import mix_residuals
 from forkpoint.ops.parameters import (
     ConvTaps,
     KVScales,
@@ -63,6 +64,13 @@ class GatedRMSNorm(Protocol):
 
         With `gate_first` it is `rmsnorm(x * silu(gate)) * weight`. With `sigmoid` the gate is a sigmoid. A weight
         `[V]` serves all heads; a weight `[HV, V]` has a row for each head."""
+
+
+class MixResiduals(Protocol):
+    def __call__(self, done: Tensor, current: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Return a mixture `[T, H]` of each token's residuals `done[N, T, H]` and, if given, `current[T, H]`.
+
+        Their shares are the softmax of `rmsnorm(residual) . weight` over the residuals, with an fp32 `weight[H]`."""
 
 
 class QKNormRopeWrite(Protocol):
@@ -352,6 +360,7 @@ class OpTable:
     window_verify: WindowVerify = windows.window_verify
     # Store `x[T, H, D]` in `cache[P, H, 64, D]`, a strided view of the arena; slot -1 stores nothing.
     store_rows: Callable[[Tensor, Tensor, Tensor], None] = reference.store_rows
+    mix_residuals: MixResiduals = mix_residuals
     redirects: frozenset[str] = frozenset(STATE_OPERATORS)
     deterministic: bool = False  # a row's bits do not depend on the rest of the batch
     backends: dict[str, str] = field(default_factory=dict)

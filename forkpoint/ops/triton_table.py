@@ -18,6 +18,7 @@ from forkpoint.ops.linear.device_linear import DeviceLinear
 from forkpoint.ops.moe import route_kernel
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.norm import kernel as norm
+from forkpoint.ops.norm import mix_kernel
 from forkpoint.ops.recurrence import decode_kernel, prefill_kernel, record_kernel
 from forkpoint.ops.rows import kernel as rows
 from forkpoint.ops.sampling import choose_kernel, shortlist_kernel
@@ -29,7 +30,7 @@ from forkpoint.ops.table import OpTable, operator_names, operators_of
 
 _OPERATORS = (
     *(activation, inputs_kernel, latent_kernel, conv1d, conv_verify, route_kernel, norm, choose_kernel, sampling),
-    *(shortlist_kernel, decode_kernel, prefill_kernel, record_kernel, scan, scan_prefill, rows),
+    *(mix_kernel, shortlist_kernel, decode_kernel, prefill_kernel, record_kernel, scan, scan_prefill, rows),
 )
 
 

@@ -24,6 +24,7 @@ NEVER_LAUNCHED = {  # by what their names begin with
     "ops.moe.kept_kernel._kept_kernel": "multiplies FP8 by FP8",
     "ops.moe.kernel._pair_out_kernel": MASKS,
     "ops.moe.order_kernel._few_kernel": MASKS,
+    "ops.norm.mix_kernel.": "torch mixes residuals there: `ops/turns.py`",
     "ops.recurrence.record_kernel._record_kernel": "has tuples; `straight_record_kernel` takes its place",
     "ops.rows.": "which ids and positions a step has is said in torch there: `ops/turns.py`",
     "ops.sampling.kernel._rank_kernel": "torch sorts the likeliest ids there: `ops/turns.py`",

@@ -13,6 +13,8 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 from forkpoint.ops.activation.reference import sigmoid, sigmoid_mul, silu, silu_mul, softplus
 from forkpoint.ops.norm.reference import add_rmsnorm, gated_rmsnorm, rmsnorm
 from forkpoint.ops.rope.reference import rope
+from forkpoint.ops.select import select_table, torch_table
+from forkpoint.ops.table import OpTable
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -53,6 +55,18 @@ def test_norms(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     normed, total = add_rmsnorm(x, gate, weight, 1e-5)
     assert torch.equal(total, x + gate)
     assert torch.equal(normed, rmsnorm(total, weight, 1e-5))
+
+
+@pytest.mark.parametrize("ops", [torch_table(), select_table("auto", False, False)], ids=["torch", "auto"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mixed_residuals_are_attention_over_normed_keys(dtype: torch.dtype, ops: OpTable) -> None:
+    bank, current, weight = torch.randn(4, 3, 40).to(dtype), torch.randn(3, 40).to(dtype), torch.randn(40)
+    tolerance = {"atol": 2e-2, "rtol": 1e-2} if dtype == torch.bfloat16 else {"atol": 1e-6, "rtol": 1e-5}
+    for done, last in ((bank[:1], None), (bank[:1], current), (bank[:3], None), (bank[:3], current)):
+        values = torch.cat((done, last[None]) if last is not None else (done,)).transpose(0, 1).double()
+        query = weight.double().expand(3, 1, 40)
+        want = F.scaled_dot_product_attention(query, F.rms_norm(values, (40,), None, 1e-5), values, scale=1.0)[:, 0]
+        torch.testing.assert_close(ops.mix_residuals(done, last, weight, 1e-5).double(), want, **tolerance)
 
 
 def test_mamba2_norms_groups_after_the_gate() -> None:

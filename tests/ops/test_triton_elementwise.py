@@ -60,6 +60,15 @@ def test_norm_of_a_sum(dtype: torch.dtype, rows: int, size: int) -> None:
     close(OURS.rmsnorm(x, weight, 1e-6), TORCH.rmsnorm(x, weight, 1e-6))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), sized([(3, 100)], [(1, 2048), (333, 2048), (9, 5120)]))
+def test_mixed_residuals(dtype: torch.dtype, rows: int, size: int) -> None:
+    bank, current = randn(5, rows, size, dtype=dtype), randn(rows, 2 * size, dtype=dtype)[:, :size]
+    weight = randn(size) * size**-0.5 * 2
+    for done, last in ((bank[:1], None), (bank[:1], current), (bank[:4], None), (bank[:4], current)):
+        close(OURS.mix_residuals(done, last, weight, 1e-6), TORCH.mix_residuals(done, last, weight, 1e-6))
+
+
 # (sizes of a slot, dtype) of each pool; a program copies 8,192 bytes.
 WINDOW, MATRIX = ((3, 5), torch.bfloat16), ((2, 4, 4), torch.float32)
 POOLS = sized(

@@ -64,6 +64,22 @@ Tensor gated_norm(const Tensor& x_in, const Tensor& gate_in, const Tensor& weigh
   return out;
 }
 
+Tensor mix(const Tensor& done, const std::optional<Tensor>& current, const Tensor& weight, double eps) {
+  TORCH_CHECK(done.dim() == 3 && done.stride(2) == 1, "finished residuals are [N, T, H] with dense rows, not ", done.sizes());
+  TORCH_CHECK(!current || (current->stride(1) == 1 && current->sizes() == done.sizes().slice(1) &&
+                           current->scalar_type() == done.scalar_type()),
+              "the current residual is like one of the finished ones");
+  Tensor out = empty(done.sizes().slice(1), done.scalar_type());
+  by_type(done.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    const T* now = current ? ptr<const T>(*current) : nullptr;
+    const Residuals<T> residuals{ptr<const T>(done), done.size(0), done.stride(0), done.stride(1), now,
+                                 current ? current->stride(0) : 0};
+    mix_residuals(residuals, weight_of(weight, done), float(eps), ptr<T>(out), done.size(1), done.size(2));
+  });
+  return out;
+}
+
 Tensor silu_product(const Tensor& input) {
   const Tensor x = dense_rows(input);
   TORCH_CHECK(x.dim() == 2 && x.size(1) % 2 == 0, "silu_mul takes [T, 2I], not ", x.sizes());
@@ -164,6 +180,7 @@ inline void bind_rows(pybind11::module_& m) {
   m.def("add_rmsnorm", &rows_binding::add_norm, Release());
   m.def("gated_rmsnorm", &rows_binding::gated_norm, Arg("x"), Arg("gate"), Arg("weight"), Arg("eps"),
         Arg("gate_first") = false, Arg("sigmoid") = false, Release());
+  m.def("mix_residuals", &rows_binding::mix, Release());
   m.def("silu_mul", &rows_binding::silu_product, Release());
   m.def("sigmoid_mul", &rows_binding::sigmoid_product, Release());
   m.def("rope", &rows_binding::rotate, Release());

@@ -83,6 +83,37 @@ void gated_rmsnorm(Rows<const T> x, Rows<const T> gate, const float* weights, fl
 }
 
 template <class T>
+void mix_residuals(const Residuals<T>& residuals, const float* weight, float eps, T* out, int64_t tokens, int64_t size) {
+  const int64_t count = residuals.count + (residuals.current != nullptr);
+  parallel_ranges(tokens, grain(size * count), [&](int64_t begin, int64_t end) {
+    Buffer<float> shares(count), mixed(round_up(size));
+    for (int64_t t = begin; t < end; ++t) {
+      const auto source = [&](int64_t n) {
+        if (n == residuals.count) return residuals.current + t * residuals.current_stride;
+        return residuals.done + n * residuals.source_stride + t * residuals.token_stride;
+      };
+      float most = -INFINITY, total = 0;
+      for (int64_t n = 0; n < count; ++n) {
+        const T* x = source(n);
+        vf dot = {};
+        for (int64_t i = 0; i < size; i += LANES) dot += load_n(x + i, size - i) * load_n(weight + i, size - i);
+        shares[n] = sum(dot) * factor(x, eps, size)[0];
+        most = std::max(most, shares[n]);
+      }
+      for (int64_t n = 0; n < count; ++n) total += shares[n] = std::exp(shares[n] - most);
+      for (int64_t n = 0; n < count; ++n) {
+        const T* x = source(n);
+        for (int64_t i = 0; i < size; i += LANES) {
+          const vf part = load_n(x + i, size - i) * (shares[n] / total);
+          store(mixed + i, n ? load(mixed + i) + part : part);
+        }
+      }
+      for (int64_t i = 0; i < size; i += LANES) store_n(out + t * size + i, load(mixed + i), size - i);
+    }
+  });
+}
+
+template <class T>
 void silu_mul(Rows<const T> gate, Rows<const T> up, T* out, int64_t count, int64_t size) {
   parallel_ranges(count, grain(size), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
@@ -182,6 +213,7 @@ void state_copy(const Pool* pools, int64_t num_pools, const int32_t* src, const 
   template void rmsnorm(Rows<const T>, const float*, float, T*, int64_t, int64_t);                                   \
   template void add_rmsnorm(Rows<const T>, Rows<const T>, const float*, float, T*, T*, int64_t, int64_t);            \
   template void gated_rmsnorm(Rows<const T>, Rows<const T>, const float*, float, const GatedNorm&, T*, int64_t, int64_t); \
+  template void mix_residuals(const Residuals<T>&, const float*, float, T*, int64_t, int64_t);                       \
   template void silu_mul(Rows<const T>, Rows<const T>, T*, int64_t, int64_t);                                        \
   template void sigmoid_mul(Rows<const T>, Rows<const T>, T*, int64_t, int64_t);                                     \
   template void rope(T*, int64_t, int64_t, int64_t, const float*, int64_t, const int64_t*, int64_t);                 \

@@ -34,6 +34,19 @@ template <class T>
 void gated_rmsnorm(Rows<const T> x, Rows<const T> gate, const float* weight, float eps, const GatedNorm& form, T* out,
                    int64_t count, int64_t size);
 
+// The residuals of one token: `count` finished ones, and a current one or none.
+template <class T>
+struct Residuals {
+  const T* done;
+  int64_t count, source_stride, token_stride;
+  const T* current;  // may be null
+  int64_t current_stride;
+};
+
+// out = sum_i p_i r_i, with p the softmax over the residuals r_i of rmsnorm(r_i) . weight.
+template <class T>
+void mix_residuals(const Residuals<T>& residuals, const float* weight, float eps, T* out, int64_t tokens, int64_t size);
+
 // silu(gate) * up, or x * sigmoid(gate).
 template <class T>
 void silu_mul(Rows<const T> gate, Rows<const T> up, T* out, int64_t count, int64_t size);

@@ -1,4 +1,4 @@
-"""Root-mean-square norms in torch: statistics and products in fp32, one rounding at the end."""
+"""Root-mean-square norms, and a softmax over them, in torch: fp32 arithmetic, one rounding at the end."""
 
 from __future__ import annotations
 
@@ -43,3 +43,12 @@ def gated_rmsnorm(
     if gate_first:
         return (_normalised(x.float() * factor, eps) * weight).to(x.dtype)
     return (_normalised(x, eps) * weight * factor).to(x.dtype)
+
+
+def mix_residuals(done: Tensor, current: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Implement `table.MixResiduals`."""
+    wide = done.float()
+    if current is not None:
+        wide = torch.cat((wide, current[None].float()))
+    scores = (_normalised(wide, eps) * weight).sum(-1, keepdim=True)
+    return (scores.softmax(0) * wide).sum(0).to(done.dtype)
