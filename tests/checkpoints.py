@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.alice_models import AliceAIConfig, AliceAIForCausalLM
 from tests.lightning_models import BailingMoeV2_5Config, BailingMoeV2_5ForCausalLM
 
 COMMON: dict[str, Any] = {
@@ -137,6 +138,15 @@ QWEN4 = {
     "indexer_budget": 24,
     "indexer_compress_ratio": 4,
     "eos_token_id": 9,
+}
+ALICE = {
+    "block_attn_res_block_size": 3,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
 }
 VISION = {
     "depth": 1,
@@ -362,6 +372,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "bailing_hybrid": lambda **x: transformers.BailingHybridForCausalLM(
         transformers.BailingHybridConfig(**{**KIMI, "head_dim": 16, **x})
     ),
+    "alice_ai": lambda **x: AliceAIForCausalLM(AliceAIConfig(**{**COMMON, **HEAD, **MOE, **ALICE, **x})),
     "bailing_moe_v2_5": lambda **x: BailingMoeV2_5ForCausalLM(BailingMoeV2_5Config(**{**LIGHTNING, **x})),
     "kimi_linear": lambda **x: transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**{**KIMI, **x})),
     "glm5_next": _glm5_next,
@@ -381,8 +392,11 @@ def make_state_sensitive(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     bounds = {"kda_lower_bound", "linear_lower_bound"}.intersection(vars(model.config.get_text_config()))
     rates = (0.5, 1) if bounds else (-4, -1)  # of bounded decays a steep sigmoid's
+    strong: tuple[str, ...] = ("linear_attn", "mamba", "mixer", "forget_gate")
+    if hasattr(model.config, "block_attn_res_block_size"):  # mixed residuals need no more, and grow rounding errors
+        strong = ("f_b_proj",)
     for name, weight in model.named_parameters():
-        if name.endswith("A_log"):
+        if name.endswith(("A_log", "a_log_bias")):
             weight.uniform_(*rates, generator=generator)
         elif name.endswith(("dt_bias", "dt_proj.bias")):
             weight.uniform_(-3, -1, generator=generator)
@@ -395,7 +409,7 @@ def make_state_sensitive(model: Any, seed: int) -> None:
         elif "conv1d" in name:
             weight.normal_(0, 0.5, generator=generator)
         else:
-            gain = 2.0 if any(mixer in name for mixer in ("linear_attn", "mamba", "mixer", "forget_gate")) else 1.0
+            gain = 2.0 if any(mixer in name for mixer in strong) else 1.0
             weight.normal_(0, gain * weight.shape[-1] ** -0.5, generator=generator)
     for name, bias in model.named_buffers():
         if name.endswith(("expert_bias", "e_score_correction_bias")):

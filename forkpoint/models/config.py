@@ -101,6 +101,7 @@ class ModelConfig:
     fp8_keys: bool = False  # store keys and values in 8 bits
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    residual_block: int = 0  # layers whose outputs are summed into one residual; 0: all
     streams: StreamsConfig | None = None
     vision: VisionConfig | None = None  # of the vision tower, if images are to be read
     # starts of names of weights, and the part of a multimodal model that they belong to, which does not run

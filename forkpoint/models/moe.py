@@ -146,7 +146,7 @@ class SparseMLP:
         hidden, fp32 = build.config.hidden_size, torch.float32
         self._router: Callable[[Tensor], Tensor]
         if moe.wide_router or moe.rule.score == "sigmoid":
-            parts = [_wide(source, f"{part}.weight", (count, hidden)) for part, count in rows.items()]
+            parts = [read_wide(source, f"{part}.weight", (count, hidden)) for part, count in rows.items()]
             self._router = Projection(build.ops, torch.cat(parts)).wide
         else:
             joined = join_rows(source, {part: whole(count) for part, count in rows.items()}, hidden)
@@ -286,7 +286,7 @@ def _aligned(weight: Tensor) -> Tensor:
     return F.pad(weight, (0, 0, 0, -len(weight) % ALIGNED))
 
 
-def _wide(source: WeightSource, name: str, shape: tuple[int, int]) -> Tensor:
+def read_wide(source: WeightSource, name: str, shape: tuple[int, int]) -> Tensor:
     """Read a matrix in fp32. Quantised ones are widened."""
     if source.form(name) is not None:
         return dense(source.get_matrix(name, shape)).float()

@@ -90,6 +90,7 @@ REAL_LAYOUTS = {
     "LFM3-1.7B": layout_of(
         [attention(4, 128)] * 6 + [replace(attention(4, 128), window=256)] * 5 + [state((6, 2048), None)] * 13
     ),
+    "AliceAI-80B-A3B": layout(36, delta_net(32, 32), 12, attention(2, 256)),
     "Lara-4-Mini": layout_of(
         [attention(4, 128)] * 7 + [replace(attention(4, 128), window=512)] * 13 + [delta_net(8, 16)] * 14
     ),

@@ -56,6 +56,7 @@ DOCUMENTED = {
     "LFM2, experts": "LFM2-8B-A1B",
     "LFM3": "LFM3-1.7B",
     "LaraMini": "Lara-4-Mini",
+    "AliceAI": "AliceAI-80B-A3B",
     "Kimi-Linear": "Kimi-Linear-48B-A3B",
     "Ling-2.6": "Ling-2.6-flash",
     "Ling-3.0": "Ling-3.0-flash",

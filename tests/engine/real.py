@@ -114,6 +114,17 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**SMALL, "num_key_value_heads": 2, "layer_types": MIX, "mlp_layer_types": ["dense", "sparse", "dense"]},
     ),
     "bailing_moe_v2_5": ("bailing_moe_v2_5", {**SMALL, "layer_group_size": 3, "first_k_dense_replace": 2}),
+    "alice_ai": (
+        "alice_ai",
+        {
+            **SMALL,
+            "head_dim": 16,
+            "layer_types": MIX,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "block_attn_res_block_size": 2,
+        },
+    ),
     "falcon_mamba": ("falcon_mamba", {"hidden_size": 32, "num_hidden_layers": 3}),
     "qwen4_exp": (
         "qwen4_exp",

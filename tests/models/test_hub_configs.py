@@ -59,6 +59,11 @@ EXPECTED: dict[str, tuple[dict[str, int], int, int]] = {
         7 * 2 * 4 * 128 * 2,
         14 * (3 * 4096 * 2 + 16 * 128 * 128 * 4),
     ),
+    "aliceai-80b-a3b": (
+        {"KDAConfig": 36, "AttentionConfig": 12, "MoEConfig": 48},
+        12 * 2 * 2 * 256 * 2,
+        36 * (3 * 12288 * 2 + 32 * 128 * 128 * 4),
+    ),
     "falcon-h1-0.5b": (
         {"ParallelConfig": 36, "MLPConfig": 36},
         36 * 2 * 2 * 64 * 2,

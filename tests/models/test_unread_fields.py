@@ -73,6 +73,7 @@ KIMI = json.loads((Path(__file__).parent / "hub_configs" / "kimi-linear-48b-a3b.
 GLM = json.loads((Path(__file__).parent / "hub_configs" / "glm-5.3-flash.json").read_text())
 LFM3 = json.loads((Path(__file__).parent / "hub_configs" / "lfm3-1.7b.json").read_text())
 LFM3_ROPE = LFM3["rope_parameters"]
+ALICE = json.loads((Path(__file__).parent / "hub_configs" / "aliceai-80b-a3b.json").read_text())
 LING = json.loads((Path(__file__).parent / "hub_configs" / "ling-2.6-flash.json").read_text())
 LLAMA = json.loads((Path(__file__).parent / "hub_configs" / "llama-3.1-8b.json").read_text())
 
@@ -103,6 +104,10 @@ LLAMA = json.loads((Path(__file__).parent / "hub_configs" / "llama-3.1-8b.json")
         (LLAMA, {"rope_scaling": {"full_attention": {"rope_theta": 1e6}}}, "of their own for full_attention"),
         (LFM3, {"rope_parameters": {**LFM3_ROPE, "sliding_attention": {"rope_type": "yarn"}}}, "rope_type='yarn'"),
         (LFM3, {"use_qk_norm": True}, "use_qk_norm=True"),
+        (ALICE, {"kda_allow_negative_eigenvalues": True}, "kda_allow_negative_eigenvalues=true"),
+        (ALICE, {"router_bias_correction": False}, "router_bias_correction=false"),
+        (ALICE, {"mlp_only_layers": [3]}, "experts in all layers"),
+        (ALICE, {"linear_num_value_heads": 64}, "equal ones"),
         (LING, {"linear_silu": True}, "linear_silu=true"),
         (LING, {"use_qk_norm": False}, "use_qk_norm=false"),
         (LING, {"use_qkv_bias": True}, "use_qkv_bias=True"),
