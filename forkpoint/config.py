@@ -238,7 +238,8 @@ class EngineConfig:
     )
     limit_mm_per_prompt: Mapping[str, Any] | None = option(
         None,
-        f'images that a prompt may have: image=4, or JSON such as {{"image": 4}}; default: {MAX_IMAGES}',
+        f'images and videos that a prompt may have: image=4,video=1, or JSON such as {{"image": 4}}; default: '
+        f"{MAX_IMAGES} of each",
         metavar="JSON",
     )
     mm_processor_kwargs: Mapping[str, Any] | None = option(
@@ -312,7 +313,7 @@ class EngineConfig:
         if options.get(name := "override_generation_config") is not None:
             options[name] = json_object(name, options[name], GENERATION_KEYS)
         if options.get(name := "limit_mm_per_prompt") is not None:
-            options[name] = image_limit(media_limits(name, options[name]))
+            options[name] = checked_limits(media_limits(name, options[name]))
         if options.get(name := "hf_overrides") is not None:
             options[name] = json_object(name, options[name])
         if options.get(name := "mm_processor_kwargs") is not None:
@@ -361,6 +362,11 @@ class EngineConfig:
     def max_images(self) -> int:
         """The most images that a prompt may have."""
         return int((self.limit_mm_per_prompt or {}).get("image", MAX_IMAGES))
+
+    @property
+    def max_videos(self) -> int:
+        """The most videos of a prompt."""
+        return int((self.limit_mm_per_prompt or {}).get("video", MAX_IMAGES))
 
     def validate(self) -> None:
         """Raise a ConfigError for options that contradict each other or that bounds alone cannot check."""
@@ -429,14 +435,16 @@ class EngineConfig:
             )
 
 
-def image_limit(given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the limit for images, empty without one. Limits of other media change nothing. Raises ConfigError."""
-    if "image" not in given:
-        return {}
-    limit = given["image"]
-    if isinstance(limit, Mapping):  # vLLM also takes the sizes of the images with which it measures memory
-        limit = limit.get("count", MAX_IMAGES)
-    return {"image": _CHECK.integer("limit_mm_per_prompt: image", limit, 0, MOST_IMAGES)}
+def checked_limits(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the limits for images and videos that are given. Limits of sound change nothing. Raises ConfigError."""
+    limits = {}
+    for kind in ("image", "video"):
+        if kind in given:
+            limit = given[kind]
+            if isinstance(limit, Mapping):  # vLLM also takes the sizes with which it measures memory
+                limit = limit.get("count", MAX_IMAGES)
+            limits[kind] = _CHECK.integer(f"limit_mm_per_prompt: {kind}", limit, 0, MOST_IMAGES)
+    return limits
 
 
 def media_limits(name: str, given: Any) -> dict[str, Any]:

@@ -115,15 +115,19 @@ def test_the_speculative_config() -> None:
         ('{"image": 5}', 5),
         ({"image": {"count": 6, "width": 512, "height": 512}}, 6),
         ({"image": 0}, 0),
-        ({"video": 1}, MAX_IMAGES),
+        ({"video": 1, "audio": 2}, MAX_IMAGES),
         (None, MAX_IMAGES),
     ],
 )
 def test_the_limit_of_images_has_the_forms_of_vllm(given: Any, most: int) -> None:
-    assert EngineConfig.from_flat(limit_mm_per_prompt=given).max_images == most
+    config = EngineConfig.from_flat(limit_mm_per_prompt=given)
+    assert config.max_images == most
+    assert config.max_videos == {"video=2,image=3": 2}.get(str(given), 1 if "video" in str(given) else MAX_IMAGES)
 
 
-@pytest.mark.parametrize("given", ["image=x", "image", "image=4;video=1", {"image": -1}, {"image": {"count": 2000}}])
+@pytest.mark.parametrize(
+    "given", ["image=x", "image", "image=4;video=1", {"video": -1}, {"image": -1}, {"image": {"count": 2000}}]
+)
 def test_wrong_limits_of_images_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="limit_mm_per_prompt"):
         EngineConfig.from_flat(limit_mm_per_prompt=given)

@@ -18,8 +18,8 @@ from typing import Any, Final
 from forkpoint.engine.conversation import VIDEO_PART, VIDEO_URL_PART, Message, content_texts, is_media
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt, expanded
-from forkpoint.engine.media_urls import NONE_FETCHED
-from forkpoint.engine.pictures import detail_of, image_parts, picture_of
+from forkpoint.engine.media_urls import NONE_FETCHED, num_media
+from forkpoint.engine.pictures import detail_of, picture_of
 from forkpoint.engine.placeholders import image_expansions, video_expansions
 from forkpoint.engine.rewriting import Rewritten
 from forkpoint.engine.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ class ChatImages:
         fetched: Mapping[str, bytes] = NONE_FETCHED,
     ) -> None:
         """`fetched` has the files behind URLs. Raises InvalidPromptError for too many images."""
-        processor.check_count(sum(1 for message in messages for _ in image_parts(message)))  # before any is read
+        processor.check_count(*num_media(messages))  # before any is read
         self._processor, self._tokenizer, self._fetched = processor, tokenizer, fetched
         self._details: list[object] = []
         used = set().union(*map(set, _texts(list(messages))))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from forkpoint.checks import shown
-from forkpoint.config import EngineConfig
+from forkpoint.config import MAX_IMAGES, EngineConfig
 from forkpoint.engine.resized_pictures import Parts, PictureFile, ResizedPictures
 from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.image_families.settings import ImageSettings, View
@@ -34,10 +34,11 @@ GREY_16: Final = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # modes that hold 16-
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessor:
-    """Resizes pictures as the model's own processor does, for at most `max_images` in a prompt."""
+    """Resizes pictures as the model's own processor does, for at most `max_images` and `max_videos` in a prompt."""
 
     settings: ImageSettings
     max_images: int
+    max_videos: int = MAX_IMAGES
     kept: ResizedPictures = field(default_factory=ResizedPictures, repr=False, compare=False)
 
     @classmethod
@@ -52,14 +53,15 @@ class ImageProcessor:
         if find_spec("PIL") is None:
             LOGGER.warning("images are refused: Pillow is not installed (pip install pillow)")
             return None
-        return cls(settings, config.max_images)
+        return cls(settings, config.max_images, config.max_videos)
 
-    def check_count(self, count: int) -> None:
-        """Raise InvalidPromptError for more images than a prompt may have."""
-        if count > self.max_images:
-            raise InvalidPromptError(
-                f"the prompt has {count} images; at most {self.max_images} are allowed (--limit-mm-per-prompt)"
-            )
+    def check_count(self, num_images: int, num_videos: int = 0) -> None:
+        """Raises InvalidPromptError for more images or videos than a prompt may have."""
+        for kind, count, most in (("images", num_images, self.max_images), ("videos", num_videos, self.max_videos)):
+            if count > most:
+                raise InvalidPromptError(
+                    f"the prompt has {count} {kind}; at most {most} are allowed (--limit-mm-per-prompt)"
+                )
 
     def with_kwargs(self, given: Mapping[str, Any] | None) -> ImageProcessor:
         """Return a processor with a request's own image settings; itself if none are given.

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import base64
-import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal
+from urllib.parse import unquote
 
 from forkpoint.checks import member, shown
-from forkpoint.engine.conversation import is_media
+from forkpoint.engine.conversation import is_image, is_media
 from forkpoint.errors import InvalidPromptError
 
 MAX_BYTES: Final = 20 << 20  # of one file
 FIELDS: Final = ("image_url", "image_pil", "image", "video_url")  # where a part has its picture or video
 EXAMPLES: Final = {"image": "data:image/png;base64,...", "video": "data:video/mp4;base64,..."}
 REMOTE: Final = ("http://", "https://")
+URL_ALPHABET: Final = str.maketrans("-_", "+/")
 NONE_FETCHED: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
@@ -27,11 +28,23 @@ def url_of(part: Mapping[str, Any]) -> Any:
     return given
 
 
+def media_parts(message: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of a message that are images or videos; none for a message of another form."""
+    content = member(message, "content")
+    if isinstance(content, list | tuple):
+        yield from filter(is_media, content)
+
+
+def num_media(messages: Sequence[object]) -> tuple[int, int]:
+    """Return the number of images and the number of videos of a conversation."""
+    parts = [part for message in messages for part in media_parts(message)]
+    num_images = sum(map(is_image, parts))
+    return num_images, len(parts) - num_images
+
+
 def remote_urls(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the http and https URLs of the images and videos of a conversation, each once."""
-    contents = (member(message, "content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list | tuple) for part in content if is_media(part))
-    urls = map(url_of, parts)
+    urls = (url_of(part) for message in messages for part in media_parts(message))
     return list(dict.fromkeys(url for url in urls if isinstance(url, str) and url[:8].lower().startswith(REMOTE)))
 
 
@@ -55,6 +68,18 @@ def media_bytes(url: str, fetched: Mapping[str, bytes], kind: Literal["image", "
     if len(data) * 3 // 4 > MAX_BYTES:
         raise InvalidPromptError(f"{an} has {len(data) * 3 // 4} bytes; at most {MAX_BYTES} are read")
     try:
-        return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
+        return _decoded(data)
+    except ValueError:
         raise InvalidPromptError(f"{an}'s data URL is not valid base64; give {example}") from None
+
+
+def _decoded(data: str) -> bytes:
+    """Decode base64, also with line breaks, percent signs, the alphabet for URLs, or without padding.
+
+    Raises ValueError.
+    """
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        plain = "".join(unquote("".join(data.split())).split()).translate(URL_ALPHABET).rstrip("=")
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)

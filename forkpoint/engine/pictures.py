@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from forkpoint.checks import member
-from forkpoint.engine.conversation import is_image
 from forkpoint.engine.image_processor import check_picture
 from forkpoint.engine.media_urls import EXAMPLES, NONE_FETCHED, media_bytes, url_of
 from forkpoint.engine.resized_pictures import PictureFile
@@ -42,13 +40,6 @@ def detail_of(part: Mapping[str, Any]) -> object:
     if isinstance(inner, Mapping):
         part = inner
     return part.get("detail")
-
-
-def image_parts(message: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of a message that are images; none for a message of another form."""
-    content = member(message, "content")
-    if isinstance(content, list | tuple):
-        yield from filter(is_image, content)
 
 
 def _open(data: bytes) -> PictureFile:

@@ -71,6 +71,7 @@ def video_expansions(
         raise InvalidPromptError("videos need a model that reads them, and its tokenizer, which writes their times")
     at = _places(token_ids, settings.token_id, places)
     _check_count("videos", len(at), len(videos), settings.token_id)
+    processor.check_count(0, len(videos))
     encode = partial(tokenizer.encode, add_special_tokens=False)
     around, expansions = [settings.start_id, settings.token_id, settings.end_id], list[Expansion]()
     for place, video in zip(at, videos, strict=True):

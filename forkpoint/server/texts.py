@@ -23,7 +23,7 @@ from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.generation_config import log_sampling_defaults, sampling_defaults
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import InputProcessor, Prompt
-from forkpoint.engine.media_urls import remote_urls
+from forkpoint.engine.media_urls import num_media, remote_urls
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ConfigError, InvalidPromptError, QueueFullError, RequestTooLargeError
 from forkpoint.params import THINK_END, THINKING_END, SamplingParams
@@ -217,7 +217,7 @@ class Texts:
             return
         urls = [url for url in remote_urls(messages) if url not in self.fetched]
         if urls:
-            self.images.check_count(len(urls))
+            self.images.check_count(*num_media(messages))
             raise MissingImages(tuple(urls))
 
     def check_length(self, text: str) -> None:

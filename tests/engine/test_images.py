@@ -294,7 +294,7 @@ def test_what_is_refused_says_why(folder: tuple[Path, Any]) -> None:
     def prompt(data: Any, ids: list[int] | None = None) -> dict[str, Any]:
         return {"prompt_token_ids": ids or [5, IMAGE, 6], "multi_modal_data": data}
 
-    with engine(folder[0], limit_mm_per_prompt={"image": 2}) as llm:
+    with engine(folder[0], limit_mm_per_prompt={"image": 2, "video": 0}) as llm:
         for given, says in [
             (prompt({"image": [good, good]}), "1 placeholders for images (token id 250) and 2 images"),
             (prompt({"image": good}, [5, 6]), "0 placeholders"),

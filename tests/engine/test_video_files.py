@@ -154,6 +154,7 @@ def test_what_is_refused_says_why(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 
     assert "broken, or of an unknown kind" in refusal(message(b"no video" * 30))
     assert "video" in refusal(message(data[: len(data) // 2]))
+    assert "has 33 videos; at most 32 are allowed" in refusal(*[message(b"")] * 33)
     playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
     assert "of an unknown kind" in refusal(message(playlist))
     assert "of an unknown kind" in refusal(message(b"ffconcat version 1.0\nfile '/etc/passwd'\n"))
