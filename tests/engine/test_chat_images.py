@@ -16,6 +16,7 @@ import pytest
 from forkpoint import LLM, SamplingParams
 from forkpoint.cache.hashing import HashChain
 from forkpoint.engine import image_processor
+from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.resized_pictures import ResizedPictures
 from forkpoint.errors import InvalidPromptError
@@ -217,6 +218,22 @@ def test_a_bomb_is_refused_by_its_header(llm: LLM) -> None:
         assert len(bomb) < 100_000
         with pytest.raises(InvalidPromptError, match=says):
             llm.render_chat([user({"type": "image_url", "image_url": {"url": bomb}})])
+
+
+def test_pictures_of_a_request_are_bounded_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [url_part(picture(number, 64, 64)) for number in range(3)]
+    monkeypatch.setattr(image_processor, "MAX_REQUEST_PIXELS", 3 * 64 * 64 - 1)
+    assert len(llm.render_chat([user(*parts[:2])]).images) == 2
+    with pytest.raises(InvalidPromptError, match="have 12288 pixels; at most 12287 are read"):
+        llm.render_chat([user(parts[0]), user(*parts[1:])])
+
+
+def test_a_template_that_leaves_images_out_is_named(llm: LLM) -> None:
+    source = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}"
+    template = ChatTemplate(llm._chat._tokenizer, source, images=llm._chat._images)  # type: ignore[union-attr]
+    assert template.render([user("text")]).token_ids.size > 0
+    with pytest.raises(InvalidPromptError, match="the chat template shows 0 of the 1 images of the conversation"):
+        template.render([user("text"), user("look", url_part(picture(1, 64, 64)))])
 
 
 def pixels(image: Any) -> Any:
