@@ -33,9 +33,12 @@ from forkpoint.sched.plan import (
 from tests.hash_disk import HashDisk
 from tests.hash_grammar import HashGrammar, allowed_ids
 from tests.hash_memory import GARBAGE, HashMemory
+from tests.hash_peers import HashPeers
 from tests.hash_rows import HashRow, HashWork, seen_ids
 from tests.hash_step import AnsweredStep, InjectedFailure, PlanViolation, require
 from tests.rolling_hash import MASK, RollingHash
+
+PEER_ROUTES = (MoveRoute.OFFER, MoveRoute.WITHDRAW, MoveRoute.FETCHED, MoveRoute.FORGET)
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class HashRunner:
     _memory: HashMemory = field(init=False)
     _host: HashMemory = field(init=False)  # of the host tier
     disk: HashDisk = field(init=False)
+    peers: HashPeers = field(default_factory=HashPeers)
 
     def __post_init__(self) -> None:
         self._hasher = RollingHash(self.vocab_size)
@@ -86,6 +90,8 @@ class HashRunner:
         if self.closed:
             raise PlanViolation(f"step {plan.step} was submitted to a closed runner")
         self._update_rows(plan)
+        for fetch in plan.fetches:
+            self.peers.start(fetch)
         works = self._works(plan)
         if not self._failed:
             self._check(plan, works)
@@ -112,7 +118,10 @@ class HashRunner:
         counts = np.asarray([len(own) for own in outputs], np.int32) if plan.rows.num_drafts.any() else None
         self.num_confirmed_drafts += sum(len(own) - 1 for own in outputs)
         news = self.disk.news(plan.waits_for_disk)
-        result = StepResult(plan.step, ids, counts, tuple(failed), num_tokens=plan.num_tokens, disk=news)
+        fetched = self.peers.news(plan.waits_for_disk)
+        result = StepResult(
+            plan.step, ids, counts, tuple(failed), num_tokens=plan.num_tokens, disk=news, fetched=fetched
+        )
         return AnsweredStep(result, None, self.failure_seen)
 
     def close(self) -> None:
@@ -213,6 +222,8 @@ class HashRunner:
             self._memory.copy_from(self._host, step, move.kind, move.src, move.dst, self._failed)
         elif move.route is MoveRoute.HOST:
             self._host.move(step, move.kind, move.src, move.dst)
+        elif move.route in PEER_ROUTES:
+            self.peers.move(step, move, self._memory, sound=not self._failed)
         elif move.route is not MoveRoute.ARENA:
             rooms = {MoveRoute.LAND: self._memory, MoveRoute.ARENA_TO_DISK: self._memory}
             rooms |= {MoveRoute.HOST_TO_DISK: self._host, MoveRoute.FETCH: self._host}

@@ -209,7 +209,9 @@ class FetchedPrompts(RestoreSource):
         if prompt.ticket:
             del self._by_ticket[prompt.ticket]
             self._num_bytes -= prompt.num_bytes
-            if forget:
+            others = [order for order in self.orders if order.ticket != prompt.ticket]
+            is_sent, self.orders = len(others) == len(self.orders), others
+            if forget and is_sent:
                 self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.FORGET, prompt.ticket))
                 self.has_forgotten = True
         self._start_next()

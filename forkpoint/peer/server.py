@@ -14,7 +14,7 @@ from forkpoint.peer.protocol import DONE, HeldEntries, Line, PeerError, WantedEn
 
 MAX_CONNECTIONS: Final = 32  # at once; more are closed, and their engines compute
 CONNECTION_S: Final = 60.0  # the most that one may take
-COPIES_WAIT_S: Final = 5.0  # for the copies of an offer that has been sent
+COPIES_WAIT_S: Final = 10.0  # for the copies of an offer that has been sent: a step may be running
 EXPIRE_EVERY_S: Final = 1.0
 LOGGER: Final = logging.getLogger("forkpoint")
 

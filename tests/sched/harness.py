@@ -10,6 +10,7 @@ import numpy as np
 
 from forkpoint.cache.disk_entries import HOST_READY, DiskFacts, DiskNews, no_entries
 from forkpoint.cache.layout import CacheLayout, KVSpec
+from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
@@ -74,6 +75,7 @@ class Harness:
     num_disk_pages: int = 0
     disk_delay: int = 0  # results before the disk, or a host tier that streams, reports what it did, at most
     disk_fail_chance: float = 0.0
+    peers: PeerFacts | None = None
     loaded_at_once: int = 0  # bytes from the host tier in a plan; 0: as in the engine
     updates: dict[str, list[RequestUpdate]] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
@@ -109,7 +111,7 @@ class Harness:
             config,
             deterministic=self.deterministic,
             drafter=drafter,
-            tiers=TierSizes(self.num_host_pages, disk, streams=self.host_streams, clock=clock),
+            tiers=TierSizes(self.num_host_pages, disk, peers=self.peers, streams=self.host_streams, clock=clock),
         )
         if self.host_streams:
             self.sched.cache.apply_news(DiskNews((HOST_READY,)))
