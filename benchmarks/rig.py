@@ -83,8 +83,7 @@ class Rig:
         shapes = graph_shapes(options.max_num_seqs, MAX_GRAPH_TOKENS)
         ready = Loaded(loaded.model, loaded.ops, layout, config, loaded.platform, shapes, loaded.max_num_drafts)
         runner = ModelRunner(ready, num_pages, max_model_len=options.max_model_len)
-        while runner.record_next():
-            pass
+        runner.record_graphs()
         self.sched = Scheduler(
             layout,
             num_pages,

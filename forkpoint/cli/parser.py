@@ -100,15 +100,6 @@ def _add_servers(add: Callable[..., Any]) -> None:
         add_option_group(command, "server options", ServerConfig)
         add_engine_options(command)
 
-    text = (
-        "Compile the kernels that `forkpoint serve` needs with the same engine options. Later starts on such a device "
-        "find them in Triton's cache folder (TRITON_CACHE_DIR). With --load-format dummy the model's "
-        "config.json is enough."
-    )
-    compile = add("compile", "compile:compile_kernels", "compile a model's kernels ahead of time", text)
-    compile.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    add_engine_options(compile)
-
 
 def _add_batch(add: Callable[..., Any]) -> None:
     text = "Answer a JSON-lines file in OpenAI's batch format. Run it again to resume where it stopped."

@@ -85,7 +85,6 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
         drafts=drafter is not None,
         on_close=worker.release,
         check=worker.check,
-        prepare=worker.prepare,
         events=events,
         log=log,
     )

@@ -35,7 +35,7 @@ class EngineCore:
     plan may need the result. Step n+1 is then submitted at least before the result is returned. If a step raises, its
     requests are retried one at a time. A request whose own step raises ends with the error, and all others continue
     unaffected. `on_close` is called once, after the runner is closed and released. `check` raises EngineStoppedError if
-    the runner has died, which is not noticed otherwise while no steps run. `prepare` is `Worker.prepare`.
+    the runner has died, which is not noticed otherwise while no steps run.
     """
 
     def __init__(
@@ -47,13 +47,12 @@ class EngineCore:
         drafts: bool = False,
         on_close: Callable[[], None] = lambda: None,
         check: Callable[[], None] = lambda: None,
-        prepare: Callable[[], bool] = lambda: False,
         events: EventPublisher | None = None,
         log: RequestLog | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner: Runner | None = runner
-        self._on_close, self.check, self.prepare = on_close, check, prepare
+        self._on_close, self.check = on_close, check
         self._events, self._log = events, log
         self._depth = LOOK_AHEAD if async_scheduling else 1
         self._submits_early = async_scheduling and drafts
@@ -164,7 +163,7 @@ class EngineCore:
         self._in_flight.clear()
         if self._runner is not None:
             self._runner.close()
-            self._runner, self.prepare = None, lambda: False
+            self._runner = None
             self._on_close()
             if self._events is not None:
                 self._events.close()

@@ -93,8 +93,6 @@ class EngineLoop:
         died.
         """
         is_idle = not self._core.has_unfinished() and not self._refused
-        while is_idle and not self._inbox.poll(0) and self._core.prepare():
-            pass  # the worker has recorded another graph
         if is_idle and not self._inbox.poll(STARTING_POLL_MS if self._starting else IDLE_POLL_MS):
             self._core.check()
         until = time.perf_counter() + MAX_TAKING_S

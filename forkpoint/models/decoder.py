@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -182,23 +180,6 @@ class Model(ABC):
         norms = [RMSNorm(build, f"{name}.{norm}", hidden, centred) for norm in names[: len(parts)]]
         blocks = [part.build(build, f"{name}.{part.name}", layer) for part in parts]
         return list(zip(norms, blocks, strict=True))
-
-    @contextmanager
-    def few_layers(self) -> Iterator[None]:
-        """Leave out layers that launch the kernels of others, for passes whose results do not matter.
-
-        The first layer, which adds no residual, and the last one stay, as do the first two layers of each kind.
-        """
-        every, kinds = self._layers, Counter[Any]()
-        self._layers = []
-        for layer, parts in zip(every, self.config.layers, strict=True):
-            kinds[parts] += 1
-            if kinds[parts] <= 2 or layer is every[-1]:
-                self._layers.append(layer)
-        try:
-            yield
-        finally:
-            self._layers = every
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute normed hidden states `[T, H]` from `token_ids[T]` int64. Writes the caches that `ctx` names."""

@@ -60,20 +60,11 @@ class DraftGraphs:
         rows = {step.num_verified for step in steps}
         drafts = {step.num_decodes // step.num_verified - 1 for step in steps}
         shapes = [_Shape(count, each) for count in sorted(rows)[::-1] for each in sorted(drafts)[::-1]]
-        padding = {shape: self._padding(shape) for shape in shapes}
-        self._graphs: Graphs[_Shape, None] = Graphs(platform, padding)
+        self._graphs: Graphs[_Shape, None] = Graphs(platform, {shape: self._padding(shape) for shape in shapes})
 
-    def issue_all(self) -> None:
-        """Make drafts for padding in all shapes, without recording the work."""
-        self._graphs.issue_all(self._issue)
-
-    def record_largest(self) -> None:
-        """Record the graph that makes the most drafts."""
-        self._graphs.record_largest(self._issue)
-
-    def record_next(self) -> bool:
-        """Record a graph that no step has needed yet; return False if there is none."""
-        return self._graphs.record_next(self._issue)
+    def record(self) -> None:
+        """Record a graph for each number of rows and of drafts that the steps have."""
+        self._graphs.record(self._issue)
 
     def close(self) -> None:
         self._graphs.clear()
@@ -108,7 +99,7 @@ class DraftGraphs:
         fitting = [s for s in made if s.num_rows >= exact.num_rows and s.num_drafts >= exact.num_drafts]
         if fitting:
             shape = min(fitting, key=lambda s: s.num_rows * s.num_drafts)
-            self._graphs.replay(shape, self._arrays(shape, columns), self._issue)
+            self._graphs.replay(shape, self._arrays(shape, columns))
         else:
             self._issue(self._platform.upload_all(self._arrays(exact, columns)), exact)
 

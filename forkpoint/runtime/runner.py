@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,9 +74,9 @@ class ModelRunner:
 
     A plan runs in this order: removed rows, dropped embeddings, moves, added and replaced rows, state copies, forward
     pass, sampling. `submit` issues a step and does not wait for it. On a device with graphs, a step that fits one of
-    the `shapes` replays a graph. The first such step records it, unless `record_next` did. For state operators that
-    `ops.redirects` does not name, states are copied first. If a step raises, its rows and blocks are updated all the
-    same. Steps that are submitted before `result()` has raised that error are not run and raise StepFailedError.
+    the `shapes` replays a graph; `record_graphs` makes the graphs. For state operators that `ops.redirects` does not
+    name, states are copied first. If a step raises, its rows and blocks are updated all the same. Steps that are
+    submitted before `result()` has raised that error are not run and raise StepFailedError.
     """
 
     def __init__(
@@ -121,33 +121,17 @@ class ModelRunner:
         self._graphs: Graphs[StepShape, StepOutputs] = Graphs(platform, padding)
         self._failure: Exception | None = None
 
-    def issue_all(self) -> None:
-        """Issue the work of all graphs and the kernels next to them, without recording any."""
+    def record_graphs(self, progress: Callable[[Sequence[StepShape]], Any] = lambda shapes: shapes) -> None:
+        """Record all graphs, and compile what steps with records need. `progress` wraps the shapes."""
         with torch.inference_mode():
-            self._graphs.issue_all(self._issue)
+            self._graphs.record(self._issue, progress)
             if self._drafts is not None:
-                self._drafts.issue_all()
-            self._prepare_records()
-
-    def record_largest(self) -> None:
-        """Record the graph of the largest step, whose memory the others share, and load the kernels next to graphs."""
-        with torch.inference_mode():
-            self._graphs.record_largest(self._issue)
-            if self._drafts is not None:
-                self._drafts.record_largest()
-            self._prepare_records()
+                self._drafts.record()
+            if self._records is not None:
+                self._records.prepare()
+                if self._records.drafts:
+                    self._prepare_windows()
         self.platform.synchronize()
-
-    def record_next(self) -> bool:
-        """Record a graph that no step has needed yet; return False if there is none. Call it between steps."""
-        with torch.inference_mode():
-            return self._graphs.record_next(self._issue) or (self._drafts is not None and self._drafts.record_next())
-
-    def _prepare_records(self) -> None:
-        if self._records is not None:
-            self._records.prepare()
-            if self._records.drafts:
-                self._prepare_windows()
 
     def _prepare_windows(self) -> None:
         """Let the device compile the kernels for windows, with a window of the spare row."""
@@ -228,7 +212,7 @@ class ModelRunner:
         prompts: list[tuple[int, list[Scores]]] = []
         outputs: StepOutputs | None
         if shape is not None:
-            outputs = self._graphs.replay(shape, arrays, self._issue)
+            outputs = self._graphs.replay(shape, arrays)
         else:
             hidden, outputs = self._without_graph(plan, exact, arrays, images, plain)
             prompts = [(extent[0].row, self._prompt_scores(*extent, hidden)) for extent in asking]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, STORED_AT_ONCE, DiskFacts
 from forkpoint.cache.layout import CacheLayout
@@ -20,7 +21,6 @@ from forkpoint.errors import ConfigError
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
 from forkpoint.obs.logs import LOGGER, operator_lines
-from forkpoint.ops.compile_ahead import compiles_in_parallel, compiling_only
 from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import OpTable
@@ -33,7 +33,7 @@ from forkpoint.worker.disk import open_disk_tier
 from forkpoint.worker.memory import GIB, bytes_beside_arena, explained_exhaustion
 from forkpoint.worker.peers import open_peer_link
 from forkpoint.worker.sizing import choose_num_host_pages, choose_num_pages
-from forkpoint.worker.trial import run_full_step, try_graphs, try_kernels
+from forkpoint.worker.trial import compile_ahead
 from forkpoint.worker.weights_progress import WeightsProgress
 from forkpoint.worker.worker import Worker, WorkerFacts
 
@@ -79,7 +79,11 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     loaded = Loaded(model, ops, layout, sched, platform, shapes, drafts, interval)
     _log_model(config, loaded)
     if shapes:
-        _try_kernels(config, loaded)
+        remedy = f"lower max_num_batched_tokens={sched.max_num_batched_tokens}, or give enforce_eager"
+        with _timed("kernels tried"), explained_exhaustion("trying kernels", remedy):
+            given = config.kv_cache_memory_bytes
+            compile_ahead(loaded, None if given is None else given // layout.page_bytes)
+        platform.release_unused()
     num_pages = ranks.least(_size_arena(config, loaded), platform.device)
     num_host_pages = 0
     if config.host_tier_bytes:
@@ -105,29 +109,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         platform.has_copy_streams,
     )
     runner.arena.copies.start(LOGGER.log)
-    return Worker(facts, runner, platform.release_unused, prepare=runner.record_next)
-
-
-def _try_kernels(config: EngineConfig, loaded: Loaded) -> None:
-    """Compile the kernels of all later steps, and run those that graphs do not serve."""
-    given, platform = config.kv_cache_memory_bytes, loaded.platform
-    most_pages = None if given is None else given // loaded.layout.page_bytes
-    remedy = f"lower max_num_batched_tokens={loaded.sched.max_num_batched_tokens}, or give enforce_eager"
-    with explained_exhaustion("trying kernels", remedy):
-        if compiles_in_parallel():
-            num_threads = max(1, (os.cpu_count() or 1) // config.tensor_parallel_size)
-            compiling = compiling_only(platform.device, num_threads)
-            with _timed("kernels compiled"), compiling, loaded.model.few_layers():
-                try_kernels(loaded, most_pages)
-                try_graphs(loaded)
-                if given is None:  # it runs later, when memory is measured
-                    run_full_step(loaded)
-            platform.release_unused()
-        with _timed("kernels tried"):
-            try_kernels(loaded, most_pages)
-            if not compiles_in_parallel():
-                try_graphs(loaded)
-    platform.release_unused()
+    return Worker(facts, runner, platform.release_unused)
 
 
 def _set_num_threads(config: EngineConfig, platform: Platform) -> None:
@@ -247,11 +229,11 @@ def _make_runner(config: EngineConfig, loaded: Loaded, num_pages: int, num_host_
         runner = ModelRunner(loaded, num_pages, num_host_pages=num_host_pages)
     if loaded.shapes:
         remedy = "lower gpu_memory_utilization, kv_cache_memory_bytes or max_num_seqs, or give enforce_eager"
-        with (
-            _timed(f"largest of {len(loaded.shapes)} graphs recorded"),
-            explained_exhaustion("recording graphs", remedy),
-        ):
-            runner.record_largest()
+        bar = partial(tqdm, desc="Recording graphs", disable=not _shows_progress(config), dynamic_ncols=True)
+        free = loaded.platform.free_bytes()
+        with _timed(f"{len(loaded.shapes)} graphs recorded"), explained_exhaustion("recording graphs", remedy):
+            runner.record_graphs(bar)
+        LOGGER.info("memory of graphs: %.2f GiB", (free - loaded.platform.free_bytes()) / GIB)
     return runner
 
 

@@ -77,8 +77,7 @@ def graph_bytes(loaded: Loaded) -> int:
     def record() -> tuple[ModelRunner, int]:
         runner = ModelRunner(replace(loaded, shapes=trials), 1 + layout.num_pages_for(BLOCK_SIZE, 1))
         before = platform.free_bytes()
-        while runner.record_next():
-            pass
+        runner.record_graphs()
         return runner, before - platform.free_bytes()
 
     if not trials:

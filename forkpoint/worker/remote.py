@@ -1,8 +1,7 @@
 """A worker in processes of its own, one for each rank, connected by local sockets.
 
 Each plan is one message to all ranks. An empty message asks for the answer to the oldest plan without one, so that a
-rank writes only when the engine reads. PREPARE asks for a call of `Worker.prepare`. A rank ends when its socket is
-closed.
+rank writes only when the engine reads. A rank ends when its socket is closed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from forkpoint.worker.worker import Worker, WorkerFacts
 
 STOP_TIMEOUT_S = 10.0  # for the device to finish and the worker to end; then it is killed
 APART_S = 3.0  # ranks that have not answered so long after another one failed are waiting for it
-PREPARE = b"\xc1"  # a byte that no message in msgpack begins with
 MEETING = "ranks"  # name of the file through which ranks find each other
 
 
@@ -83,7 +81,7 @@ def start_ranks(configs: Sequence[EngineConfig]) -> Worker:
             there.close()
             ranks.append(RankProcess(names[rank], here, process))
         runner = RemoteRunner(ranks)
-        return Worker(runner.wait_until_built(), runner, lambda: None, runner.check, runner.prepare)
+        return Worker(runner.wait_until_built(), runner, lambda: None, runner.check)
 
 
 class RemoteRunner:
@@ -166,17 +164,6 @@ class RemoteRunner:
         if news is not None and first.result is not None:
             return msgspec.structs.replace(first, result=replace(first.result, disk=news))
         return first
-
-    def prepare(self) -> bool:
-        """Let all ranks do work ahead; see `Worker`. Raises EngineStoppedError if a rank has ended."""
-        self._send(PREPARE)
-        answers = []
-        for rank in self._ranks:
-            try:
-                answers.append(bool(rank.socket.recv()))
-            except (EOFError, OSError):
-                raise self._gone(rank) from None
-        return any(answers)
 
     def check(self) -> None:
         """Raise EngineStoppedError, after ending all ranks, if one has ended."""
@@ -262,9 +249,6 @@ def _run_plans(worker: Worker, socket: Connection, rank: int) -> None:
         data = socket.recv_bytes()
         if not data:
             socket.send_bytes(encode(_answer(steps.popleft(), rank)))
-            continue
-        if data == PREPARE:
-            socket.send(worker.prepare())
             continue
         try:
             steps.append(worker.runner.submit(decode(data)))

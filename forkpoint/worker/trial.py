@@ -49,8 +49,8 @@ def encode_largest_image(tower: VisionTower) -> None:
     tower(torch.zeros((height, width, 3), dtype=torch.uint8))
 
 
-def try_kernels(loaded: Loaded, most_pages: int | None = None) -> None:
-    """Run steps that graphs do not serve, so that no request has to wait for a compiler. The arena is their own.
+def compile_ahead(loaded: Loaded, most_pages: int | None = None) -> None:
+    """Compile kernels, so that no request has to wait for a compiler. Runs in an arena of its own.
 
     Runs prompts of ever fewer tokens next to a row that decodes, with each way of sampling. The first prompt makes a
     full step, or what `most_pages` hold. Without `most_pages` it makes half a step, because `run_full_step` comes
@@ -75,17 +75,7 @@ def try_kernels(loaded: Loaded, most_pages: int | None = None) -> None:
         request = _request(length, 1, number, **SAMPLINGS[min(number, len(SAMPLINGS) - 1)])
         planner.add(request)
         while not request.output_token_ids and (plan := planner.schedule()) is not None:
-            result = runner.submit(replace(plan, masks=masks)).result()
-            # Kernels that are only compiled sample nothing, and random weights may give logits that are not finite.
-            planner.apply(replace(result, token_ids=np.zeros_like(result.token_ids), failed_rows=()))
-    runner.close()
-
-
-def try_graphs(loaded: Loaded) -> None:
-    """Issue the work of all graphs on padding."""
-    runner = ModelRunner(loaded, 1 + loaded.layout.num_pages_for(BLOCK_SIZE, 1))
-    runner.issue_all()
-    runner.platform.synchronize()
+            planner.apply(runner.submit(replace(plan, masks=masks)).result())
     runner.close()
 
 

@@ -34,12 +34,10 @@ class Worker:
     """A runner with its facts.
 
     Call `release` to free memory once the runner was closed and dropped. `check` raises EngineStoppedError if a process
-    of the worker has ended. `prepare` does for up to a tenth of a second what later steps would have to wait for, and
-    returns False if nothing is left to do. Call it while no step is in flight.
+    of the worker has ended.
     """
 
     facts: WorkerFacts
     runner: Runner
     release: Callable[[], None]
     check: Callable[[], None] = lambda: None
-    prepare: Callable[[], bool] = lambda: False

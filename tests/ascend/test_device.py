@@ -143,6 +143,7 @@ def test_a_step_reads_no_scalars_and_copies_once_to_the_host(tmp_path: Path, int
     driver = Driver.create(model, ops, platform=NpuPlatform(), shapes=[StepShape(2, 0, 0)])
     assert driver.runner.batch.table.kernel_block_size == 32  # half of a block
     fake_npu.counted()
+    driver.runner.record_graphs()
     got = _prefill_and_decode(driver)
     counts = fake_npu.counted()
     assert "scalar read" not in counts and "blocking copy" not in counts, counts
@@ -207,6 +208,7 @@ def test_steps_with_drafts_read_no_scalars_either(
     options = {"max_num_drafts": 2, "state_write_interval": interval}
     driver = Driver.create(model, ops, platform=NpuPlatform(), shapes=[StepShape(3, 0, 0, 1)], **options)
     fake_npu.counted()
+    driver.runner.record_graphs()
     slot, got, wrong = driver.slot(), list[int](), (want[2] + 1) % 96
     driver.run([driver.chunk(0, 0, 20, -1, slot, samples=True)], [driver.added(0, ids)])
     got += driver.last.token_ids.tolist()
@@ -241,8 +243,7 @@ def test_nothing_waits_for_a_step_that_is_on_its_way(
         shapes = [StepShape(3, 0, 0, 1)] if recorded else []
         options = {"max_num_drafts": 2, "shapes": shapes} | ({"platform": NpuPlatform()} if device else {})
         driver = Driver.create(model, ops, **options)
-        while driver.runner.record_next():
-            pass
+        driver.runner.record_graphs()
         slot, ahead = driver.slot(), device is not None
         driver.run([driver.chunk(0, 0, 5, -1, slot, samples=True)], [driver.added(0, ids)])
         end, before, got = 5, None, driver.outputs[0]

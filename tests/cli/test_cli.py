@@ -210,13 +210,6 @@ def test_chat_asks_one_thing_and_ends(
     assert capsys.readouterr().out.count("prompt tokens cached") == 1
 
 
-def test_compile_starts_an_engine_and_ends(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compile", model, "--max-num-seqs", "4", "--log-level", "info"]) == 0
-    shown = capsys.readouterr()
-    assert f"the kernels for {model} with these options are compiled" in shown.out and "weights loaded" in shown.err
-    assert main(["compile", model, "--max-num-seqs", "0"]) == 2
-
-
 def test_collect_env_names_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["collect-env"]) == 0
     shown = capsys.readouterr().out

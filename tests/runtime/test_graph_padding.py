@@ -64,12 +64,11 @@ class Replays:
         for x in self.ids:
             x.fill_(5)
         self.fresh = self.left()
-        while self.runner.record_next():
-            pass
+        self.runner.record_graphs()
         self.recorded = self.left()
         self.restore()
-        self.drafts = drafts._graphs
-        self.largest = dict(itertools.islice(self.drafts._padding.items(), 1))  # others would fit better
+        self.drafts, made = drafts._graphs, drafts._graphs._graphs
+        self.largest = dict(itertools.islice(made.items(), 1))  # others would fit better
 
         prompts = [tokens(length + 9, seed).clip(1) for seed, length in enumerate(LENGTHS)]
         self.slots = [self.driver.slot() for _ in prompts]
@@ -113,7 +112,7 @@ class Replays:
         for graphs in (self.runner._graphs, self.drafts):
             graphs._region.device.fill_(0x55)
         self.runner._shapes = None if shape is None else ShapeTable([shape])
-        self.drafts._padding = {} if shape is None else self.largest
+        self.drafts._graphs = {} if shape is None else self.largest
         result = self.submit(windows, chunks).result()
         assert result.replayed == (shape is not None)
         return result, self.left()

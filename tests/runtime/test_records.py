@@ -86,5 +86,5 @@ def test_folds_are_compiled_at_the_start(tmp_path: Path, drafts: int, interval: 
     ops = replace(plain, **{name: noting(name) for name in names})
     options = {"max_num_drafts": drafts, "state_write_interval": interval, "platform": RecordingPlatform()}
     driver = Driver.create(tiny_hybrid(tmp_path, ops, 1), ops, shapes=[StepShape(4, 0, 0)], **options)
-    driver.runner.record_largest()
+    driver.runner.record_graphs()
     assert set(called) == {"recurrence_flush" if interval > 1 else "recurrence_fold", *["conv_fold"][:drafts]}
