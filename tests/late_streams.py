@@ -79,7 +79,7 @@ class LateStream:
     def __init__(self, world: World) -> None:
         self._world = world
         self.work: deque[tuple[Callable[[], bool], Callable[[], Any]]] = deque()
-        self._buffers: list[weakref.ref[Tensor]] = []
+        self._buffers: set[int] = set()  # addresses
         self._waited_for: Mark | None = None
         world.streams.append(self)
 
@@ -87,14 +87,13 @@ class LateStream:
         if not self._world.has_memory:
             raise torch.OutOfMemoryError("no memory is left for a buffer")
         buffer = torch.full((num_bytes,), POISON, dtype=torch.uint8)
-        self._buffers.append(weakref.ref(buffer))
+        self._buffers.add(buffer.untyped_storage().data_ptr())
         return buffer
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         with self._world.lock:
-            self._buffers = [each for each in self._buffers if each() is not None]
-            own = {id(each()) for each in self._buffers}
-            if not all(id(target) in own for target, _ in copies):  # to the host, from buffers that the CPU has filled
+            targets = {target.untyped_storage().data_ptr() for target, _ in copies}
+            if not targets <= self._buffers:  # they are in the host, and the CPU has filled the buffers
                 assert self._waited_for is self._world.newest_compute, "the copy does not wait for the step before it"
             for target, source in copies:
                 to, of = weakref.ref(target), weakref.ref(source)

@@ -30,6 +30,9 @@ class DeviceCopyStream:
         with self._module.stream(self._stream):
             for target, source in copies:
                 host = target if target.device.type == "cpu" else source
+                if host.numel() <= PIECE_BYTES - host.data_ptr() % PIECE_BYTES:
+                    target.copy_(source, non_blocking=True)
+                    continue
                 for start, end in pieces(host.data_ptr(), host.numel()):
                     target[start:end].copy_(source[start:end], non_blocking=True)
 

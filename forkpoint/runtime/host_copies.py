@@ -22,6 +22,7 @@ from forkpoint.sched.plan import Move, MoveRoute
 
 Log: TypeAlias = Callable[[int, str], None]  # takes a level of `logging` and a line
 
+BATCH_BYTES: Final = 32 * 2**20  # that are issued and reported together, so that arrivals and further reads overlap
 POLL_S: Final = 0.0002  # between looks at copies that a step without work waits for
 # Bytes. Pinning takes about 0.1 s a GiB, and other calls of the driver may wait for a piece.
 PINNED_AT_ONCE: Final = 1 << 26
@@ -104,6 +105,7 @@ class CopyBatch:
     tickets: list[int] = field(default_factory=list)
     pages: set[int] = field(default_factory=set)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # target and source
+    num_bytes: int = 0
     after: list[Mark] = field(default_factory=list)
     mark: Mark | None = None
 
@@ -123,6 +125,7 @@ class CopyLane:
 
     def add(self, target: Tensor, source: Tensor, page: int, ticket: int = 0) -> None:
         self.next.copies.append((target, source))
+        self.next.num_bytes += source.numel()
         self.next.pages.add(page)
         if ticket:
             self.next.tickets.append(ticket)
@@ -169,6 +172,7 @@ class StreamCopies(HostCopies):
         self._memory, self._platform = memory, platform
         self._out, self._in = (CopyLane(platform.copy_stream()) for _ in range(2))
         self._fetched: dict[int, Tensor] = {}  # by ticket
+        self._left = torch.empty(0, dtype=torch.uint8)  # of the buffer that was allocated last
         self._done: list[int] = []  # tickets of copies that were made at once
         self._is_closing = False
         self._num_pinned_bytes = 0
@@ -237,18 +241,29 @@ class StreamCopies(HostCopies):
             self._done.append(move.ticket)
             return
         self._out.add(target, buffer, page, move.ticket)
+        if self._out.next.num_bytes >= BATCH_BYTES:
+            self.issue()
 
     def _fetch(self, move: Move) -> Tensor:
         """Start to copy a unit of the host to a buffer, and return the buffer."""
         source, page = self._memory.in_host(move, move.src), self._memory.host_page(move, move.src)
         self._keep_order(self._out, page)
         try:
-            buffer = self._in.stream.buffer(source.numel())
+            buffer = self._buffer(source.numel())
         except torch.OutOfMemoryError:
             self._wait_for_all()
             self._done += [move.ticket] if move.ticket else []
             return source.clone()
         self._in.add(buffer, source, page, move.ticket)
+        if self._in.next.num_bytes >= BATCH_BYTES:
+            self.issue()
+        return buffer
+
+    def _buffer(self, num_bytes: int) -> Tensor:
+        """Return memory of the device for a fetched unit. It is allocated for many units at once."""
+        if len(self._left) < num_bytes:
+            self._left = self._in.stream.buffer(max(num_bytes, BATCH_BYTES))
+        buffer, self._left = self._left[:num_bytes], self._left[num_bytes:]
         return buffer
 
     def _compact(self, move: Move) -> None:

@@ -112,7 +112,11 @@ class Moving:
 @pytest.mark.parametrize("has_memory", [True, False])
 @pytest.mark.parametrize("chance", [0.9, 0.99])
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_late_copies_keep_the_order_of_the_moves(name: str, chance: float, has_memory: bool) -> None:
+def test_late_copies_keep_the_order_of_the_moves(
+    name: str, chance: float, has_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chance == 0.9:
+        monkeypatch.setattr("forkpoint.runtime.host_copies.BATCH_BYTES", 3000)  # some units are issued before others
     for seed in range(4):
         moving = Moving(SMALL[name], seed, chance)
         for step in range(80):
