@@ -18,9 +18,12 @@ MOST_SIZE = 2**24
 MOST = {
     "num_hidden_layers": 2**12,
     "num_experts": 2**16,
+    "hc_count": 2**6,
+    "hc_mult": 2**6,
+    "hc_sinkhorn_iters": 2**10,
     "heads_per_ngram": 2**8,
     "ngram_size": 2**5,
-    "ngram_vocab_size_base": 2**32,
+    "ngram_vocab_size_base": 2**28,
     "seed": 2**63 - 1,
 }
 # float16 is widened to float32, because its range is smaller than that of bfloat16, which the operators use.

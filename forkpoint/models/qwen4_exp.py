@@ -28,6 +28,7 @@ from forkpoint.models.streams import Mixer, StreamLayer, repeated, weighted
 from forkpoint.ops.activation.reference import sigmoid, silu
 from forkpoint.ops.norm.reference import rmsnorm
 
+MOST_HEADS: Final = 2**10  # of n-grams, each of which needs a prime of its own
 MOST_TAPS: Final = 16  # of the C++ operators
 LINEAR: Final = "linear_attention"
 ATTENTION: Final = ("indexed_attention", "full_attention", "qwen_sparse_attention")  # names of one kind of layer
@@ -111,6 +112,11 @@ def _ngrams(fields: Fields, num_streams: int) -> dict[int, NGramConfig]:
     if not ends:
         raise ModelFolderError(f"{fields.where} lacks eos_token_id, which n-grams need")
     longest, heads = fields.integer("ngram_size", low=2), fields.integer("heads_per_ngram")
+    if len(numbers) * (longest - 1) * heads > MOST_HEADS:
+        raise ModelFolderError(
+            f"{fields.where}: {len(numbers)} layers with n-grams of 2 to {longest} tokens and {heads} heads each; "
+            f"at most {MOST_HEADS} heads together are allowed"
+        )
     width = fields.integer("ple_conv_kernel_size", low=2)
     if (width - 1) * longest >= MOST_TAPS:
         raise UnsupportedModelError(

@@ -71,6 +71,7 @@ def test_what_is_taken_and_not_read_changes_no_logits(family: str, tmp_path: Pat
 
 KIMI = json.loads((Path(__file__).parent / "hub_configs" / "kimi-linear-48b-a3b.json").read_text())
 GLM = json.loads((Path(__file__).parent / "hub_configs" / "glm-5.3-flash.json").read_text())
+QWEN4 = json.loads((Path(__file__).parent / "hub_configs" / "qwen3.8-flash-next.json").read_text())
 LFM3 = json.loads((Path(__file__).parent / "hub_configs" / "lfm3-1.7b.json").read_text())
 LFM3_ROPE = LFM3["rope_parameters"]
 ALICE = json.loads((Path(__file__).parent / "hub_configs" / "aliceai-80b-a3b.json").read_text())
@@ -97,6 +98,8 @@ LLAMA = json.loads((Path(__file__).parent / "hub_configs" / "llama-3.1-8b.json")
         (GLM, {"text_config": {**GLM["text_config"], "mhc": False}}, "mhc=false"),
         (GLM, {"text_config": {**GLM["text_config"], "indexer_types": ["shared"] * 45}}, "share an index"),
         (GLM, {"text_config": {**GLM["text_config"], "qk_rope_head_dim": 64}}, "qk_rope_head_dim"),
+        (QWEN4, {"text_config": {**QWEN4["text_config"], "ple_layer_ids": [4]}}, "names layer 4, which is attention"),
+        (QWEN4, {"text_config": {**QWEN4["text_config"], "ple_conv_kernel_size": 7}}, "more than the 16 tokens"),
         (LLAMA, {"sliding_window": 4096}, "sliding_window=4096"),
         (LLAMA, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
