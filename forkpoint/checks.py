@@ -65,7 +65,7 @@ class Checker:
         return int(value)
 
     def number(self, name: str, value: object, bounds: Bounds) -> float:
-        """Return a finite number within `bounds`."""
+        """Return a finite number within `bounds`, as a float, or refuse it."""
         found = _as_float(value)
         if found is None or not bounds.includes(found):
             self.refuse(name, value, f"a number {bounds}")

@@ -30,7 +30,13 @@ class LoadChoice:
         self._computed_cost = self._computed_s = self._num_steps = 0.0
 
     def pays(self, num_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
-        """Return whether loading so many bytes takes less time than computing tokens `[start, end)`."""
+        """Return whether loading so many bytes takes less time than computing tokens `[start, end)`.
+
+        If other requests run (`is_busy`), a load may take BUSY_FACTOR times as long. False for TRY_AGAIN_S after a late
+        read,
+
+        and otherwise True without measurements.
+        """
         now = self._clock()
         if now - self._loaded_s > TRY_AGAIN_S:
             self._rates.clear()
@@ -50,7 +56,7 @@ class LoadChoice:
         return True
 
     def note_load(self, num_bytes: int, seconds: float) -> None:
-        """Take in that so many bytes arrived in that time."""
+        """Take in that so many bytes arrived in that time. Ignores loads of less than LEAST_BYTES."""
         if num_bytes >= LEAST_BYTES and seconds > 0:
             self._rates.append(num_bytes / seconds)
             self._loaded_s = self._clock()

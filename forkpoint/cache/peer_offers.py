@@ -21,9 +21,14 @@ MAX_LEASE: Final = 2**53
 class PeerFacts:
     """How a worker exchanges prompts with other engines.
 
-    Others fetch from it at `host` and `port`; port 0: it offers nothing. `engine_id` is new with every start. It asks
-    only `allowed_hosts`: host names, addresses and networks. Without any it fetches nothing. At most `max_bytes` are on
-    their way to it at a time. A request waits at most `timeout_s` for them.
+    Engines exchange only within one `namespace`, a digest of the model and the cache's layout. Others fetch from this
+    one
+
+    at `host` and `port`; port 0: it offers nothing. `engine_id` is new with every start. It asks only `allowed_hosts`:
+
+    host names, addresses and networks. Without any it fetches nothing. At most `max_bytes` are on their way to it at a
+
+    time. A request waits at most `timeout_s` for them.
     """
 
     namespace: bytes

@@ -12,7 +12,7 @@ _ASCII: Final = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
 def plain_classes(pattern: str) -> str:
     r"""Return a pattern in which `[`, `&&` and `~~` in character classes are escaped.
 
-    `\\d` and `\\w` become ASCII classes. Raises ValueError for `--` in a class.
+    `\d` and `\w` become ASCII classes. Raises ValueError for `--` in a class.
     """
     found, inside = [], False
     for token in _CLASS.findall(pattern):

@@ -28,9 +28,12 @@ Products: TypeAlias = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
 class AttentionConfig(PartConfig):
     """One layer's attention. With `window` each token attends only to the last `window` tokens.
 
-    `gated`: each head's query rows are followed by as many gate rows, and the output is multiplied by the gate's
-    sigmoid. `head_gated`: `g_proj` computes one gate for each head instead. `qk_norm`: normalise each head, all heads
-    together, or nothing. `centred`: see RMSNorm. Head counts are those of one rank after `cut`.
+    `bias`: q, k, v and o have one. `gated`: each head's query rows are followed by as many gate rows, and the output is
+
+    multiplied by the gate's sigmoid. `head_gated`: `g_proj` computes one gate for each head instead. `qk_norm`:
+    normalise
+
+    each head, all heads together, or nothing. `centred`: see RMSNorm. Head counts are those of one rank after `cut`.
     """
 
     num_heads: int

@@ -119,7 +119,7 @@ class NGramTable:
         self._offsets = torch.tensor([0, *accumulate(config.sizes)][:-1])
 
     def _check_stored(self, build: Build, name: str) -> None:
-        """Refuse a checkpoint whose hashes differ from those of config.json."""
+        """Raise ModelFolderError if the checkpoint's hashes differ from those of config.json."""
         config, source = self._config, build.weights
         offsets = [0, *accumulate(config.sizes)][:-1]
         parts = {"layer_multipliers": config.multipliers}

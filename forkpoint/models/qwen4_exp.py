@@ -104,7 +104,10 @@ def _attention(fields: Fields) -> IndexedAttentionConfig:
 
 
 def _ngrams(fields: Fields, num_streams: int) -> dict[int, NGramConfig]:
-    """Return the n-grams of each layer that has some, by its number from 1."""
+    """Return the n-grams of each layer that has some, by its number from 1.
+
+    Raises as Fields does, and ModelFolderError or UnsupportedModelError for fields that do not fit together.
+    """
     numbers = sorted(set(fields.indices("ple_layer_ids") or []))
     if not numbers:
         return {}

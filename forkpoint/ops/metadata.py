@@ -27,7 +27,10 @@ IntArray = npt.NDArray[np.int32]
 
 
 def tile_table(lens: IntArray, first_row: int = 0) -> IntArray:
-    """Return `[NT, 2]`: (row, offset of its first token in the row) of every 64-token tile of rows of `lens` tokens."""
+    """Return `[NT, 2]` int32: (row, offset of its first token in the row) of every 64-token tile.
+
+    Rows have `lens` tokens each, and are numbered from `first_row` on.
+    """
     if not len(lens):
         return np.empty((0, 2), np.int32)
     counts = -(-lens // TILE)

@@ -124,7 +124,10 @@ class Fetching:
         return WantedEntries(self._namespace, fetch.engine_id, fetch.lease, tuple(map(key_of, fetch.names)))
 
     def _fetch(self, fetch: Fetch, until_s: float) -> list[memoryview] | None:
-        """Return the bytes of the entries, in their order. Their checksums are right. None: nobody wants them."""
+        """Return the bytes of the entries, in their order. Their checksums are right. None: nobody wants them.
+
+        Raises _NotHeldError if the other engine lacks them, PeerError for a wrong answer, and OSError.
+        """
         with self._connect(fetch, until_s) as line:
             line.send(self._wanted(fetch))
             held: HeldEntries = line.receive(HeldEntries)

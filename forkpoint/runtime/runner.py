@@ -140,9 +140,12 @@ class ModelRunner:
         self._accept(Windows(row + 1, row, row + NO_DRAFT), row + self.batch.table.num_rows, sampled)
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
-        """Issue a plan, and do not wait for it. A failure of the model is raised by the step's `result()`.
+        """Issue a plan, and do not wait for it.
 
-        Raises only if the plan contradicts the batch.
+        A failure of the model is raised by the step's `result()`, and all later steps fail because of it. Raises only
+        if the
+
+        plan contradicts the batch.
         """
         if self._records is None or not self._records.drafts:
             assert not plan.rows.num_drafts.any(), "made for plans without drafts"

@@ -440,7 +440,7 @@ class Scheduler:
         self._handover.note(result)
 
     def _fail_request(self, scheduled: ScheduledRequest) -> RequestUpdate:
-        """End a request whose logits were not finite, and let nobody reuse what it computed."""
+        """End a request whose logits were not finite, let nobody reuse what it computed; return its update."""
         filed, scheduled.lease.detached = list(scheduled.lease.filed), True
         self._encoder.forget(scheduled.request.images)  # their embeddings may be the cause
         self.abort(scheduled.request.id)

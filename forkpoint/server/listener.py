@@ -30,7 +30,7 @@ def listen(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def url(config: ServerConfig, listener: socket.socket) -> str:
-    """Return the URL that clients connect to: the listener's, or unix:PATH."""
+    """Return the URL that clients connect to: the listener's with the root path, or unix:PATH."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]

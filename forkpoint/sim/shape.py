@@ -117,7 +117,11 @@ def _delta_net(k_heads: int, v_heads: int, dim: int = 128) -> LayerSpec:
 def _qwen3_5(
     name: str, num_layers: int, hidden_size: int, kv_heads: int, mlp_columns: int, **experts: int
 ) -> ModelShape:
-    """Return a Qwen3.5 shape: every fourth layer is attention with 16 heads of 256. `mlp_columns` sizes dense MLPs."""
+    """Return a Qwen3.5 shape: every fourth layer is attention with 16 heads of 256.
+
+    `mlp_columns` are those of one layer's MLP that every token uses; `experts` are ModelShape's fields of routed
+    experts.
+    """
     attending, linear = num_layers // 4, num_layers - num_layers // 4
     keys = KVSpec.of(kv_heads, 256, 256, "bfloat16", takes_fp8=True)
     columns = num_layers * mlp_columns + attending * 256 * (3 * 16 + 2 * kv_heads) + linear * (8192 + 2 * 4096 + 2 * 32)

@@ -183,7 +183,7 @@ class RemoteRunner:
                 raise self._gone(rank) from None
 
     def _gone(self, rank: RankProcess) -> EngineStoppedError:
-        """End all ranks, and return the error that says why this one does not answer."""
+        """Kill all ranks, and return the error to raise because one has ended: the first reason ever found."""
         rank.process.join(STOP_TIMEOUT_S)
         return self._stopped(f"the {rank.name} process {how_it_ended(rank.process.exitcode)}")
 

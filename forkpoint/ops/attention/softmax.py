@@ -128,7 +128,10 @@ def gated(answer, gate):
 
 
 def scratch(num_entries: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate (acc, l_i, m_i): `num_entries` rows of `value_dim` fp32 sums, and two fp32 numbers per row."""
+    """Allocate (acc, l_i, m_i), uninitialised: fp32 sums `[num_entries, value_dim]`, and two fp32 numbers per row.
+
+    l_i and m_i have up to three elements more than `num_entries`.
+    """
     # Both start at multiples of 16 bytes, because kernels are specialised on that.
     l_i, m_i = torch.empty(2, -(-num_entries // 4) * 4, dtype=torch.float32, device=device)
     return torch.empty(num_entries, value_dim, dtype=torch.float32, device=device), l_i, m_i

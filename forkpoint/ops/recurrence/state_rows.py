@@ -257,7 +257,10 @@ def advance(
 
 @triton.jit
 def answer(state, loaded, token, count, rest, head, at, read, skip, out, S: tl.constexpr, MOST: tl.constexpr):
-    """Compute up to MOST tokens, TOKENS at a time; `read` are the last arguments of `inputs_of`."""
+    """Compute and store up to MOST tokens of a row, TOKENS at a time, as `advance` does.
+
+    `loaded` has what `inputs_of` returned for the first TOKENS; `read` are the last arguments of `inputs_of`.
+    """
     advance(state, loaded, token, count, rest, head, at, *read, skip, out, S, MOST)
     if MOST > TOKENS:
         for t in range(TOKENS, count, TOKENS):

@@ -142,7 +142,10 @@ def _choice(choice: Choice) -> dict[str, Any]:
 
 
 def _thinking(body: CountTokensBody) -> dict[str, Any]:
-    """Return the template's variables. Thinking is off unless asked for. `adaptive` leaves it to the template."""
+    """Return the template's variables about thinking, which is off unless asked for.
+
+    `adaptive` leaves it to the template. `output_config.effort` becomes `reasoning_effort` if there is none.
+    """
     variables = body.thinking_variables(body.thinking)
     if body.thinking is None:
         variables.setdefault("enable_thinking", False)
