@@ -47,7 +47,7 @@ class ArenaBuffer:
         device = None if platform is None else platform.device
         self.data = torch.empty(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
         self.host = _aligned(num_host_pages * layout.page_bytes)
-        memory = TierMemory(layout, self.data, self.host)
+        memory = TierMemory.of(layout, self.data, self.host)
         self.copies: HostCopies = DirectCopies(memory)
         if num_host_pages and platform is not None and platform.has_copy_streams:
             self.copies = StreamCopies(memory, platform)

@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from forkpoint.cache.disk_entries import HOST_READY, DiskNews
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.platforms.platform import CopyStream, Mark, Platform
-from forkpoint.runtime.units import unit_extent
-from forkpoint.sched.plan import Move, MoveRoute
+from forkpoint.runtime.units import unit_bytes, unit_extent
+from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 
 Log: TypeAlias = Callable[[int, str], None]  # takes a level of `logging` and a line
 
@@ -34,22 +34,35 @@ def no_log(level: int, line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TierMemory:
-    """The bytes of the arena and of the host tier, which have the same layout."""
+    """The bytes of the arena and of the host tier, which have the same layout.
 
-    layout: CacheLayout
+    `places` has the stride and the bytes of a unit. They are kept because a long prefix has hundreds of units.
+    """
+
     arena: Tensor
     host: Tensor
+    page_bytes: int
+    places: Mapping[MoveKind, tuple[int, int]]
+
+    @classmethod
+    def of(cls, layout: CacheLayout, arena: Tensor, host: Tensor) -> TierMemory:
+        kinds = [MoveKind.SLOT, *([MoveKind.BLOCK] if layout.groups else [])]
+        places = {kind: (unit_extent(layout, kind, 1).start, unit_bytes(layout, kind)) for kind in kinds}
+        return cls(arena, host, layout.page_bytes, places)
 
     def in_arena(self, move: Move, unit: int) -> Tensor:
-        return self.arena[unit_extent(self.layout, move.kind, unit)]
+        return self.arena[self._extent(move, unit)]
 
     def in_host(self, move: Move, unit: int) -> Tensor:
-        return self.host[unit_extent(self.layout, move.kind, unit)]
+        return self.host[self._extent(move, unit)]
+
+    def _extent(self, move: Move, unit: int) -> slice:
+        stride, num_bytes = self.places[move.kind]
+        return slice(unit * stride, unit * stride + num_bytes)
 
     def host_page(self, move: Move, unit: int) -> int:
         """Return the page of a unit, which may have held units of the other kind."""
-        start: int = unit_extent(self.layout, move.kind, unit).start
-        return start // self.layout.page_bytes
+        return unit * self.places[move.kind][0] // self.page_bytes
 
 
 class HostCopies(ABC):
