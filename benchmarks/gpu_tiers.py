@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks import machine
 from benchmarks.gpu_9b.options import engine_options
@@ -356,7 +357,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = build_parser().parse_args()
     parts = args.only.split(",")
-    print(f"# {machine.commit_hash()}, {machine.today()}", flush=True)
+    card = "no GPU"
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_name()
+    print(f"# {card}, {machine.commit_hash()}, {machine.today()}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         if "times" in parts:
             for line in run_times(Path(folder) / "9b", SHAPE_9B, TierSizes9B(repeats=args.repeats), args.device):
