@@ -266,7 +266,7 @@ class CacheLayout:
 
     @property
     def padding(self) -> float:
-        """The share of a page that carries no data, for the worse of its two uses."""
+        """The share of a page that carries no data, for the units that waste most of it."""
         waste = [0.0]
         if self.has_kv:
             waste.append(1 - self.block_bytes * self.blocks_per_page / self.page_bytes)
