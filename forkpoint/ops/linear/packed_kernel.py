@@ -25,13 +25,21 @@ class PackedTile(NamedTuple):
     num_stages: int
 
 
-FEW: Final = PackedTile(rows=16, outputs=32, num_warps=4, num_stages=3)  # for as many rows as it has
+FEW: Final = PackedTile(rows=16, outputs=32, num_warps=4, num_stages=5)  # for as many rows as it has
 MANY: Final = PackedTile(rows=128, outputs=128, num_warps=8, num_stages=3)
 WIDTH: Final = 128  # columns of a step
 WIDEN_ROWS: Final = 32
 _PER_WORD = tl.constexpr(PER_WORD)
 # The bits of 2^23 in fp32. With a code in its low bits, the number is 2^23 plus the code.
 _BIAS_BITS, _BIAS = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)
+
+
+@triton.jit
+def _for_each_code(x):
+    """Repeat each column of `x[R, WORDS]` for the codes of its word. A thread keeps what it has."""
+    x = tl.interleave(x, x)
+    x = tl.interleave(x, x)
+    return tl.interleave(x, x)
 
 
 @triton.jit
@@ -52,17 +60,20 @@ def load_weights(words, scales, zeros, rows, rows_inside, first, width, GROUP: t
         scale_at = at * tl.cdiv(width, GROUP) + (places * _PER_WORD // GROUP)[None, :]
         scale_inside = inside
     scale = tl.load(scales + scale_at, mask=scale_inside, other=0.0).to(tl.float32)
-    code = (word[:, :, None] >> (tl.arange(0, _PER_WORD) * 4)[None, None, :]) & 15
+    code = (_for_each_code(word) >> (tl.arange(0, WIDTH) % _PER_WORD * 4)[None, :]) & 15
+    if GROUP % WIDTH != 0:
+        scale = _for_each_code(scale)
     if zeros is None:
-        magnitude = code & 7
-        # four times the value: 0, 2, then a leading one and the bit of the mantissa, moved by the exponent
-        quarters = tl.where(magnitude < 2, magnitude * 2, (2 + (magnitude & 1)) << (magnitude >> 1))
-        value = (quarters | _BIAS_BITS).to(tl.float32, bitcast=True) - _BIAS
-        value = tl.where(code > 7, -value, value) * 0.25
+        # In fp16 the same exponent and mantissa are a number 2^14 times as small.
+        bits = (code & 7) << 9 | (code & 8) << 12
+        value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        scale *= 16384.0
     else:
         zero = tl.load(zeros + scale_at, mask=scale_inside, other=0).to(tl.float32) + _BIAS
-        value = (code | _BIAS_BITS).to(tl.float32, bitcast=True) - zero[:, :, None]
-    return tl.reshape(value * scale[:, :, None], (rows.shape[0], WIDTH))
+        if GROUP % WIDTH != 0:
+            zero = _for_each_code(zero)
+        value = (code | _BIAS_BITS).to(tl.float32, bitcast=True) - zero
+    return value * scale
 
 
 @triton.jit(do_not_specialize=["num_rows"])
