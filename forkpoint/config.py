@@ -94,6 +94,12 @@ class SchedulerConfig:
     encoder_cache_size: int = option(
         ENCODER_CACHE_SIZE, "tokens of images whose embeddings are kept on the device", Bounds(0, MAX_POSITIONS)
     )
+    max_inter_token_latency_ms: int | None = option(
+        None,
+        "milliseconds that a step with running answers should take at most: prompts next to them get fewer tokens a "
+        "step; default: no limit",
+        Bounds(1, 3_600_000),
+    )
     async_scheduling: bool = option(False, "plan step n+1 before the result of step n is known; default: on a GPU only")
 
     @property

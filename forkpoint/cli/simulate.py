@@ -102,6 +102,7 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--router", choices=ROUTERS, default=ROUTERS[0], help=f"(default: {ROUTERS[0]})")
     where.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="INT", help="(default: 8192)")
+    where.add_argument("--max-inter-token-latency-ms", type=int, metavar="INT", help="(default: no limit)")
     where.add_argument("--max-num-seqs", type=int, default=256, metavar="INT", help="(default: 256)")
     how = parser.add_argument_group("run")
     how.add_argument(
@@ -190,7 +191,11 @@ def show(rows: Sequence[Sequence[str]], results: Sequence[CaseResult], file: Res
 def read_scheduler(options: argparse.Namespace) -> SchedulerConfig:
     """Return the scheduler's options. Raises ConfigError for values that it does not allow."""
     return checked(
-        SchedulerConfig(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs)
+        SchedulerConfig(
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=options.max_num_seqs,
+            max_inter_token_latency_ms=options.max_inter_token_latency_ms,
+        )
     )
 
 

@@ -48,6 +48,10 @@ class PlanBuilder:
         """The number of rows whose tokens are already deducted from the budget."""
         return len(self._steady) + len(self._decodes) + len(self._prefills)
 
+    def cap(self, num_tokens: int) -> None:
+        """Let the step compute at most `num_tokens` more tokens."""
+        self.budget = min(self.budget, num_tokens)
+
     def add_row(self, scheduled: ScheduledRequest) -> None:
         self._added.append(scheduled)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.sched.plan import StepPlan
+from forkpoint.sched.step_clock import StepClock
 
 LEAST_TOKENS: Final = 1024  # of prompts in a step; the time of a step with fewer says little of the rate
 
@@ -17,20 +18,17 @@ class PrefillTimer:
     """Reports steps with many prompt tokens to a LoadChoice."""
 
     def __init__(self, choice: LoadChoice, clock: Callable[[], float]) -> None:
-        self._choice, self._clock = choice, clock
-        self._issued_s: dict[int, float] = {}  # by step
-        self._ended_s = 0.0  # of the last step
+        self._choice, self._clock = choice, StepClock(clock)
 
     def begin(self, plan: StepPlan) -> None:
-        self._issued_s[plan.step] = self._clock()
+        """Note that a step was planned."""
+        self._clock.begin(plan.step)
 
     def end(self, plan: StepPlan) -> None:
-        """Take in that a step has ended. It began when it was issued and the step before it had ended."""
-        began_s, now = max(self._ended_s, self._issued_s[plan.step]), self._clock()
-        self._issued_s = {step: issued_s for step, issued_s in self._issued_s.items() if step > plan.step}
-        self._ended_s = now
+        """Take in that a step has ended."""
+        seconds = self._clock.end(plan.step)
         lens = plan.rows.num_tokens[plan.num_decodes :]
         num_tokens = int(lens.sum())
         if num_tokens >= LEAST_TOKENS:
             start = plan.rows.start[plan.num_decodes :].astype(np.int64)
-            self._choice.note_step(num_tokens, float((lens * (2 * start + lens)).sum() / 2), now - began_s)
+            self._choice.note_step(num_tokens, float((lens * (2 * start + lens)).sum() / 2), seconds)

@@ -34,6 +34,7 @@ from forkpoint.sched.running import RunningSet
 from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest, confirm_tokens
 from forkpoint.sched.sizes import check_size, longest_answer
 from forkpoint.sched.stats import DraftStats, SchedulerStats
+from forkpoint.sched.step_pace import StepPace
 
 
 class Scheduler:
@@ -78,6 +79,9 @@ class Scheduler:
         self._timer: PrefillTimer | None = None
         if self.cache.tier is not None and self.cache.tier.choice is not None:
             self._timer = PrefillTimer(self.cache.tier.choice, tiers.clock)
+        self._pace: StepPace | None = None
+        if scheduler.max_inter_token_latency_ms is not None:
+            self._pace = StepPace(scheduler.max_inter_token_latency_ms / 1000, clock)
         self._requests: dict[str, ScheduledRequest] = {}
         self._retries = Retries()
         self._steps = itertools.count()
@@ -206,6 +210,8 @@ class Scheduler:
             self._drafting.begin(issued)
         if self._timer is not None:
             self._timer.begin(issued.plan)
+        if self._pace is not None:
+            self._pace.begin(issued.plan)
         self._issued.append(issued)
         self._num_steps += 1
         return issued.plan
@@ -222,8 +228,14 @@ class Scheduler:
         return issued.plan
 
     def _plan_all(self, builder: PlanBuilder, early: Collection[ScheduledRequest]) -> None:
-        """Plan decode rows, then running prefills in order, then waiting requests."""
-        for scheduled in self._plan_decodes(builder, list(self._running.requests), early):
+        """Plan decode rows, then running prefills in order, then waiting requests.
+
+        With a limit on the time between tokens, prompts next to decode rows get what fits in the rest of that time.
+        """
+        in_prefill = self._plan_decodes(builder, list(self._running.requests), early)
+        if self._pace is not None and builder.num_rows:
+            builder.cap(self._pace.num_tokens)
+        for scheduled in in_prefill:
             if self._waiting.is_more_urgent(scheduled) and not self._preempted_now:
                 self._admission.admit_waiting(builder, more_urgent_than=scheduled)
             if not scheduled.leaving and scheduled.row != NO_ROW:  # a decode row may have preempted it
@@ -398,6 +410,8 @@ class Scheduler:
         assert issued.plan.step == result.step, f"result of step {result.step}, expected {issued.plan.step}"
         if self._timer is not None:
             self._timer.end(issued.plan)
+        if self._pace is not None:
+            self._pace.end(issued.plan)
         self.note_disk(result)
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)

@@ -23,7 +23,7 @@ from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sim.cases import Case, run_cases
 from forkpoint.sim.cost import H200, CostModel, StepLoad
-from forkpoint.sim.engine_replica import EngineOptions, EngineReplica
+from forkpoint.sim.engine_replica import EngineOptions, EngineReplica, load_of
 from forkpoint.sim.named_systems import make_system
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, ModelShape
 from forkpoint.sim.simulator import SimulationResult, Simulator
@@ -36,7 +36,7 @@ from tests.sim.driving import fresh, join, prefill_s, request, reused_by_talk, t
 
 VOCAB = 5000
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=6)
-COST = QWEN3_5_9B.recompute_cost
+COST, MODEL = QWEN3_5_9B.recompute_cost, CostModel(QWEN3_5_9B, H200)
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,16 @@ def shown(plan: StepPlan) -> tuple[object, ...]:
 
 
 class Watched(HashRunner):
+    """A runner whose steps take, on a clock of its own, what the cost model says."""
+
     def __init__(self, layout: CacheLayout, num_pages: int, num_host_pages: int, num_disk_pages: int) -> None:
         super().__init__(layout, num_pages, VOCAB, num_host_pages, num_disk_pages)
         self.plans: list[tuple[object, ...]] = []
+        self.now_s = 0.0
 
     def submit(self, plan: StepPlan):  # type: ignore[no-untyped-def]
         self.plans.append(shown(plan))
+        self.now_s += MODEL.step_s(load_of(plan, self.layout))
         return super().submit(plan)
 
 
@@ -91,16 +95,18 @@ class Watched(HashRunner):
     tokens=st.integers(1400, 6000),
     num_host_pages=st.sampled_from([0, 8, 300]),
     num_disk_pages=st.sampled_from([0, 8, 300]),
+    limit_ms=st.sampled_from([None, 8, 12]),
 )
 def test_simulator_and_engine_decide_alike(
-    name: str, asks: list[Ask], tokens: int, num_host_pages: int, num_disk_pages: int
+    name: str, asks: list[Ask], tokens: int, num_host_pages: int, num_disk_pages: int, limit_ms: int | None
 ) -> None:
     """The same requests at the same steps: every plan is the same, block by block and slot by slot."""
-    layout = LAYOUTS[name]
+    layout, config = LAYOUTS[name], replace(SCHEDULER, max_inter_token_latency_ms=limit_ms)
     num_pages = layout.num_pages_for(tokens, 4) + 1
     tiers = TierSizes(num_host_pages, DiskFacts(num_disk_pages, no_entries()) if num_disk_pages else None)
-    scheduler = Scheduler(layout, num_pages, CacheConfig(), SCHEDULER, cost=COST, tiers=tiers)
     runner = Watched(layout, num_pages, num_host_pages, num_disk_pages)
+    clock = lambda: runner.now_s  # noqa: E731
+    scheduler = Scheduler(layout, num_pages, CacheConfig(), config, cost=COST, tiers=tiers, clock=clock)
     core = EngineCore(scheduler, runner)
     requests = {}
     for index, ask in enumerate(asks):
@@ -118,8 +124,8 @@ def test_simulator_and_engine_decide_alike(
         core.step()
         step += 1
 
-    options = EngineOptions(layout, num_pages, CacheConfig(), SCHEDULER, COST, tiers=tiers, disk_rate=math.inf)
-    system = EngineReplica(options)
+    options = EngineOptions(layout, num_pages, CacheConfig(), config, COST, tiers=tiers, disk_rate=math.inf)
+    system, now_s = EngineReplica(options), 0.0
     plans = []
     plan_step = system.sched.schedule
 
@@ -137,14 +143,44 @@ def test_simulator_and_engine_decide_alike(
             spans = [TokenSpans(tuple((t, 1) for t in ids)) for ids in (asks[index].prompt, done.output_token_ids)]
             assert system.add(replace(request(done.id, *spans), awaits_tool=done.awaits_tool))
             index += 1
-        if system.plan(0.0) is not None:
-            for finished, found in system.finish(0.0).finished.items():
+        load = system.plan(now_s)
+        if load is not None:
+            now_s += MODEL.step_s(replace(load, waits_s=0.0))
+            for finished, found in system.finish(now_s).finished.items():
                 expected = requests[finished].cache
                 assert found.num_cached_tokens == expected.num_cached_tokens
                 assert found.kv_num_tokens == expected.kv_num_tokens
         step += 1
     assert plans == runner.plans
     assert system.sched.stats() == scheduler.stats()
+
+
+def streamed(shape: ModelShape, limit_ms: int | None, spread: float) -> tuple[float, float]:
+    """Serve 64 streams of two requests each, of 1,024 tokens and 128 outputs, whose steps take longer or shorter by
+    chance. Return (99th percentile of the milliseconds between tokens, tokens per second)."""
+    scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=256, max_inter_token_latency_ms=limit_ms)
+    system = EngineReplica(EngineOptions(shape.layout, 20_000, CacheConfig(), scheduler, shape.recompute_cost))
+    model, rng = CostModel(shape, H200), np.random.default_rng(0)
+    waiting, now_s, gaps = [request(f"r{i}", fresh(1024), 128) for i in range(128)], 0.0, list[float]()
+    for _ in range(64):
+        assert system.add(waiting.pop())
+    while (load := system.plan(now_s)) is not None:
+        elapsed_s = model.step_s(load) * float(np.exp(spread * rng.standard_normal()))
+        now_s += elapsed_s
+        gaps += [elapsed_s * 1000] * load.num_decodes
+        for _ in system.finish(now_s).finished:
+            if waiting:
+                assert system.add(waiting.pop())
+    return float(np.percentile(gaps, 99)), len(gaps) / now_s
+
+
+@pytest.mark.parametrize(("shape", "spread"), [(QWEN3_5_35B, 0.0), (QWEN3_5_35B, 0.1), (QWEN3_5_9B, 0.1)])
+def test_prompts_leave_the_time_between_tokens_within_its_limit(shape: ModelShape, spread: float) -> None:
+    """At 90 % of the throughput without the limit, or more."""
+    unlimited_ms, unlimited_rate = streamed(shape, None, spread)
+    found_ms, rate = streamed(shape, 50, spread)
+    assert unlimited_ms > 60 and found_ms <= 50
+    assert rate >= 0.9 * unlimited_rate
 
 
 def simulate(trace: Trace, replicas: int = 1, router: str = "round-robin", gib: int = 16) -> SimulationResult:
