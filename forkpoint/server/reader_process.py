@@ -90,6 +90,7 @@ def _load_and_fork(texts: Texts, channel: Connection) -> None:
                 case Facts() as facts:
                     texts.begin(facts)
                     gc.collect()
+                    _return_freed_memory()  # what readers inherit would hide their own growth
                     gc.freeze()  # without it each reader's first collection would copy all shared memory
                 case StartReader(number, niceness):
                     handle = reduction.recv_handle(channel)
@@ -151,6 +152,12 @@ def _private_bytes() -> int | None:
     return (resident - shared) * resource.getpagesize()
 
 
+def _return_freed_memory() -> None:
+    """Return memory to the system that the C library keeps for later."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _is_usable(started_with: int | None, num_data_bytes: int) -> bool:
     """Return whether a reader that had `started_with` bytes may be used again after a request of this size."""
     now = _private_bytes()
@@ -158,8 +165,7 @@ def _is_usable(started_with: int | None, num_data_bytes: int) -> bool:
         return num_data_bytes <= MAX_UNMEASURED_BYTES
     if now - started_with <= RETIRE_BYTES:
         return True
-    with contextlib.suppress(AttributeError):  # a C library without the function
-        ctypes.CDLL(None).malloc_trim(0)  # decoded pictures are freed by now, and the library keeps their memory
+    _return_freed_memory()  # that of decoded pictures, for example
     return (_private_bytes() or 0) - started_with <= RETIRE_BYTES
 
 
