@@ -183,7 +183,12 @@ class Qwen35Tower(VisionTower):
         cos, sin = angles.cos(), angles.sin()
 
         def rotate(x: Tensor) -> Tensor:
-            first, second = x.float().chunk(2, dim=-1)
-            return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+            first, second = x.chunk(2, dim=-1)
+            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            below, above = out.chunk(2, dim=-1)
+            # The products are in fp32, as `cos` is. Sums are rounded as they are written, without further passes.
+            torch.sub(first * cos, second * sin, out=below)
+            torch.add(second * cos, first * sin, out=above)
+            return out
 
         return rotate
