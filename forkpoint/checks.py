@@ -143,11 +143,11 @@ def _checked(item: Field[Any], kind: Any, value: Any, check: Checker, none: str)
     if kind is bool:
         return check.flag(name, value)
     if kind is int:
-        low, high, told = -MAX_INTEGER - 1, MAX_INTEGER, "an integer of at most 64 bits"
+        low, high, expected = -MAX_INTEGER - 1, MAX_INTEGER, "an integer of at most 64 bits"
         if bounds:
             low, high = int(bounds.low), int(bounds.high)
-            told = f"an integer from {low} to {high}"
-        return check.integer(name, value, low, high, item.metadata.get("allowed") or none + told)
+            expected = f"an integer from {low} to {high}"
+        return check.integer(name, value, low, high, item.metadata.get("allowed") or none + expected)
     if kind is float:
         return check.number(name, value, bounds or Bounds(-1e300, 1e300))
     if kind is str:

@@ -182,9 +182,9 @@ class EngineCore:
                 return
 
     def _finish_oldest(self) -> list[RequestUpdate]:
-        step, pending = self._in_flight[0]
+        step, submitted = self._in_flight[0]
         try:
-            result = pending.result()
+            result = submitted.result()
         except EngineStoppedError:  # no further step can run
             raise
         except Exception as error:

@@ -59,9 +59,9 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            for pending in (self._timer, self._comment):
-                if pending is not None:
-                    pending.cancel()
+            for handle in (self._timer, self._comment):
+                if handle is not None:
+                    handle.cancel()
             self._on_close()
 
     async def stream_response(self, send: Send) -> None:

@@ -87,7 +87,7 @@ def newest(windows: Tensor, records: Tensor, slots: Tensor, lines: Tensor, pendi
 
 @triton.jit(do_not_specialize=["num_positions"], do_not_specialize_on_alignment=COLUMNS)
 def _accept_kernel(
-    token_ids, finite, drafts, rows, starts, sizes, last_sampled, missed, drafted, draft_at, told, num_positions
+    token_ids, finite, drafts, rows, starts, sizes, last_sampled, missed, drafted, draft_at, results, num_positions
 ):  # fmt: skip
     row, at = tl.program_id(0), tl.arange(0, MOST)
     size, place = tl.load(sizes + row), tl.load(starts + row) + at
@@ -100,8 +100,8 @@ def _accept_kernel(
         draft = tl.where(there < 0, draft, tl.load(drafted + there, mask=there >= 0, other=0))
     # the last accepted position: the first one whose draft is wrong
     last = tl.min(tl.where(own & (answer == draft), MOST, at))
-    tl.store(told + place, answer, mask=own)
-    tl.store(told + num_positions + row, (last + 1).to(tl.int64))
+    tl.store(results + place, answer, mask=own)
+    tl.store(results + num_positions + row, (last + 1).to(tl.int64))
     line = tl.load(rows + row)
     newest_id = tl.sum(tl.where(at == last, answer, 0))
     tl.store(last_sampled + line, tl.maximum(newest_id, 0))  # a row that is not finite has no id
@@ -110,7 +110,7 @@ def _accept_kernel(
 
 def accept(token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
     num_positions, num_rows = len(columns.drafts), len(columns.rows)
-    told = torch.empty(num_positions + num_rows, dtype=torch.int64, device=token_ids.device)
-    operands = (token_ids, finite, *columns[:-1], told, num_positions)
+    results = torch.empty(num_positions + num_rows, dtype=torch.int64, device=token_ids.device)
+    operands = (token_ids, finite, *columns[:-1], results, num_positions)
     _accept_kernel[(num_rows,)](*operands, num_warps=1)
-    return told
+    return results
