@@ -12,10 +12,10 @@ from forkpoint.cache.tree import Origin
 class CaptureContext:
     """What a policy sees before tokens `[start, end)` of a request are computed. All numbers count tokens.
 
-    `prompt_end` is where prefill ends. At `junctions` cached or lately evicted histories part from this one, at
-    `waiting_junctions` waiting prompts do. The caller declared the `breakpoints`. `fallback_step` is how many tokens of
-    keys and values a conversation may lose at once. If this one had lost its end, `num_survived_tokens` were left.
-    Periodic states lie `interval` apart; 0 means there are none.
+    `prompt_end` is where prefill ends. Cached or lately evicted histories part from this one at `junctions`; waiting
+    prompts part from it at `waiting_junctions`. The caller declared the `breakpoints`. `fallback_step` is how many
+    tokens of keys and values a conversation may lose at once. If the conversation lost its end,
+    `num_survived_tokens` is how many were left, otherwise 0. Periodic states lie `interval` apart; 0 means none.
     """
 
     start: int
@@ -91,7 +91,7 @@ class DefaultCapture(PromptEndCapture):
         if context.fallback_step:
             step = -(-context.fallback_step // grid) * grid
             last = min(end, context.prompt_end - step // 2)  # closer to it, the prompt's end is nearly as good
-            if context.num_survived_tokens >= step:  # the next time about as much will survive
+            if context.num_survived_tokens >= step:  # expect as much to survive the next time
                 last = min(last, context.num_survived_tokens)
                 yield Origin.FALLBACK, (context.num_survived_tokens,)
             yield Origin.FALLBACK, _every(step, context, last)

@@ -84,9 +84,9 @@ class Filing:
         return max(fits, default=0)
 
     def publish(self, lease: Lease, num_tokens: int) -> None:
-        """File the lease's blocks up to `num_tokens` tokens, and the saves there; other saves give back slots.
+        """File the lease's full blocks up to `num_tokens` tokens, and the saves whose blocks are filed.
 
-        The lease then pins the deepest of its nodes.
+        The other saves give their slots back. The lease then pins the deepest of its nodes.
         """
         saves = {save.num_tokens // BLOCK_SIZE: save for save in lease.saves}
         lease.saves.clear()

@@ -78,13 +78,13 @@ class LearntPolicy(EvictionPolicy):
 
         value = G(kind, uses, age) * saved / bytes
 
-    `G` is the Gittins index over the learnt hazards of its kind and uses (`cache/hazards.py`): expected uses per arena
-    of new data that the entry is held, if it is given up at the best age. `saved` is the cost that a hit spares,
-    `bytes` what evicting the entry frees.
+    `G` is the Gittins index over the learnt hazards of its kind and uses (`cache/hazards.py`). It is the expected
+    number of uses for each arena of new data during which the entry is held, if it is evicted at the best age. `saved`
+    is the cost that a hit spares. `bytes` is what evicting the entry frees.
 
-    A conversation is continued from its last checkpoint, whose uses are the conversation's turns. If its end is
-    evicted, the checkpoint before it stands in for the end. A state one boundary before the end serves the returns that
-    part there, and a fallback those whose end was evicted: both are worth a share of the end.
+    A conversation is continued from its last checkpoint, its end, whose uses are the conversation's turns. If the end
+    is evicted, the checkpoint before it stands in for it. Two kinds of checkpoint have a share of the end's value: one
+    boundary before the end, because some returns part there, and a fallback, which serves if the end was evicted.
     """
 
     def __init__(self) -> None:

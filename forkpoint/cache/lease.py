@@ -27,7 +27,9 @@ class StateSave:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A request's share of the cache. CacheManager and Filing write it; the scheduler calls its methods.
+    """A request's share of the cache.
+
+    CacheManager and Filing write it. The scheduler writes only `num_confirmed` and `detached`, or calls its methods.
 
     The request's block table has `num_blocks` blocks: `own_blocks` by their index in the table, and for every other
     index the block of the node on the way down to `node`. `node` is the deepest node of the request's own history; it

@@ -19,7 +19,7 @@ class PrefixHit:
     `path` are the nodes of the `num_tokens` reusable tokens. `checkpoint` is the state to start from; None if nothing
     is reused, or the layout has no states. Keys and values alone reach `kv_num_tokens`. `miss` says why the hit is
     shorter than possible; None if it is not. `junctions` are positions without a state at which this history parts from
-    others. The history was cached once at least up to `once_num_tokens`.
+    others. The first `once_num_tokens` tokens are cached, or were once.
     """
 
     num_tokens: int
@@ -35,7 +35,7 @@ NOTHING = PrefixHit(0, (), None, 0, MissReason.BYPASSED)
 
 
 def find_prefix(chain: HashChain, length: int, store: PrefixStore) -> PrefixHit:
-    """Look up the longest reusable prefix of a history of `length` tokens, at least the last one excluded."""
+    """Return the longest reusable prefix of a history of `length` tokens, which never covers the last token."""
     layout, ghosts = store.layout, store.ghosts
     usable = layout.usable_prefix(length)
     if usable == 0:
@@ -50,7 +50,7 @@ def find_prefix(chain: HashChain, length: int, store: PrefixStore) -> PrefixHit:
     while ghost_blocks < usable // BLOCK_SIZE and ghosts.get(chain.hashes[ghost_blocks]) is GhostKind.KV:
         ghost_blocks += 1
     ends = {ghost_blocks * BLOCK_SIZE}
-    if path and path[-1].children:  # others continued from here, whatever of this history was evicted
+    if path and path[-1].children:  # another history parts here, even if more of this one was evicted
         ends.add(kv_num_tokens)
     lost = path[num_tokens // BLOCK_SIZE :]
     return PrefixHit(

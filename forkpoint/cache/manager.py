@@ -176,7 +176,7 @@ class CacheManager:
     # --- while it runs
 
     def attach(self, lease: Lease, hit: PrefixHit) -> None:
-        """Pin the hit's path for a new lease, and count its checkpoint as read. A restore for it ends."""
+        """Pin the hit's path for a new lease, and count the hit's checkpoint as read. Ends a restore for the lease."""
         assert lease.node is None and lease.num_blocks == 0
         lease.node = hit.path[-1] if hit.path else self.store.tree.root(lease.chain.root)
         lease.windows = [WindowRow() for _ in self.layout.windows]
@@ -307,13 +307,13 @@ class CacheManager:
             lease.chain.extend(token_ids)
 
     def cross_boundary(self, lease: Lease, token_ids: TokenIds) -> bool:
-        """Keep the state at the block boundary where the row's next decode step starts, or which its last step passed.
+        """Keep the state at the newest block boundary of a decoding row, which starts there or has just passed it.
 
-        `token_ids` are the known tokens up to there. The block that they complete is filed. If the boundary lies beyond
-        them, drafts in flight decide whether the row comes to it: it is in reach. Where the boundary's state is the
-        running state, its slot becomes the checkpoint and a fresh one is taken. Otherwise the next plan saves it, if
-        the row comes so far. False: there is no slot for a state that drafts in flight decide on, and the row is better
-        planned once their result is known.
+        `token_ids` are the row's known tokens after those of `lease.chain`. The block that they complete is filed. A
+        boundary beyond the known tokens is in reach: drafts in flight decide whether the row comes to it. If the row
+        starts at a boundary that is not in reach, its running slot becomes the checkpoint, and it gets another one.
+        Otherwise the next plan saves the state. Returns False if the boundary is in reach and its state gets no slot;
+        then plan the row once the result is back.
         """
         if not self.enabled:
             return True

@@ -95,9 +95,9 @@ class PrefixStore:
         return unit
 
     def evict_least(self, below: float | None = None) -> bool:
-        """Evict the checkpoint (without states: the leaf) with the smallest key, if smaller than `below`.
+        """Evict the checkpoint (without states: the leaf) with the smallest key, if that key is smaller than `below`.
 
-        The room below may keep it. False: there is none.
+        The next lower tier may keep a copy. Returns False if there is no such entry.
         """
         found = self._queue.lowest(self.arena.turnover)
         if found is None or (below is not None and found[0] >= below):

@@ -65,7 +65,7 @@ class ConvRecurrence:
     def _decode(self, raw: RecurrenceInputs, ctx: ForwardContext, out: Tensor | None) -> Tensor:
         cache, slots = ctx.caches[self._layer], ctx.decode
         state = (self._params, cache["matrix"])
-        # layers with a decay for each key write the state of every token
+        # states with a decay for each key are not spaced
         if ctx.record is not None and not self._params.spec.per_key:
             recorded = (*state, ctx.record, [cache[name] for name in SPACED], out)
             if self._conv is not None and ctx.verify is None and self._ops.conv_record is not None:

@@ -36,8 +36,9 @@ class TokenRecords:
     decide, so a request's bits do not depend on other rows. Checkpoints lie on multiples of the interval. A row that
     leaves the batch at a block boundary, where its state may have become a checkpoint, is brought up to date first.
 
-    A row has two lines of records of a state that folds in the next step: a step reads one and writes the other. Spaced
-    states and `single` records have one line.
+    A state that is folded in the next step has two lines of records for each row: a step reads one and writes the
+    other. Spaced states and `single` records have one line for each row.
+
     `layers` are the arena's, each with its records `[lines, tokens, *shape]` under the names that the specs give them.
     `missed[row]`, int64 on the device, is the number of rejected drafts of the row's last step with drafts; the entry
     after all rows is 0. Until a step's result is there, the host counts all its drafts as accepted.
@@ -126,13 +127,13 @@ class TokenRecords:
         return found
 
     def _marks(self, plan: StepPlan, behind: IntArray, kind: str, pad: Pad) -> Arrays:
-        """Return after how many of its `behind` unwritten tokens each row stores a state elsewhere too, and where.
+        """Return each row's mark and the slot for the state there, as columns whose names begin with `kind`.
 
-        Names begin with `kind`. 0 and NO_SLOT: the row stores none.
+        A mark counts from the oldest of the row's `behind` pending tokens. Rows without a mark have 0 and NO_SLOT.
         """
         rows, decodes = plan.rows, plan.num_decodes
         read, write, start = (column[:decodes] for column in (rows.read_slot, rows.write_slot, rows.start))
-        # A row that turns to another slot leaves a checkpoint in the old one, which has to be complete.
+        # A row that goes on in another slot leaves a checkpoint in the old slot, which has to be complete.
         turns = (behind > 0) & (read != write) & (start % self.interval == 0)
         mark, mark_slot = np.where(turns, behind, 0), np.where(turns, read, NO_SLOT)
         saves = np.diff(rows.save_ptr[: decodes + 1])
@@ -195,7 +196,7 @@ class TokenRecords:
     def leave(self, removed: Iterable[int], moves: Iterable[Move]) -> None:
         """Bring the states of `removed` rows that stand at a block boundary up to date on the device.
 
-        Then the rows are forgotten, and `moves` of slots followed.
+        Then forgets the rows, and follows `moves` of slots.
         """
         gone = np.asarray(list(removed), np.int64)
         gone_whole = gone[(self._start[gone] >= 0) & (self._end[gone] % BLOCK_SIZE == 0)]

@@ -153,9 +153,10 @@ class Admission:
         return self._cache.room.may_fit(scheduled.lease, scheduled.request.num_tokens + 1, self._running.num_requests)
 
     def _admit(self, builder: PlanBuilder, scheduled: ScheduledRequest, hit: PrefixHit) -> bool:
-        """Give a request a row from `hit`, or from nothing if that does not fit, and plan its first tokens.
+        """Give a request a row that starts after `hit`, and plan its first tokens. Without memory for that, start at 0.
 
-        A later request's restore may be dropped for it. False: it has to wait for memory, and holds none.
+        May drop a later request's restore to make room. Returns False if the request has to wait for memory; it then
+        holds none.
         """
         request, lease = scheduled.request, scheduled.lease
         if not self._cache.room.fits(hit, request.num_tokens + 1, self._running.num_requests):

@@ -27,9 +27,9 @@ class Retries:
         self.suspects = deque(sorted({*self.suspects, *fresh}, key=lambda each: each.order))
 
     def next(self) -> ScheduledRequest | None:
-        """Return the request to plan alone; None if every request has ended or passed its point of failure.
+        """Return the request to plan alone, after dropping suspects that ended or passed their point of failure.
 
-        Requests that have are no suspects any more.
+        Returns None if no suspect is left.
         """
         while self.suspects:
             scheduled = self.suspects[0]

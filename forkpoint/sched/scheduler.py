@@ -93,7 +93,7 @@ class Scheduler:
     # --- requests
 
     def add(self, request: Request) -> None:
-        """Queue a request, whose `max_tokens` is cut to what the arena holds if the caller gave none.
+        """Queue a request. Its `max_tokens` is cut to what the arena can hold, unless the caller chose it.
 
         Raises QueueFullError, or RequestTooLargeError if the arena can never hold it.
         """

@@ -52,8 +52,8 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     ops = select_table(platform.operators(config.cpu_ops), config.deterministic, config.force_state_copy)
     if size > 1 and config.deterministic and ops.backends["linear"].startswith("torch"):
         LOGGER.warning(
-            "deterministic: products are torch's own here, which may add up otherwise in a matrix of fewer rows; bits "
-            "of %d ranks may not be those of one",
+            "deterministic: torch computes the matrix products here, and may add in another order in a matrix of fewer "
+            "rows; the bits of %d ranks may differ from those of one",
             size,
         )
     sched = platform.defaults.with_options(config.scheduler)

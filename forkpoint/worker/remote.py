@@ -68,7 +68,7 @@ def start_worker(config: EngineConfig) -> Worker:
 
 
 def start_ranks(configs: Sequence[EngineConfig]) -> Worker:
-    """Start ranks that have options of their own, one for each, and wait; see `start_worker`."""
+    """Do what `start_worker` does, with one of `configs` for each rank."""
     with contextlib.ExitStack() as stack:
         place, names = None, ["worker"]
         if len(configs) > 1:
