@@ -1,23 +1,31 @@
 """Runs the same work in forkpoint or vLLM, under a Python that has it: dummy weights, token ids, `LLM.generate`.
 
-    python -m benchmarks.gpu_peer forkpoint --drafts 3
-    python benchmarks/gpu_peer.py vllm --config nemotron.json --gib 44 --parts first_token,decode
+    python -m benchmarks.gpu_peer forkpoint --drafts 3 --json forkpoint.json
+    $VLLM_ENV/bin/python -m benchmarks.gpu_peer vllm --config nemotron.json --gib 44 --parts first_token,decode
 
-Sampling is greedy, and clocks are read around the calls. `docs/benchmarks/gpu_9b.md` has results of both.
+Sampling is greedy, and clocks are read around the calls. `python -m benchmarks.peer_table` makes a table from the JSON
+files of several runs. `docs/benchmarks/gpu_9b.md` has results of both engines.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
+import platform
 import random
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks import machine
+from benchmarks.peer_run import Measure, PeerRun
 
 Ids = list[int]
 VOCAB_SIZE = 32_000
@@ -94,7 +102,7 @@ class Engine:
 
 
 class Protocol:
-    """The parts that can be chosen. Each returns the values of its line."""
+    """The parts that can be chosen. Each returns its measures."""
 
     def __init__(self, engine: Engine, num_ids: int, batches: Sequence[int], repeats: int, shorter: int) -> None:
         self._engine, self._batches, self._repeats, self._shorter = engine, batches, repeats, shorter
@@ -108,35 +116,40 @@ class Protocol:
         seconds, outputs = self._engine.run([prompt], num_tokens)
         return round(seconds * 1e3, 1), outputs[0].num_cached_tokens or 0
 
-    def warm(self) -> str:
+    def warm(self) -> list[Measure]:
         prompt = self._ids(16_384)
         self._hit(prompt)
         self._hit(prompt + self._ids(128))
         for batch in self._batches:
             self._engine.run([self._ids(256) for _ in range(batch)], 20)
-        return "done"
+        return []
 
-    def first_token(self) -> str:
+    def first_token(self) -> list[Measure]:
         cold, warm = [], []
         for _ in range(self._repeats + 1):
             prompt = self._ids(16_384)
-            cold.append(self._hit(prompt)[0])
+            cold.append(self._hit(prompt))
             warm.append(self._hit(prompt + self._ids(128)))
-        return f"16,384 cold {median(cold[1:])} ms {cold[1:]}; and 128 more {warm[1:]}"
+        return [
+            _hits("time to first token, 16,384-token prompt", cold[1:]),
+            _hits("the same prompt and 128 new tokens", warm[1:]),
+        ]
 
-    def decode(self) -> str:
+    def decode(self) -> list[Measure]:
         """Return `batch * 128 / (t(129 tokens) - t(1))`, and the same with `t(257) - t(129)`."""
-        told = []
+        found = []
         for batch in self._batches:
             first, later = [], []
             for _ in range(self._repeats):
                 took = [self._engine.run([self._ids(256) for _ in range(batch)], n)[0] for n in (1, 129, 257)]
                 first.append(round(batch * 128 / (took[1] - took[0]), 1))
                 later.append(round(batch * 128 / (took[2] - took[1]), 1))
-            told.append(f"{batch}: {median(first)} {first}, later {median(later)} {later}")
-        return "tokens/s by rows: " + "; ".join(told)
+            name = f"decode, batch {batch}"
+            found.append(Measure(name, "tokens/s", median(first), tuple(first)))
+            found.append(Measure(f"{name}, next 128 tokens", "tokens/s", median(later), tuple(later), is_detail=True))
+        return found
 
-    def forks(self) -> str:
+    def forks(self) -> list[Measure]:
         prompt, shared = self._ids(20_000), self._ids(3000)
         self._hit(prompt)
         at = len(prompt) * 9 // 20
@@ -144,36 +157,94 @@ class Protocol:
         siblings = [self._hit(shared + self._ids(2000)) for _ in range(3)]
         short = self._ids(900)
         self._hit(short)
-        return f"20,000 forked at 9,000 {forks}; 3,000 shared {siblings}; 900 again {self._hit(short)}"
+        return [
+            _hits("20,000 tokens, forked at 9,000, first fork", forks[:1], is_detail=True),
+            _hits("second and third fork", forks[1:], is_detail=True),
+            _hits("3,000 shared and 2,000 own tokens, second request", siblings[1:2], is_detail=True),
+            _hits("third request", siblings[2:], is_detail=True),
+            _hits("900 tokens, sent again", [self._hit(short)], is_detail=True),
+        ]
 
-    def agents(self) -> str:
+    def agents(self) -> list[Measure]:
         self._engine.llm.reset_prefix_cache()
         shared = self._ids(2000)
-        told, seconds, num_prompt, num_cached = [shared + self._ids(2000) for _ in range(32)], 0.0, 0, 0
+        sent, seconds, num_prompt, num_cached = [shared + self._ids(2000) for _ in range(32)], 0.0, 0, 0
         for _ in range(10):
-            took, outputs = self._engine.run(told, 64)
+            took, outputs = self._engine.run(sent, 64)
             seconds += took
-            num_prompt += sum(map(len, told))
+            num_prompt += sum(map(len, sent))
             num_cached += sum(output.num_cached_tokens or 0 for output in outputs)
-            told = [
+            sent = [
                 before + list(output.outputs[0].token_ids) + self._ids(700)
-                for before, output in zip(told, outputs, strict=True)
+                for before, output in zip(sent, outputs, strict=True)
             ]
-        return f"32 conversations of 10 turns {seconds:.2f} s, {num_cached / num_prompt:.1%} cached"
+        return [
+            Measure("agent loop: 32 conversations of 10 turns", "s", round(seconds, 2)),
+            Measure("prompt tokens cached in that loop", "%", round(100 * num_cached / num_prompt, 1)),
+        ]
 
-    def chat(self) -> str:
+    def chat(self) -> list[Measure]:
         turns = []
         for _ in range(3):
-            told = self._ids(2000)
+            sent = self._ids(2000)
             for _ in range(6):
-                turns.append(self._hit(told))
-                _, outputs = self._engine.run([told], 150)
-                told = told + list(outputs[0].outputs[0].token_ids) + self._ids(200)
-        later = [turn for i, turn in enumerate(turns) if i >= 6 and i % 6]
-        return f"slowest of {len(later)} turns {max(later)[0]} ms, median {median(ms for ms, _ in later)} ms"
+                turns.append(self._hit(sent))
+                _, outputs = self._engine.run([sent], 150)
+                sent = sent + list(outputs[0].outputs[0].token_ids) + self._ids(200)
+        later = tuple(ms for i, (ms, _) in enumerate(turns) if i >= 6 and i % 6)
+        name = "chat turns at 2,000 to 4,000 tokens"
+        return [
+            Measure(f"{name}, slowest of {len(later)}", "ms", max(later), later),
+            Measure(f"{name}, median", "ms", median(later), is_detail=True),
+        ]
 
 
-def main() -> None:
+def _hits(name: str, hits: Sequence[tuple[float, int]], is_detail: bool = False) -> Measure:
+    """Return the median of (milliseconds, cached tokens)."""
+    times = tuple(ms for ms, _ in hits)
+    return Measure(name, "ms", median(times), times, tuple(cached for _, cached in hits), is_detail)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = _parser()
+    given = parser.parse_args(argv)
+    parts = given.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts names {', '.join(sorted(unknown))}; give some of {', '.join(PARTS)}")
+    if importlib.util.find_spec(given.engine) is None:
+        parser.error(f"this Python has no package {given.engine}; run the program by one that has it")
+    began = time.perf_counter()
+    config: dict[str, Any] = json.loads(given.config.read_text()) if given.config else NINE
+    if given.quantization:
+        config = config | {"quantization_config": QUANTIZATIONS[given.quantization]}
+    engine = Engine(given.engine, config, given.drafts, given.gib, given.gdn_prefill_backend)
+    measures = [Measure("imports and engine start", "s", round(time.perf_counter() - began, 1))]
+    run = PeerRun(
+        engine=given.engine,
+        versions=_versions(given.engine),
+        drafts=given.drafts,
+        shorter=given.shorter,
+        config=config,
+        card=_card(),
+        commit=machine.commit_hash(),
+        date=machine.today(),
+        command=shlex.join(["python", "-m", "benchmarks.gpu_peer", *(sys.argv[1:] if argv is None else argv)]),
+        measures=(),
+    )
+    print(f"{given.engine}: {measures[0].line}", flush=True)
+    batches = [int(batch) for batch in given.batches.split(",")]
+    protocol = Protocol(engine, min(VOCAB_SIZE, config["vocab_size"]), batches, given.repeats, given.shorter)
+    for name in ["warm", *parts]:
+        part: Callable[[], list[Measure]] = getattr(protocol, name)
+        found = part()
+        for measure in found:
+            print(measure.line, flush=True)
+        measures += found
+        if given.json:  # after each part, so that a later failure loses nothing
+            run.with_measures(measures).write(given.json)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=("forkpoint", "vllm"))
     parser.add_argument("--config", type=Path, help="a model's config.json (default: the 9B shape)")
@@ -185,23 +256,25 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--shorter", type=int, default=1, help="prompts so many times shorter, to try the program")
-    given = parser.parse_args()
-    parts = given.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
-        parser.error(f"--parts names {', '.join(sorted(unknown))}; give some of {', '.join(PARTS)}")
-    if importlib.util.find_spec(given.engine) is None:
-        parser.error(f"this Python has no package {given.engine}; run the program by one that has it")
-    began = time.perf_counter()
-    config: dict[str, Any] = json.loads(given.config.read_text()) if given.config else NINE
-    if given.quantization:
-        config["quantization_config"] = QUANTIZATIONS[given.quantization]
-    engine = Engine(given.engine, config, given.drafts, given.gib, given.gdn_prefill_backend)
-    print(f"{given.engine}: started in {time.perf_counter() - began:.1f} s", flush=True)
-    batches = [int(batch) for batch in given.batches.split(",")]
-    protocol = Protocol(engine, min(VOCAB_SIZE, config["vocab_size"]), batches, given.repeats, given.shorter)
-    for name in ["warm", *parts]:
-        part: Callable[[], str] = getattr(protocol, name)
-        print(f"{name}: {part()}", flush=True)
+    parser.add_argument("--json", type=Path, help="write all values, and what was run and where, to this file")
+    return parser
+
+
+def _versions(engine: str) -> dict[str, str]:
+    """Return the versions of Python, the engine and the packages that its speed depends on."""
+    found = {"python": platform.python_version()}
+    for name in (engine, "torch", "triton", "transformers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _card() -> str:
+    """Return the name of the GPU, or of the CPU if there is none."""
+    torch: Any = importlib.import_module("torch")
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else machine.cpu_model()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ COMMAND = re.compile(
 )
 RUN = re.compile(r"python -m ((?:forkpoint|benchmarks|evaluation|scripts|studies|train)\b[\w.]*)")
 BY_PATH = re.compile(r"python ((?:benchmarks|evaluation|scripts|studies|train)/[\w/]+\.py)")
-ALONE = ("benchmarks/before_after.py", "benchmarks/gpu_peer.py")  # import nothing of the checkout themselves
+ALONE = ("benchmarks/before_after.py",)  # imports nothing of the checkout itself
 FILE = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
 # Files of checkpoints, of other projects and of users.
 ELSEWHERE = frozenset({"config.json", "generation_config.json", "tokenizer.json", "block_table.py"})
