@@ -17,7 +17,7 @@ Above: TypeAlias = Checkpoint | StateSave  # the nearest earlier state of the sa
 
 
 class EvictionKeys:
-    """Returns the keys of entries of one room, in the room's own scale of time. Changes nothing."""
+    """Computes the keys of the entries of the arena or of one tier, by the clock of that memory. Changes nothing."""
 
     def __init__(self, layout: CacheLayout, arena: Arena, policy: EvictionPolicy, cost: RecomputeCost) -> None:
         self._layout, self._arena, self._policy, self._cost = layout, arena, policy, cost
@@ -63,7 +63,7 @@ class EvictionKeys:
         )
 
     def of_copy(self, source: Checkpoint, above: Checkpoint | None, inside: bool) -> float:
-        """Return the key that a copy of another room's checkpoint would get here.
+        """Return the key that a copy of a checkpoint from another memory (the arena or a tier) would get here.
 
         `above` is the nearest checkpoint before it here; `inside` says whether the history goes on below it here.
         """

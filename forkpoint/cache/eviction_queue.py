@@ -15,7 +15,7 @@ LEAST_COMPACTED: Final = 1024  # places; a shorter queue costs less than its com
 
 
 class EvictionQueue(Generic[Queued]):
-    """Entries by key, which the queue gets by calling `key`.
+    """Orders entries by the key that the function `key` computes.
 
     A key may rise unnoticed, because an ancestor was dropped: `lowest` computes it again. A key may fall by itself when
     the clock reaches `due(entry)`: then the entry is queued again.
@@ -52,7 +52,7 @@ class EvictionQueue(Generic[Queued]):
         heapq.heappush(self._dues, (-math.inf, ticket, entry))
 
     def _compact(self) -> None:
-        """Remove old places: those of an entry that is used again and again would never come to the front."""
+        """Remove old places. An entry that is used again and again leaves many that would never come to the front."""
         for heap in (self._heap, self._dues):
             heap[:] = [filed for filed in heap if filed[2].queue_entry == filed[1] and not filed[2].dropped]
             heapq.heapify(heap)

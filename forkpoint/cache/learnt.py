@@ -178,7 +178,10 @@ class LearntPolicy(EvictionPolicy):
         self.hazards.clear()
 
     def _note_return(self, used: ReuseClass | None, lost: bool) -> ReuseClass | None:
-        """Count a conversation's return, `lost` without its end. None: none continues from `used`."""
+        """Count a conversation's return. `lost` says whether its end was gone.
+
+        Returns `used`, or None if conversations do not continue from checkpoints of that class.
+        """
         if used is None or used.kind not in (*CONVERSATION_ENDS, Origin.PROMPT_END):
             return None
         self.lost.note(lost)
@@ -206,7 +209,7 @@ class LearntPolicy(EvictionPolicy):
     def _track(self, checkpoint: Checkpoint) -> None:
         own = class_of(checkpoint)
         if checkpoint.origin is Origin.FALLBACK or own.kind is Origin.NEAR_END:
-            return  # used when the conversation comes back, and its end is tracked
+            return  # it is used when the conversation comes back, and the conversation's end is tracked for that
         self.hazards.track(checkpoint.node.hash, own, checkpoint.last_used)
 
 

@@ -102,10 +102,11 @@ class Admission:
             scheduled.record_hit(hit, gained=hit.num_tokens - start)
 
     def _restored(self, scheduled: ScheduledRequest, hit: PrefixHit) -> PrefixHit | None:
-        """Return the request's hit: `hit`, or the longer one that a tier's copy has completed by now.
+        """Return `hit`, or the longer hit that a restore from a tier has completed by now.
 
-        Begins or advances the copy. None: the request waits for it, or for a restore that comes first. A restore that
-        was dropped for want of memory is not tried again in this run of the request.
+        Begins the restore, or takes its next step. Returns None if the request has to wait for its own restore or for
+        one that comes first. A restore that was dropped for lack of memory is not tried again in this run of the
+        request.
         """
         restoring, request, lease = self._cache.restoring, scheduled.request, scheduled.lease
         assert restoring is not None
