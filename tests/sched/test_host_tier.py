@@ -259,6 +259,23 @@ def test_a_restore_gives_its_memory_to_running_requests(layout: str) -> None:
     harness.check_output("waits")
 
 
+@STREAMS
+def test_a_restore_gives_way_to_an_earlier_request_that_shares_only_its_blocks(host_streams: bool) -> None:
+    """The blocks that the restore holds seem to be of use to the other request, until its lookup finds no prefix."""
+    harness = tight("several slots a page", loaded_at_once=ONE_UNIT, host_streams=host_streams)
+    waiting, restoring = begin(harness), harness.sched.cache.restoring
+    assert restoring is not None
+    while restoring.current is not None and restoring.current.node.depth < 8:
+        harness.step()
+    assert restoring.current is not None
+    urgent = harness.add("urgent", waiting.prompt_token_ids, 2, priority=-1, prompt_logprobs=0)  # reads no cache
+    harness.step()
+    assert urgent.first_scheduled_s is not None and waiting.first_scheduled_s is None
+    harness.run()
+    harness.check_output("waits")
+    harness.check_output("urgent")
+
+
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @STREAMS
 def test_a_tier_that_overflows_stays_right(layout: str, host_streams: bool) -> None:
