@@ -18,7 +18,7 @@ from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
 from forkpoint.cache.peer_offers import Fetch
 from forkpoint.cache.peers import PeerExchange
 from forkpoint.cache.policies import EVICTION
-from forkpoint.cache.restorable import Restorable
+from forkpoint.cache.restorable import ARENA, RestorableRooms
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.restoring import Restoring
 from forkpoint.cache.room import ArenaRoom
@@ -109,10 +109,11 @@ class CacheManager:
         for tier in self._tiers:
             tier.apply(news)
 
-    def watch_restorable(self) -> Restorable:
-        """Start to track what lookups can find, and return the tracker. Call it on an empty cache."""
-        self.store.restorable = Restorable(has_private=self.deterministic)
-        return self.store.restorable
+    def watch_restorable(self) -> RestorableRooms:
+        """Start to track what requests can resume from, in the arena and in the tiers, and return the trackers."""
+        arena = self.store.watch(ARENA, has_private=self.deterministic)
+        # Tiers keep nothing private. On a disk it could not be told apart, since its nodes have no tokens.
+        return RestorableRooms([arena, *(tier.store.watch(tier.name, has_private=False) for tier in self._tiers)])
 
     # --- before a request runs
 

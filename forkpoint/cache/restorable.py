@@ -1,49 +1,56 @@
-"""The blocks that a request could resume at or beyond, and the changes since the last reading."""
+"""The blocks of each room that a request could resume at or beyond, and the changes since the last reading."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from forkpoint.cache.hashing import BlockHash, block_hash, root_hash
 from forkpoint.cache.tree import Node
 
+ARENA: Final = "arena"  # the room where the model computes; other rooms have the names of their tiers
+
 
 @dataclass(slots=True)
 class BlocksStored:
-    """Requests can now resume at or beyond these blocks: a chain of nodes, from the top down.
+    """Requests can now resume at or beyond these blocks of a room: a chain of nodes, from the top down.
 
     They can resume exactly at the ends of the blocks in `ends`. A block is reported again when that changes.
     """
 
+    room: str
     nodes: list[Node] = field(default_factory=list)
     ends: list[BlockHash] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class BlocksRemoved:
-    """Requests can no longer resume at or beyond these blocks. A block comes before those above it."""
+    """Requests can no longer resume at or beyond these blocks of a room. A block comes before those above it."""
 
+    room: str
     hashes: list[BlockHash]
 
 
 @dataclass(slots=True)
 class AllCleared:
-    """Requests can resume nowhere."""
+    """Requests can resume nowhere, whatever the room."""
 
 
 Change: TypeAlias = BlocksStored | BlocksRemoved | AllCleared
 
 
 class Restorable:
-    """Tracks the blocks that have an end, a block where a lookup may end, at or below them. PrefixStore reports ends.
+    """Tracks a room's blocks that have an end, a block where a lookup may end, at or below them.
+
+    PrefixStore reports ends.
 
     Blocks that only their owner can find are left out: those under a salt and, with `has_private`, those that decode
     kernels computed. Nobody could tell from a prompt's tokens that they are there.
     """
 
-    def __init__(self, has_private: bool) -> None:
+    def __init__(self, room: str, *, has_private: bool) -> None:
+        self._room = room
         self._has_private = has_private
         self._root = root_hash("")
         self._num_below: dict[Node, int] = {}  # children in this table, plus 1 for an end
@@ -90,7 +97,7 @@ class Restorable:
             item = item.parent
             if item.parent is not None:
                 self._num_below[item] -= 1
-        self._changes.append(BlocksRemoved(removed))
+        self._changes.append(BlocksRemoved(self._room, removed))
 
     def clear(self) -> None:
         """Forget all blocks: lookups find none of them any more."""
@@ -112,11 +119,31 @@ class Restorable:
         for node in nodes:
             last = self._changes[-1] if self._changes else None
             if not (isinstance(last, BlocksStored) and last.nodes[-1] is node.parent):
-                last = BlocksStored()
+                last = BlocksStored(self._room)
                 self._changes.append(last)
             last.nodes.append(node)
             if node in self._ends:
                 last.ends.append(node.hash)
+
+
+class RestorableRooms:
+    """The trackers of the arena and its tiers, read together. All rooms are cleared at the same time."""
+
+    def __init__(self, rooms: Sequence[Restorable]) -> None:
+        self._rooms = rooms
+
+    def drain(self) -> list[Change]:
+        """Return the changes since the last call and forget them. Each room's are in order."""
+        changes = [change for room in self._rooms for change in room.drain()]
+        kept: list[Change] = [change for change in changes if not isinstance(change, AllCleared)]
+        if len(kept) < len(changes):
+            return [AllCleared(), *kept]
+        return kept
+
+    def report_all(self) -> None:
+        """Replace the changes so far by a full report, for a listener who missed some."""
+        for room in self._rooms:
+            room.report_all()
 
 
 def is_private(node: Node) -> bool:

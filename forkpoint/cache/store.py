@@ -385,6 +385,14 @@ class PrefixStore:
         self.ghosts.clear()
         self.policy.reset()
 
+    def watch(self, room: str, *, has_private: bool) -> Restorable:
+        """Start to track what lookups can find here, and return the tracker. It begins with what is here now."""
+        self.restorable = Restorable(room, has_private=has_private)
+        for node in self.tree.nodes():
+            if node.checkpoint is not None or not self.layout.has_states:
+                self.restorable.gained(node)
+        return self.restorable
+
     def stats(self) -> CacheStats:
         """Return gauges and counters as they are now."""
         counted = {each.name: getattr(self.counters, each.name) for each in fields(self.counters)}

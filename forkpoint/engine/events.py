@@ -10,7 +10,7 @@ from collections import deque
 
 import zmq
 
-from forkpoint.cache.restorable import Change, Restorable
+from forkpoint.cache.restorable import Change, RestorableRooms
 from forkpoint.checks import host_in_url, is_loopback
 from forkpoint.engine.replays import ROUND_S, Replays
 from forkpoint.errors import ConfigError
@@ -32,7 +32,7 @@ class EventPublisher:
     the next batch lists everything from the beginning. Raises ConfigError for an endpoint that cannot be opened.
     """
 
-    def __init__(self, config: KVEventsConfig, restorable: Restorable) -> None:
+    def __init__(self, config: KVEventsConfig, restorable: RestorableRooms) -> None:
         self._restorable = restorable
         self._topic = config.topic.encode()
         self._queue: queue.Queue[list[Change] | None] = queue.Queue(config.max_queue_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,34 +17,39 @@ from forkpoint.routing.wire import AllBlocksCleared, BlockRemoved, BlockStored, 
 
 
 class RestorableIndex:
-    """The blocks that one replica has published. Hashes are those of `wire.sent_hash`."""
+    """The blocks that one replica has published of each medium. Hashes are those of `wire.sent_hash`."""
 
     def __init__(self) -> None:
-        # hash of each published block -> whether a request can resume at its end
-        self._resumable: dict[int | bytes, bool] = {}
+        # medium -> hash of each published block -> whether a request can resume at its end
+        self._resumable: defaultdict[str | None, dict[int | bytes, bool]] = defaultdict(dict)
 
     def apply(self, batch: EventBatch) -> None:
         """Apply a batch of events. Batches must come in order."""
         for event in batch.events:
             match event:
-                case BlockStored(block_hashes=hashes, resumable_hashes=ends):
-                    self._resumable.update(dict.fromkeys(hashes, ends is None))
-                    self._resumable.update(dict.fromkeys(ends or (), True))
-                case BlockRemoved(block_hashes=hashes):
+                case BlockStored(block_hashes=hashes, medium=medium, resumable_hashes=ends):
+                    self._resumable[medium].update(dict.fromkeys(hashes, ends is None))
+                    self._resumable[medium].update(dict.fromkeys(ends or (), True))
+                case BlockRemoved(block_hashes=hashes, medium=medium):
                     for name in hashes:
-                        self._resumable.pop(name, None)
+                        self._resumable[medium].pop(name, None)
                 case AllBlocksCleared():
                     self._resumable.clear()
 
     def restorable(self, hashes: Sequence[int]) -> int:
-        """Return how many of a prompt's first blocks a request could restore from the cache.
+        """Return how many of a prompt's first blocks a request could restore from the medium that has most of them."""
+        return max((_restorable(resumable, hashes) for resumable in list(self._resumable.values())), default=0)
 
-        If a block is published, all blocks before it are. A binary search therefore finds the last published block.
-        """
-        num_blocks = bisect_left(hashes, True, key=lambda name: name not in self._resumable)
-        while num_blocks and not self._resumable.get(hashes[num_blocks - 1]):
-            num_blocks -= 1
-        return num_blocks
+
+def _restorable(resumable: dict[int | bytes, bool], hashes: Sequence[int]) -> int:
+    """Return how many of a prompt's first blocks a request could restore from one medium.
+
+    If a block is published, all blocks before it are. A binary search therefore finds the last published block.
+    """
+    num_blocks = bisect_left(hashes, True, key=lambda name: name not in resumable)
+    while num_blocks and not resumable.get(hashes[num_blocks - 1]):
+        num_blocks -= 1
+    return num_blocks
 
 
 POLL_MS: Final = 200

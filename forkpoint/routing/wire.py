@@ -10,11 +10,14 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.hashing import BLOCK_BYTES, BlockHash
-from forkpoint.cache.restorable import AllCleared, BlocksRemoved, BlocksStored, Change
+from forkpoint.cache.restorable import ARENA, AllCleared, BlocksRemoved, BlocksStored, Change
+from forkpoint.cache.tier import HostTier
 from forkpoint.config import BLOCK_SIZE
 
-MEDIUM: Final = "GPU"  # vLLM's name for the engine's own cache, on whatever device
+# vLLM's names for the rooms; the arena is called so on whatever device
+MEDIA: Final = {ARENA: "GPU", HostTier.name: "CPU", DiskTier.name: "STORAGE"}
 END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)
 SEQUENCE_BYTES: Final = 8  # bytes of a batch number, big-endian
 
@@ -25,6 +28,8 @@ class Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 class BlockStored(Event):
     """Blocks that were added under `parent_block_hash`.
+
+    Those of a disk have no `token_ids`: their hashes alone name them. vLLM leaves them out for all tiers.
 
     `resumable_hashes` is an extension of forkpoint. It lists those of `block_hashes` at whose end a request can resume.
     Events of other engines have None, which means every block.
@@ -68,7 +73,7 @@ def batch_of(changes: Iterable[Change], now_s: float) -> EventBatch:
 
 def _event(change: Change) -> BlockStored | BlockRemoved | AllBlocksCleared:
     match change:
-        case BlocksStored(nodes, ends):
+        case BlocksStored(room, nodes, ends):
             parent = nodes[0].parent
             return BlockStored(
                 block_hashes=[sent_hash(node.hash) for node in nodes],
@@ -76,12 +81,12 @@ def _event(change: Change) -> BlockStored | BlockRemoved | AllBlocksCleared:
                 token_ids=np.frombuffer(b"".join([node.tokens[:BLOCK_BYTES] for node in nodes]), np.int32).tolist(),
                 block_size=BLOCK_SIZE,
                 lora_id=None,
-                medium=MEDIUM,
+                medium=MEDIA[room],
                 lora_name=None,
                 resumable_hashes=[sent_hash(name) for name in ends],
             )
-        case BlocksRemoved(hashes):
-            return BlockRemoved([sent_hash(name) for name in hashes], MEDIUM)
+        case BlocksRemoved(room, hashes):
+            return BlockRemoved([sent_hash(name) for name in hashes], MEDIA[room])
         case AllCleared():
             return AllBlocksCleared()
 

@@ -14,6 +14,8 @@ from forkpoint.config import BLOCK_SIZE
 from forkpoint.routing import wire
 from forkpoint.routing.feed import RestorableIndex
 
+MEDIA = {"host": "CPU", "disk": "STORAGE"}
+
 
 class Listener:
     """Knows of a cache only what is published."""
@@ -41,28 +43,35 @@ class Listener:
         cache, size = self._cache, BLOCK_SIZE
         hashes = sent_hashes(prompt)[: cache.layout.usable_prefix(len(prompt)) // size]
         found = cache.lookup(cache.new_lease("somebody", "", prompt), len(prompt)).num_tokens
-        assert self.index.restorable(hashes) * size == found
         assert self.published_run(hashes) * size >= found
+        for tier in cache._tiers:
+            node = tier.find(cache.new_lease("somebody", "", prompt).chain, len(hashes))
+            found = max(found, node.depth * size if node is not None else 0)
+        assert self.index.restorable(hashes) * size == found
 
     def published_run(self, hashes: Sequence[int]) -> int:
-        """How many of a prompt's first blocks are published: what a router that knows of no states counts."""
-        return sum(1 for _ in takewhile(self.index._resumable.__contains__, hashes))
+        """How many of a prompt's first blocks are published of the arena: what a router counts that knows no states."""
+        return sum(1 for _ in takewhile(self.index._resumable["GPU"].__contains__, hashes))
 
     def _check_blocks(self) -> None:
-        """A block is published exactly while a lookup may end at or below it."""
-        expected = set()
-        for node in self._cache.store.tree.nodes():
-            if self._is_end(node):
-                expected.update(wire.sent_hash(above.hash) for above in path_to(node))
-        assert set(self.index._resumable) == expected
+        """A block is published exactly while a lookup in its room may end at or below it."""
+        stores = {"GPU": self._cache.store} | {MEDIA[tier.name]: tier.store for tier in self._cache._tiers}
+        for medium, store in stores.items():
+            expected = set()
+            for node in store.tree.nodes():
+                if self._is_end(node, medium):
+                    expected.update(wire.sent_hash(above.hash) for above in path_to(node))
+            assert set(self.index._resumable[medium]) == expected
 
-    def _is_end(self, node: Node) -> bool:
-        layout = self._cache.layout
+    def _is_end(self, node: Node, medium: str) -> bool:
         if node.condemned or not self._cache.enabled:
             return False
-        if node.checkpoint is None and (layout.has_states):
+        if node.checkpoint is None and self._cache.layout.has_states:
             return False
         parent, path = root_hash(""), path_to(node)
+        if medium == "STORAGE":  # without tokens
+            assert path[0].parent is not None
+            return path[0].parent.hash == parent
         return all(above.hash == (parent := block_hash(parent, above.tokens)) for above in path)  # nobody's own
 
 

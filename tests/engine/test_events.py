@@ -23,7 +23,7 @@ from forkpoint.json_options import KVEventsConfig
 from forkpoint.routing import wire
 from forkpoint.routing.feed import RestorableIndex
 from tests.cache.published import Listener, sent_hashes
-from tests.sched.harness import Harness, tokens
+from tests.sched.harness import LAYOUTS, Harness, tokens
 
 SIZE = 64
 
@@ -118,6 +118,32 @@ def test_what_is_condemned_while_somebody_reads_it_is_told_at_once() -> None:
     assert listener.index.restorable(sent_hashes(prompt)) == 0
     cache.release(reader)
     listener.check([prompt])
+
+
+def test_each_room_has_events_of_its_own() -> None:
+    """What the arena evicts can be restored from the host, then from the disk, until a reset."""
+    layout = LAYOUTS["several blocks a page"]
+    host_pages = layout.num_pages_for(2000, 3)
+    harness = Harness(layout, num_pages=layout.num_pages_for(900, 3) + 1, num_host_pages=host_pages, num_disk_pages=400)
+    listener, prompt = Listener(harness.sched.cache), tokens(0, 641)
+    hashes, media = sent_hashes(prompt)[:9], list[list[str]]()
+    for seed in range(100, 130):
+        harness.ask(f"{seed}", prompt if seed == 100 else tokens(seed, 700), 2)
+        listener.check([prompt])
+        assert listener.index.restorable(hashes) == 9
+        found = [medium for medium, known in listener.index._resumable.items() if known.get(hashes[8])]
+        media += [found] if found != media[-1:] else []
+    assert media[0] == ["GPU"] and ["CPU"] in media and media[-1] == ["STORAGE"]
+    stored = [event for batch in listener.batches for event in batch.events if isinstance(event, wire.BlockStored)]
+    with_tokens = {event.medium: event for event in stored if event.token_ids}
+    assert set(with_tokens) == {"GPU", "CPU"} and all(event.block_hashes for event in stored)
+    late = Listener(harness.sched.cache)  # knows what was there before it
+    late.check([prompt])
+    assert late.index.restorable(hashes) == 9
+    harness.sched.reset_prefix_cache()
+    harness.ask("after", tokens(7, 300), 2)
+    late.check([prompt, tokens(7, 300)])
+    assert [type(event) for event in late.batches[-1].events] == [wire.AllBlocksCleared, wire.BlockStored]
 
 
 def test_what_a_salt_hides_is_not_told() -> None:

@@ -50,7 +50,18 @@ def test_an_engine_that_tells_no_states_can_resume_after_any_block() -> None:
     index.apply(wire.EventBatch(0.0, [wire.BlockRemoved([3], "GPU")]))
     assert index.restorable([1, 2, 3]) == 2
     index.apply(wire.EventBatch(0.0, [wire.AllBlocksCleared()]))
-    assert not index._resumable
+    assert index.restorable([1, 2]) == 0
+
+
+def test_blocks_that_leave_one_medium_may_be_restored_from_another() -> None:
+    index = RestorableIndex()
+    for medium, hashes, ends in (("GPU", [1, 2, 3, 4], [2, 4]), ("CPU", [1, 2, 3], [3])):
+        index.apply(wire.EventBatch(0.0, [wire.BlockStored(hashes, None, [], SIZE, None, medium, None, ends)]))
+    assert index.restorable([1, 2, 3, 4]) == 4
+    index.apply(wire.EventBatch(0.0, [wire.BlockRemoved([4, 3], "GPU")]))
+    assert index.restorable([1, 2, 3, 4]) == 3
+    index.apply(wire.EventBatch(0.0, [wire.BlockRemoved([3, 2, 1], "CPU")]))
+    assert index.restorable([1, 2, 3, 4]) == 2
 
 
 def test_a_decision_takes_little_whatever_is_published() -> None:
