@@ -29,6 +29,8 @@ class Script:
     num_prompt_tokens: int = 100
     num_cached_tokens: int | None = 64
     kv_num_tokens: int = 64
+    num_restored_tokens: int = 0  # from tiers and other servers
+    num_peer_tokens: int = 0
     miss: str | None = "cold"
     image_tokens: tuple[int, int] = (0, 0)  # of the prompt, and those of them that were cached
     drafts: tuple[int, int] | None = None  # tokens drafted and accepted, where the server drafts
@@ -208,6 +210,8 @@ def _usage(script: Script) -> dict[str, Any]:
         "num_tokens": script.num_cached_tokens,
         "kv_num_tokens": script.kv_num_tokens,
         "num_image_tokens": num_cached_image_tokens,
+        "num_restored_tokens": script.num_restored_tokens,
+        "num_peer_tokens": script.num_peer_tokens,
         "miss": script.miss,
     }
     if script.drafts is None:

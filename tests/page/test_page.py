@@ -45,7 +45,8 @@ WATCH = """() => {
 
 
 def test_an_answer_streams_with_its_figures(page: Page, server: FakeServer) -> None:
-    told(server, "one two three", gap_s=0.3, first_token_s=0.2, num_prompt_tokens=4100, num_cached_tokens=3072)
+    reused = {"num_prompt_tokens": 4100, "num_cached_tokens": 3072, "num_restored_tokens": 2560, "num_peer_tokens": 512}
+    told(server, "one two three", gap_s=0.3, first_token_s=0.2, **reused)
     page.evaluate(WATCH)
     say(page, "count")
     figures = page.locator(".figures")
@@ -53,6 +54,8 @@ def test_an_answer_streams_with_its_figures(page: Page, server: FakeServer) -> N
     seen = page.evaluate("seen")
     assert seen[0] == "(waiting)" and [text for text in seen if text in ("one", "one two")] == ["one", "one two"]
     expect(figures).to_contain_text("3,072 of 4,100 prompt tokens cached")
+    expect(figures).to_contain_text("2,048 of them from a tier")
+    expect(figures).to_contain_text("512 of them from another server")
     expect(page.get_by_role("img", name="75 % of the prompt cached")).to_be_visible()
     first = re.search(r"first token (\d+) ms", figures.inner_text())
     assert first is not None and 200 <= int(first[1]) < 1000

@@ -179,6 +179,10 @@ function figuresView(node) {
     const label = `${Math.round(share * 100)} % of the prompt cached`;
     row.append(element("span", { role: "img", ariaLabel: label }, element("div", { className: "bar" }, fill)));
     say(`${count(cached)} of ${count(prompt)} prompt tokens cached`, why);
+    const peer = cache?.num_peer_tokens ?? 0,
+      tier = (cache?.num_restored_tokens ?? 0) - peer;
+    if (tier > 0) say(`${count(tier)} of them from a tier`, "Copied from the host's memory or a disk.");
+    if (peer > 0) say(`${count(peer)} of them from another server`);
   } else if (prompt)
     say(`${count(prompt)} prompt tokens${cached === 0 && prompt >= LEAST_CACHED ? ", none cached" : ""}`, why);
   const images = usage?.prompt_tokens_details?.image_tokens ?? 0;
