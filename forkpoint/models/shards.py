@@ -8,13 +8,16 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError
+from forkpoint.models.cuts import Part
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
@@ -24,6 +27,9 @@ LOGGER: Final = logging.getLogger(__name__)
 
 class Shards:
     """The open safetensors files of `folder`. Call `close` when done.
+
+    A mapped file keeps its pages that were read in memory. Files are therefore opened anew before the pages of all
+    files together are more than those of the largest file.
 
     `file_of` maps the stored name of each tensor to the name of its file. Raises ModelFolderError for a shard that is
     missing, broken, outside of the folder, or does not hold what the index says.
@@ -36,6 +42,8 @@ class Shards:
         names = sorted(set(listed.values())) or [_single_file(folder)]
         _check_other_files(folder, names)
         self._files = {name: _open_shard(folder, name) for name in names}
+        self._most_bytes = max((folder / name).stat().st_size for name in names)
+        self._read_bytes: dict[str, int] = {}  # of each file since it was opened, the least recently read file first
         self.file_of = self._locate(listed) if listed else dict.fromkeys(self._files[SINGLE_NAME].keys(), SINGLE_NAME)
 
     def _locate(self, listed: Mapping[str, str]) -> dict[str, str]:
@@ -68,9 +76,22 @@ class Shards:
         """Return safetensors' slice object of a tensor, which knows its shape and dtype before the data are read."""
         return self._files[self.file_of[name]].get_slice(name)
 
-    def tensor(self, name: str) -> Any:
-        """Return a whole tensor, mapped from its file. Raises SafetensorError."""
-        return self._files[self.file_of[name]].get_tensor(name)
+    def read(self, name: str, part: Part) -> Tensor:
+        """Return the part of a tensor. A whole tensor is mapped from its file. Raises SafetensorError."""
+        shard = self.file_of[name]
+        file = self._files[shard]
+        tensor = part.of(file.get_slice(name) if part.spans else file.get_tensor(name))
+        # Even a few columns of a matrix touch all of its pages.
+        self._count(shard, prod(part.whole) * tensor.element_size())
+        return tensor
+
+    def _count(self, shard: str, num_bytes: int) -> None:
+        """Count bytes read from a shard, and open the least recently read others anew if too many are mapped."""
+        self._read_bytes[shard] = self._read_bytes.pop(shard, 0) + num_bytes
+        while sum(self._read_bytes.values()) > self._most_bytes and len(self._read_bytes) > 1:
+            oldest = next(iter(self._read_bytes))
+            del self._read_bytes[oldest]
+            self._files[oldest] = _open_shard(self.folder, oldest)
 
     def sizes(self) -> dict[str, int]:
         """Return the stored bytes of each tensor."""

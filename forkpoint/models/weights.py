@@ -343,13 +343,12 @@ class FileWeights(WeightSource):
             raise ModelFolderError(
                 f"tensor {self.where(name)} has shape {list(found)}; config.json asks for {list(part.whole)}"
             )
-        read = self._shards.slice if part.spans else self._shards.tensor
         try:
-            tensor = part.of(read(stored))
+            tensor = self._shards.read(stored, part)
         except SafetensorError as error:
             raise ModelFolderError(f"tensor {self.where(name)} cannot be read: {error}; fetch it again") from error
-        # A copy, because the tensor otherwise keeps the whole file mapped. Values are checked on the device, where that
-        # is fastest.
+        # A copy, because the tensor otherwise keeps the whole file mapped. Values are checked on the device, where
+        # that is fastest.
         if tensor.dtype == CODES:
             tensor = tensor.view(self.codes)
         tensor = tensor.to(self.device, copy=True)
