@@ -16,7 +16,7 @@ from tests.engine.compare import Oracle
 from tests.engine.real import MORE_MODELS, PUBLISHED_MTP, SEEING, ModelBank
 from tests.engine.scenario import Example, Tally
 
-ENOUGH = (*range(21), 28, 33, 135)  # together they draw everything in DRAWN
+ENOUGH = (*range(21), 28, 33, 54, 135)  # together they draw everything in DRAWN
 EXAMPLES = range(int(os.environ.get("FORKPOINT_EXAMPLES", "0"))) or ENOUGH
 GROUPS = 5
 DRAWN = [
@@ -35,6 +35,7 @@ DRAWN = [
     "read",
     "read_with_drafts",
     "read_by_ranks",
+    "read_deterministic",
     "sunk",
     "copied",
     "aborted",
