@@ -92,9 +92,10 @@ class CacheManager:
         if self.disk is None:
             return False
         self.drop_restore()
-        self.disk.save(self.store, MoveRoute.ARENA_TO_DISK)
-        if self.tier is not None:
-            self.disk.save(self.tier.store, MoveRoute.HOST_TO_DISK)
+        if not self.disk.is_writing:  # each call walks all entries, and there is one for every plan until the end
+            self.disk.save(self.store, MoveRoute.ARENA_TO_DISK)
+            if self.tier is not None:
+                self.disk.save(self.tier.store, MoveRoute.HOST_TO_DISK)
         return self.disk.is_writing or self.has_unsent
 
     def begin_plan(self) -> None:
