@@ -5,16 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.hit_table import ROWS, TABLE_SPEC, Row, ids, measure_row
+from benchmarks.hit_table import OUTPUTS, ROWS, TABLE_SPEC, Row, ids, measure_row
 from benchmarks.random_model import make_random_model
 from benchmarks.rig import LoadedModel, Rig, RigOptions
 from forkpoint.cache.lease import Lease
 from forkpoint.config import CacheConfig
+from forkpoint.engine.llm import LLM
+from forkpoint.params import SamplingParams
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import TO_DRAFT, IntArray
 from forkpoint.sched.request import Request
@@ -91,3 +95,56 @@ def test_row_with_the_mtp_layer(model: LoadedModel, drafting: LoadedModel, row: 
     plain, found = measure_row(model, row), measure_row(drafting, row)
     assert found.cached >= plain.cached >= row.asked
     assert found.identical and found.slot_bytes_copied == 0
+
+
+class Measured(Exception):
+    """A row has come to its measured request, with this prompt."""
+
+    def __init__(self, prompt: IntArray) -> None:
+        super().__init__()
+        self.prompt = prompt
+
+
+class RowOfEngine(Rig):
+    """A row's requests on an engine that plays other rows too, under a salt that hides the other rows' entries.
+
+    Rows that begin with the same long request share it.
+    """
+
+    def __init__(self, llm: LLM, row: Row) -> None:
+        self.core, self.row, self.requests = llm._engine.core, row, {}
+        self.salt = next((length for length in ("20,000", "5,000") if length in row.name), row.name)
+
+    def add(self, name: str, prompt: IntArray, max_tokens: int, breakpoints: tuple[int, ...] = ()) -> Request:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, cache_salt=self.salt)
+        prompt = prompt.astype(np.int32)
+        request = Request(f"{self.row.name}: {name}", prompt, params, max_tokens, seed=0, breakpoints=breakpoints)
+        self.core.add(request)
+        self.requests[name] = request
+        return request
+
+    def ask(self, name: str, prompt: IntArray, max_tokens: int, breakpoints: tuple[int, ...] = ()) -> Request:
+        is_measured = max_tokens == OUTPUTS
+        if is_measured and not self.core.has_unfinished():
+            raise Measured(prompt)
+        request = super().ask(name, prompt, max_tokens, breakpoints)
+        if is_measured:  # another request waited with it, so it is asked again after the restart
+            raise Measured(prompt)
+        return request
+
+
+def test_rows_after_a_restart(tmp_path: Path) -> None:
+    """An engine plays the rows up to their measured requests, which the next engine answers from the disk."""
+    folder = make_random_model(tmp_path / "model", TABLE_SPEC)
+    options: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_num_seqs": 32, "num_threads": 1}
+    options |= {"kv_cache_memory_bytes": 1 << 27, "kv_disk_path": str(tmp_path / "disk"), "kv_disk_size": 0.25}
+    prompts = []
+    with LLM(str(folder), log_level="warning", **options) as llm:
+        for row in ROWS:
+            with pytest.raises(Measured) as found:
+                row.play(RowOfEngine(llm, row))
+            prompts.append(found.value.prompt)
+    with LLM(str(folder), log_level="warning", **options) as llm:
+        for row, prompt in zip(ROWS, prompts, strict=True):
+            cache = Rig.ask(RowOfEngine(llm, row), "measured", prompt, 1).cache
+            assert cache.num_cached_tokens >= row.asked and cache.num_restored_tokens > 0, row.name
