@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from forkpoint.json_options import (
     StructuredOutputsConfig,
     json_object,
 )
+from forkpoint.media_limits import MAX_IMAGES, read_media_limits
 from forkpoint.transfer_options import EXAMPLE_OF_TRANSFER, KVTransferConfig
 
 BLOCK_SIZE: Final = 64  # tokens per block of keys and values, and the grid of checkpoints
@@ -27,8 +27,6 @@ MIN_CHUNK: Final = BLOCK_SIZE  # tokens that every step leaves for prefill, even
 CHECKPOINT_INTERVAL = 512
 ENCODER_CACHE_SIZE: Final = 1 << 15  # tokens: 32 images of 1024x1024 pixels, 256 MiB for a 9B model in bfloat16
 GENERATION_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-MAX_IMAGES: Final = 32  # images of a prompt where no limit is given
-MOST_IMAGES: Final = 1024
 MAX_ROWS: Final = 2**16
 MAX_THREADS: Final = 1024
 MAX_RANKS: Final = 64
@@ -319,7 +317,7 @@ class EngineConfig:
         if options.get(name := "override_generation_config") is not None:
             options[name] = json_object(name, options[name], GENERATION_KEYS)
         if options.get(name := "limit_mm_per_prompt") is not None:
-            options[name] = checked_limits(media_limits(name, options[name]))
+            options[name] = read_media_limits(name, options[name])
         if options.get(name := "hf_overrides") is not None:
             options[name] = json_object(name, options[name])
         if options.get(name := "mm_processor_kwargs") is not None:
@@ -439,25 +437,6 @@ class EngineConfig:
                 "kv_disk_path needs the prefix cache, whose evicted entries it keeps; leave "
                 "--no-enable-prefix-caching out"
             )
-
-
-def checked_limits(given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the limits for images and videos that are given. Limits of sound change nothing. Raises ConfigError."""
-    limits = {}
-    for kind in ("image", "video"):
-        if kind in given:
-            limit = given[kind]
-            if isinstance(limit, Mapping):  # vLLM also takes the sizes with which it measures memory
-                limit = limit.get("count", MAX_IMAGES)
-            limits[kind] = _CHECK.integer(f"limit_mm_per_prompt: {kind}", limit, 0, MOST_IMAGES)
-    return limits
-
-
-def media_limits(name: str, given: Any) -> dict[str, Any]:
-    """Read a mapping, its JSON text, or vLLM's short form `image=4,video=2`. Raises ConfigError."""
-    if isinstance(given, str) and re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", given):
-        return {kind: int(count) for kind, _, count in (pair.partition("=") for pair in given.split(","))}
-    return json_object(name, given)
 
 
 def checked(options: Options) -> Options:

@@ -10,9 +10,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from forkpoint.config import MAX_IMAGES, EngineConfig, SchedulerConfig
+from forkpoint.config import EngineConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.json_options import SpeculativeConfig, StructuredOutputsConfig
+from forkpoint.media_limits import MAX_IMAGES
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.cuda import CudaPlatform
 from forkpoint.transfer_options import KVTransferConfig

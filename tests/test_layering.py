@@ -16,14 +16,15 @@ import forkpoint
 
 ROOT = Path(forkpoint.__file__).parent
 VALUES = {"errors", "checks", "config", "json_options", "image_families"}
-VALUES |= {"transfer_options", "images", "params", "outputs", "plugins", "version"}
+VALUES |= {"transfer_options", "media_limits", "images", "params", "outputs", "plugins", "version"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "checks": {"errors"},
     "params": {"checks", "errors"},
     "outputs": {"params"},
-    "config": {"checks", "errors", "image_families", "json_options", "plugins", "transfer_options"},
+    "config": {"checks", "errors", "image_families", "json_options", "media_limits", "plugins", "transfer_options"},
+    "media_limits": {"checks", "errors", "json_options"},
     "transfer_options": {"checks", "errors", "json_options"},
     "json_options": {"checks", "errors"},
     "images": set(),

@@ -35,6 +35,19 @@ _CHECK: Final = Checker(ConfigError)
 
 
 def add_simulate_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `forkpoint simulate`."""
+    _add_trace_options(parser)
+    where = parser.add_argument_group("engine")
+    _add_engine_options(where)
+    _add_tier_options(where)
+    how = parser.add_argument_group("run")
+    how.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="INT", help="processes (default: all CPUs)"
+    )
+    how.add_argument("--json", type=Path, metavar="FILE", help="write all results")
+
+
+def _add_trace_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("traces")
     what.add_argument(
         "traces",
@@ -46,7 +59,9 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--arrival-scale", type=float, default=1.0, metavar="X", help="2: arrivals twice as far apart")
     what.add_argument("--think-scale", type=float, default=1.0, metavar="X", help="2: think times twice as long")
-    where = parser.add_argument_group("engine")
+
+
+def _add_engine_options(where: argparse._ArgumentGroup) -> None:
     where.add_argument("--model", default="qwen3.5-9b", help=f"{', '.join(SHAPES)}, a model folder or a hub id")
     where.add_argument(
         "--kv-cache-dtype",
@@ -63,6 +78,22 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--memory", default="32", metavar="GIB", help="memory for keys, values and states; several: 8,16,32"
     )
+    where.add_argument(
+        "--systems",
+        default=ENGINE,
+        help=f"systems separated by ';': {ENGINE}, {ENGINE}:capture=NAME,eviction=NAME; with drafts also "
+        f"num_speculative_tokens=3,acceptance_length=2.4 (default: {ENGINE})",
+    )
+    where.add_argument(
+        "--replicas", type=int, default=1, metavar="INT", help="engines, each with that memory (default: 1)"
+    )
+    where.add_argument("--router", choices=ROUTERS, default=ROUTERS[0], help=f"(default: {ROUTERS[0]})")
+    where.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="INT", help="(default: 8192)")
+    where.add_argument("--max-inter-token-latency-ms", type=int, metavar="INT", help="(default: no limit)")
+    where.add_argument("--max-num-seqs", type=int, default=256, metavar="INT", help="(default: 256)")
+
+
+def _add_tier_options(where: argparse._ArgumentGroup) -> None:
     where.add_argument(
         "--host-memory",
         type=float,
@@ -91,24 +122,6 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
         metavar="GB/S",
         help="speed of its disk, which no step waits for (default: 6, as a drive of PCIe 4)",
     )
-    where.add_argument(
-        "--systems",
-        default=ENGINE,
-        help=f"systems separated by ';': {ENGINE}, {ENGINE}:capture=NAME,eviction=NAME; with drafts also "
-        f"num_speculative_tokens=3,acceptance_length=2.4 (default: {ENGINE})",
-    )
-    where.add_argument(
-        "--replicas", type=int, default=1, metavar="INT", help="engines, each with that memory (default: 1)"
-    )
-    where.add_argument("--router", choices=ROUTERS, default=ROUTERS[0], help=f"(default: {ROUTERS[0]})")
-    where.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="INT", help="(default: 8192)")
-    where.add_argument("--max-inter-token-latency-ms", type=int, metavar="INT", help="(default: no limit)")
-    where.add_argument("--max-num-seqs", type=int, default=256, metavar="INT", help="(default: 256)")
-    how = parser.add_argument_group("run")
-    how.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, metavar="INT", help="processes (default: all CPUs)"
-    )
-    how.add_argument("--json", type=Path, metavar="FILE", help="write all results")
 
 
 def simulate(options: argparse.Namespace) -> int:

@@ -43,7 +43,6 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
     Loads the weights, which takes long. Raises ConfigError, ModelFolderError, UnsupportedModelError, or
     EngineStoppedError if a worker's process dies.
     """
-    policy, capture = EVICTION.find(config.cache.eviction_policy), CAPTURE.find(config.cache.capture_policy)
     log = RequestLog(config.log_requests, config.log_request_tokens) if config.log_requests else None
     LOGGER.info("loading %s", config.model)
     if config.speculative_config and config.speculative_config.ignored:
@@ -54,24 +53,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
     drafter: Speculator | None = None
     if config.speculative_config is not None:
         drafter = Speculator.of(config.speculative_config)
-    scheduler = Scheduler(
-        facts.layout,
-        facts.num_pages,
-        config.cache,
-        facts.scheduler,
-        deterministic=config.deterministic,
-        cost=RecomputeCost(facts.flops_per_token, facts.flops_per_pair),
-        policy=policy(),
-        capture=capture(),
-        drafter=drafter,
-        tiers=TierSizes(
-            facts.num_host_pages,
-            facts.disk,
-            config.disk_write_limit_bytes // config.tensor_parallel_size,
-            facts.peers,
-            streams=facts.host_streams,
-        ),
-    )
+    scheduler = _make_scheduler(config, facts, drafter)
     _log_plan(config, facts)
     events = None
     if config.kv_events_config.is_on:
@@ -100,6 +82,29 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
         images=ImageProcessor.load(config),
     )
     return core, inputs
+
+
+def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: Speculator | None) -> Scheduler:
+    """Return the scheduler of the worker's arena and tiers, with the policies that the options name."""
+    policy, capture = EVICTION.find(config.cache.eviction_policy), CAPTURE.find(config.cache.capture_policy)
+    return Scheduler(
+        facts.layout,
+        facts.num_pages,
+        config.cache,
+        facts.scheduler,
+        deterministic=config.deterministic,
+        cost=RecomputeCost(facts.flops_per_token, facts.flops_per_pair),
+        policy=policy(),
+        capture=capture(),
+        drafter=drafter,
+        tiers=TierSizes(
+            facts.num_host_pages,
+            facts.disk,
+            config.disk_write_limit_bytes // config.tensor_parallel_size,
+            facts.peers,
+            streams=facts.host_streams,
+        ),
+    )
 
 
 def _log_plan(config: EngineConfig, facts: WorkerFacts) -> None:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from forkpoint.checks import shown
-from forkpoint.config import MAX_IMAGES, EngineConfig
+from forkpoint.config import EngineConfig
 from forkpoint.engine.resized_pictures import Parts, PictureFile, ResizedPictures
 from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.image_families.settings import ImageSettings, View
 from forkpoint.images import ImageSpan
+from forkpoint.media_limits import MAX_IMAGES
 from forkpoint.obs.logs import LOGGER
 
 if TYPE_CHECKING:

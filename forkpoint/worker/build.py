@@ -63,12 +63,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         ranks = Ranks.meet(platform.collectives, rank, size, place, config.deterministic, platform.device)
         ranks.check_equal({"options": config, "operators": ops.backends}, platform.device)
     model = _load(config, ops, platform, ranks)
-    traits = platform.traits(platform.device)
-    # Tiers and peers get whole paths, so they need the blocks behind windows too.
-    longest = model.config.max_model_len
-    if config.host_tier_bytes or config.disk_tier_bytes or config.links_peers:
-        longest = 0
-    layout = CacheLayout.create(model.layer_specs, traits.kernel_block_sizes, longest)
+    layout = _make_layout(config, model, platform)
     drafts = _max_num_drafts(config, layout, ops)
     has_graphs = platform.has_graphs and not config.enforce_eager and model.recordable
     shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=drafts) if has_graphs else ()
@@ -79,11 +74,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     loaded = Loaded(model, ops, layout, sched, platform, shapes, drafts, interval)
     _log_model(config, loaded)
     if shapes:
-        remedy = f"lower max_num_batched_tokens={sched.max_num_batched_tokens}, or give enforce_eager"
-        with _timed("kernels tried"), explained_exhaustion("trying kernels", remedy):
-            given = config.kv_cache_memory_bytes
-            compile_ahead(loaded, None if given is None else given // layout.page_bytes)
-        platform.release_unused()
+        _try_kernels(config, loaded)
     num_pages = ranks.least(_size_arena(config, loaded), platform.device)
     num_host_pages = 0
     if config.host_tier_bytes:
@@ -110,6 +101,25 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     )
     runner.arena.copies.start(LOGGER.log)
     return Worker(facts, runner, platform.release_unused)
+
+
+def _make_layout(config: EngineConfig, model: Model, platform: Platform) -> CacheLayout:
+    """Return the layout of the arena. Layers with windows keep all blocks if tiers or peers get whole paths."""
+    longest = model.config.max_model_len
+    if config.host_tier_bytes or config.disk_tier_bytes or config.links_peers:
+        longest = 0
+    return CacheLayout.create(model.layer_specs, platform.traits(platform.device).kernel_block_sizes, longest)
+
+
+def _try_kernels(config: EngineConfig, loaded: Loaded) -> None:
+    """Compile what steps without graphs launch. Raises ConfigError if memory runs out."""
+    most_pages: int | None = None
+    if config.kv_cache_memory_bytes is not None:
+        most_pages = config.kv_cache_memory_bytes // loaded.layout.page_bytes
+    remedy = f"lower max_num_batched_tokens={loaded.sched.max_num_batched_tokens}, or give enforce_eager"
+    with _timed("kernels tried"), explained_exhaustion("trying kernels", remedy):
+        compile_ahead(loaded, most_pages)
+    loaded.platform.release_unused()
 
 
 def _set_num_threads(config: EngineConfig, platform: Platform) -> None:
