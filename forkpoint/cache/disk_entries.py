@@ -65,7 +65,7 @@ class DiskFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskNews:
+class TierNews:
     """What the worker's tiers have done since their last report: tickets of reads and writes that ended, or failed.
 
     `writes`: the worker still writes to the disk. It stops after an error.

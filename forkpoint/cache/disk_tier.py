@@ -9,7 +9,7 @@ from typing import Final
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters, CacheStats
-from forkpoint.cache.disk_entries import BLOCK, DAY_S, SLOT, DiskFacts, DiskNews, EntryName
+from forkpoint.cache.disk_entries import BLOCK, DAY_S, SLOT, DiskFacts, EntryName, TierNews
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import CacheLayout
@@ -189,7 +189,7 @@ class DiskTier(Tier):
 
     # --- what the worker reports
 
-    def apply(self, news: DiskNews) -> None:
+    def apply(self, news: TierNews) -> None:
         """Take in what the worker's disk has done. Entries whose read or write failed are condemned."""
         self.writes = self.writes and news.writes
         for ticket in news.done:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from forkpoint.cache.arena import Arena, Move, MoveRoute
 from forkpoint.cache.capture import Candidate
 from forkpoint.cache.counters import CacheStats
-from forkpoint.cache.disk_entries import DiskNews
+from forkpoint.cache.disk_entries import TierNews
 from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.filing import Filing
@@ -105,7 +105,7 @@ class CacheManager:
         for tier in self._tiers:
             tier.store_ahead(self.store)
 
-    def apply_news(self, news: DiskNews) -> None:
+    def apply_news(self, news: TierNews) -> None:
         """Take in what the worker reports of the tiers' copies."""
         for tier in self._tiers:
             tier.apply(news)

@@ -8,7 +8,7 @@ from typing import Final
 
 from forkpoint.cache.arena import Move, MoveRoute
 from forkpoint.cache.counters import CacheCounters
-from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, HOST_READY, STORED_AT_ONCE, DiskNews
+from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, HOST_READY, STORED_AT_ONCE, TierNews
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import LoadChoice
@@ -111,7 +111,7 @@ class StreamedHostTier(HostTier):
         self._reader.keep_only(set())
         super().release(node, checkpoint)
 
-    def apply(self, news: DiskNews) -> None:
+    def apply(self, news: TierNews) -> None:
         began_s, arrived = self._reader.answered_s, 0
         for ticket in news.done:
             if ticket == HOST_READY:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters, CacheStats
-from forkpoint.cache.disk_entries import DiskNews
+from forkpoint.cache.disk_entries import TierNews
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import NO_BLOCK, CacheLayout
@@ -67,7 +67,7 @@ class Tier(RestoreSource):
     def fill(self, stats: CacheStats) -> None:
         """Write the tier's gauges."""
 
-    def apply(self, news: DiskNews) -> None:
+    def apply(self, news: TierNews) -> None:
         """Take in what the worker reports of copies that end later than their plan.
 
         Tickets of other tiers are among them.

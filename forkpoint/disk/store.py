@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from forkpoint.cache.disk_entries import BLOCK, DAY_S, RECORD, SLOT, DiskFacts, DiskNews, EntryName, Records
+from forkpoint.cache.disk_entries import BLOCK, DAY_S, RECORD, SLOT, DiskFacts, EntryName, Records, TierNews
 from forkpoint.disk.journal import Journal
 from forkpoint.disk.namespace import entry_sum
 from forkpoint.disk.slab import Slab, SlabLayout
@@ -124,7 +124,7 @@ class DiskStore:
             else:
                 self._discarded.add(ticket)
 
-    def news(self, wait_s: float = 0.0) -> DiskNews | None:
+    def news(self, wait_s: float = 0.0) -> TierNews | None:
         """Return the tickets that were done or failed since the last call; None if there are none.
 
         With `wait_s`, wait so long for the first one.
@@ -135,7 +135,7 @@ class DiskStore:
             news, self._news = self._news, _News()
         if not news.done and not news.failed:
             return None
-        return DiskNews(tuple(news.done), tuple(news.failed), self.writes)
+        return TierNews(tuple(news.done), tuple(news.failed), self.writes)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Finish the jobs that are queued, as far as the time allows, and close the files."""

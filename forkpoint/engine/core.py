@@ -203,7 +203,7 @@ class EngineCore:
         self._in_flight.popleft()
         while self._in_flight:
             with suppress(Exception):  # they ran on the failed step's state, so only its error is reported
-                self.scheduler.note_disk(self._in_flight.popleft()[1].result())
+                self.scheduler.note_tiers(self._in_flight.popleft()[1].result())
         described = str(error)
         if not isinstance(error, StepFailedError):
             described = f"{type(error).__name__}: {error}"

@@ -19,7 +19,7 @@ from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.host_copies import DirectCopies, HostCopies, StreamCopies, TierMemory
 from forkpoint.runtime.news import NewsOfCopies
 from forkpoint.runtime.units import unit_bytes, unit_extent
-from forkpoint.sched.plan import DiskNews, Move, MoveKind, MoveRoute
+from forkpoint.sched.plan import Move, MoveKind, MoveRoute, TierNews
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8: torch.float8_e4m3fn}
 
@@ -81,7 +81,7 @@ class ArenaBuffer:
         is_late = self.disk is not None or isinstance(self.copies, StreamCopies)
         return NewsOfCopies(self.news if is_late else None, self.peers, wait_s)
 
-    def news(self, wait_s: float = 0.0) -> DiskNews | None:
+    def news(self, wait_s: float = 0.0) -> TierNews | None:
         """Return what the tiers have done since the last call; None if that is nothing.
 
         With `wait_s`, wait so long for the first news.

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from forkpoint.cache.disk_entries import HOST_READY, DiskNews
+from forkpoint.cache.disk_entries import HOST_READY, TierNews
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.platforms.platform import CopyStream, Mark, Platform
 from forkpoint.runtime.units import unit_bytes, unit_extent
@@ -80,7 +80,7 @@ class HostCopies(ABC):
         """Issue what `run` has only noted. Call it after the last move of a plan."""
         return
 
-    def news(self, wait_s: float = 0.0) -> DiskNews | None:
+    def news(self, wait_s: float = 0.0) -> TierNews | None:
         """Return the tickets that were done since the last call; None if there are none.
 
         With `wait_s`, wait so long for the first one.
@@ -221,7 +221,7 @@ class StreamCopies(HostCopies):
         if self._in.next.copies:
             self._in.issue(self._out)
 
-    def news(self, wait_s: float = 0.0) -> DiskNews | None:
+    def news(self, wait_s: float = 0.0) -> TierNews | None:
         until = time.monotonic() + wait_s
         while True:
             done = self._done + self._out.take_done() + self._in.take_done()
@@ -230,7 +230,7 @@ class StreamCopies(HostCopies):
                 self._ready.clear()
                 done.append(HOST_READY)
             if done:
-                return DiskNews(tuple(done))
+                return TierNews(tuple(done))
             if not self._in.is_busy or time.monotonic() >= until:
                 return None
             time.sleep(POLL_S)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from forkpoint.peer.link import PeerLink
-from forkpoint.sched.plan import DiskNews, FetchNews
+from forkpoint.sched.plan import FetchNews, TierNews
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,11 @@ class NewsOfCopies:
     `tiers` returns what the tiers have done. It is None if there are none, or if all their copies end with the plan.
     """
 
-    tiers: Callable[[float], DiskNews | None] | None = None
+    tiers: Callable[[float], TierNews | None] | None = None
     peers: PeerLink | None = None
     wait_s: float = 0.0
 
-    def read(self) -> tuple[DiskNews | None, FetchNews | None]:
+    def read(self) -> tuple[TierNews | None, FetchNews | None]:
         """Return what the tiers and the fetches have done since the last call, None for each with no news."""
         fetched = self.peers.fetching.news() if self.peers is not None else None
         wait_s = 0.0 if fetched is not None else self.wait_s

@@ -189,7 +189,7 @@ class ModelRunner:
             self.batch.prepare(plan.added)
         if not plan.num_tokens:
             nothing = StepResult(plan.step, np.empty(0, np.int32))
-            wait_s = DISK_WAIT_S if plan.waits_for_disk else 0.0
+            wait_s = DISK_WAIT_S if plan.waits_for_tiers else 0.0
             news = self.arena.news_of_copies(wait_s)
             return RunningStep(nothing, self.platform.mark(), plan.sampled_rows, news=news)
         sampling = self.batch.sampling(plan.sampled_rows)

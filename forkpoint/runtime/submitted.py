@@ -45,8 +45,8 @@ class RunningStep:
     def result(self) -> StepResult:
         self.done.synchronize()
         prompts = {row: tuple(each for tile in tiles for each in tile.fetch().items()) for row, tiles in self.prompts}
-        disk, fetched = self.news.read()
-        result = replace(self.partial, prompt_logprobs=prompts, disk=disk, fetched=fetched)
+        tier_news, fetched = self.news.read()
+        result = replace(self.partial, prompt_logprobs=prompts, tier_news=tier_news, fetched=fetched)
         if self.answers is None:
             return result
         token_ids, rows, counts, kept = self.answers.numpy().astype(np.int32), self.rows, None, None

@@ -100,7 +100,7 @@ class PlanBuilder:
         self.budget -= len(tokens)
 
     def finish(
-        self, removed: tuple[int, ...], dropped_images: tuple[bytes, ...] = (), waits_for_disk: bool = False
+        self, removed: tuple[int, ...], dropped_images: tuple[bytes, ...] = (), waits_for_tiers: bool = False
     ) -> IssuedStep:
         """Return the plan with what to do once its result is there. Call it once, last.
 
@@ -130,7 +130,7 @@ class PlanBuilder:
             num_tokens=len(rows.tokens),
             sampled_rows=rows.row[rows.samples],
             masks=token_masks,
-            waits_for_disk=waits_for_disk,
+            waits_for_tiers=waits_for_tiers,
             fetches=self._manager.drain_fetches(),
         )
         requests = [*self._steady, *(work.scheduled for work in itertools.chain(self._decodes, self._prefills))]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from forkpoint.cache.arena import Move as Move
 from forkpoint.cache.arena import MoveKind as MoveKind
 from forkpoint.cache.arena import MoveRoute as MoveRoute
-from forkpoint.cache.disk_entries import DiskNews as DiskNews
+from forkpoint.cache.disk_entries import TierNews as TierNews
 from forkpoint.cache.layout import NO_SLOT as NO_SLOT
 from forkpoint.cache.peer_offers import Fetch as Fetch
 from forkpoint.cache.peer_offers import FetchNews as FetchNews
@@ -143,7 +143,7 @@ class StepPlan:
     num_tokens: int = 0  # all rows'
     sampled_rows: IntArray = field(default_factory=_no_ints)  # the rows that sample, in the order of `rows`
     masks: TokenMasks | None = None  # None: every row may sample any id
-    waits_for_disk: bool = False  # a plan without work: its result comes with the next news of disk or peers, or soon
+    waits_for_tiers: bool = False  # a plan without work: its result comes with the next news of disk or peers, or soon
     fetches: tuple[Fetch, ...] = ()  # orders to get prompts from other engines, which end later than the plan
 
 
@@ -179,7 +179,7 @@ class StepResult:
     num_tokens: int = 0
     slot_bytes_copied: int = 0
     replayed: bool = False  # by a recorded graph
-    disk: DiskNews | None = None  # since the last result
+    tier_news: TierNews | None = None  # since the last result
     fetched: FetchNews | None = None  # since the last result
 
 

@@ -205,7 +205,7 @@ class Scheduler:
             if not waits:
                 return None
         removed = self._running.drain_removed() if self._running.removed_rows else ()
-        issued = builder.finish(removed, self._encoder.drain_dropped(), waits_for_disk=waits)
+        issued = builder.finish(removed, self._encoder.drain_dropped(), waits_for_tiers=waits)
         if self._drafting is not None:
             self._drafting.begin(issued)
         if self._timer is not None:
@@ -223,7 +223,7 @@ class Scheduler:
         """
         if not self.cache.save_to_disk():
             return None
-        issued = PlanBuilder(next(self._steps), 0, self.cache).finish((), waits_for_disk=True)
+        issued = PlanBuilder(next(self._steps), 0, self.cache).finish((), waits_for_tiers=True)
         self._issued.append(issued)
         return issued.plan
 
@@ -412,7 +412,7 @@ class Scheduler:
             self._timer.end(issued.plan)
         if self._pace is not None:
             self._pace.end(issued.plan)
-        self.note_disk(result)
+        self.note_tiers(result)
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)
         sampled, ends = confirm_tokens(issued, result)
@@ -447,10 +447,10 @@ class Scheduler:
             self._release_ready()
         return updates
 
-    def note_disk(self, result: StepResult) -> None:
+    def note_tiers(self, result: StepResult) -> None:
         """Take in what tiers and fetches have done. `apply` does so; call it for a result that is not applied."""
-        if result.disk is not None:
-            self.cache.apply_news(result.disk)
+        if result.tier_news is not None:
+            self.cache.apply_news(result.tier_news)
         self._handover.note(result)
 
     def _fail_request(self, scheduled: ScheduledRequest) -> RequestUpdate:

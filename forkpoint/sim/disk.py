@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forkpoint.cache.disk_entries import DiskNews
+from forkpoint.cache.disk_entries import TierNews
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 
@@ -38,9 +38,9 @@ class SimulatedDisk:
         """Return the time of the next news, `now_s` if there are some already."""
         return max(now_s, min(self._due_s.values(), default=now_s))
 
-    def news(self, now_s: float) -> DiskNews | None:
+    def news(self, now_s: float) -> TierNews | None:
         """Return the tickets that were done by `now_s` and not reported before; None if there are none."""
         done = tuple(ticket for ticket, due_s in self._due_s.items() if due_s <= now_s)
         for ticket in done:
             del self._due_s[ticket]
-        return DiskNews(done) if done else None
+        return TierNews(done) if done else None

@@ -94,7 +94,7 @@ class EngineReplica:
         layout, counters = self.options.layout, self._counters
         load = load_of(plan, layout)
         self._disk.start(plan.moves, now_s)
-        if plan.waits_for_disk:
+        if plan.waits_for_tiers:
             load = replace(load, waits_s=self._disk.next_s(now_s) - now_s)
         counters.kv_written_bytes += load.num_tokens * sum(group.block_bytes for group in layout.groups) // BLOCK_SIZE
         counters.state_written_bytes += load.num_saves * layout.slot_bytes
@@ -109,7 +109,7 @@ class EngineReplica:
         first = tuple(self._row_ids[row] for row in prefills.tolist())
         tokens, counts = self._sample(plan)
         news = self._disk.news(now_s)
-        result = StepResult(plan.step, tokens, num_tokens=plan.num_tokens, counts=counts, disk=news)
+        result = StepResult(plan.step, tokens, num_tokens=plan.num_tokens, counts=counts, tier_news=news)
         updates = self.sched.apply(result)
         finished = {update.request.id: update.request.cache for update in updates if update.finish_reason is not None}
         for name in finished:

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from forkpoint.cache.disk_entries import DiskFacts, Records
-from forkpoint.sched.plan import DiskNews
+from forkpoint.sched.plan import TierNews
 
 
-class DiskTickets:
+class TierTickets:
     """Collects the ranks' news. A ticket is done when it is so on all ranks, and failed if it failed on one."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -23,7 +23,7 @@ class DiskTickets:
         self._failed = set[int]()
         self._writes = True
 
-    def merge(self, news: Sequence[DiskNews]) -> DiskNews | None:
+    def merge(self, news: Sequence[TierNews]) -> TierNews | None:
         """Return the tickets that all ranks have reported with `news` and earlier; each once. None: there are none."""
         for each in news:
             self._writes = self._writes and each.writes
@@ -37,7 +37,7 @@ class DiskTickets:
         for ticket in complete:
             del self._reported[ticket]
         self._failed.difference_update(failed)
-        return DiskNews(done, failed, self._writes)
+        return TierNews(done, failed, self._writes)
 
 
 def common_disk(disks: Sequence[DiskFacts | None]) -> DiskFacts | None:

@@ -25,10 +25,10 @@ import msgspec
 from forkpoint.config import EngineConfig
 from forkpoint.errors import EngineStoppedError, ForkpointError, StepFailedError
 from forkpoint.obs.logs import LOGGER, set_up_logging
-from forkpoint.sched.plan import DiskNews, StepPlan, StepResult, SubmittedStep
+from forkpoint.sched.plan import StepPlan, StepResult, SubmittedStep, TierNews
 from forkpoint.worker.child import begin_child, how_it_ended, start_child
 from forkpoint.worker.codec import Failure, decoder, encoder
-from forkpoint.worker.disk_ranks import DiskTickets, common_disk
+from forkpoint.worker.disk_ranks import TierTickets, common_disk
 from forkpoint.worker.worker import Worker, WorkerFacts
 
 STOP_TIMEOUT_S = 10.0  # for the device to finish and the worker to end; then it is killed
@@ -47,7 +47,7 @@ class StepAnswer(msgspec.Struct, array_like=True, frozen=True):
     digest: int = 0
     failure: str = ""
     refused: bool = False
-    disk: DiskNews | None = None
+    tier_news: TierNews | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class RemoteRunner:
         self._ranks = ranks
         self._encode, self._decode = encoder(), decoder(StepAnswer)
         self._why: str | None = None  # why the ranks were ended
-        self._disk = DiskTickets(len(ranks))
+        self._tickets = TierTickets(len(ranks))
         self._end = Finalize(self, _end, (ranks,), exitpriority=1)  # runs when this process ends, at the latest
 
     def wait_until_built(self) -> WorkerFacts:
@@ -160,9 +160,9 @@ class RemoteRunner:
         for name, answer in answers.items():
             if answer.digest != first.digest:
                 raise self._stopped(f"{name} sampled other tokens than {self._ranks[0].name}")
-        news = self._disk.merge([answer.disk for answer in answers.values() if answer.disk is not None])
+        news = self._tickets.merge([answer.tier_news for answer in answers.values() if answer.tier_news is not None])
         if news is not None and first.result is not None:
-            return msgspec.structs.replace(first, result=replace(first.result, disk=news))
+            return msgspec.structs.replace(first, result=replace(first.result, tier_news=news))
         return first
 
     def check(self) -> None:
@@ -265,4 +265,4 @@ def _answer(step: SubmittedStep | StepAnswer, rank: int) -> StepAnswer:
         LOGGER.debug("a step failed", exc_info=error)
         return StepAnswer(failure=f"{type(error).__name__}: {error}")
     digest = zlib.crc32(result.token_ids.tobytes())
-    return StepAnswer(None if rank else replace(result, disk=None), digest, disk=result.disk)
+    return StepAnswer(None if rank else replace(result, tier_news=None), digest, tier_news=result.tier_news)

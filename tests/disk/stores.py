@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forkpoint.cache.disk_entries import BLOCK, SLOT, DiskNews, EntryName
+from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName, TierNews
 from forkpoint.disk.slab import SlabLayout
 from forkpoint.disk.store import DiskStore, open_store
 
@@ -41,7 +41,7 @@ def write(store: DiskStore, name: EntryName, unit: int, ticket: int) -> None:
     store.submit_write(name, unit, memoryview(contents_of(name)), ticket)
 
 
-def settled(store: DiskStore, tickets: set[int]) -> DiskNews:
+def settled(store: DiskStore, tickets: set[int]) -> TierNews:
     """Wait until all of these tickets have been reported."""
     done, failed = set[int](), set[int]()
     writes = True
@@ -51,7 +51,7 @@ def settled(store: DiskStore, tickets: set[int]) -> DiskNews:
         done.update(news.done)
         failed.update(news.failed)
         writes = news.writes
-    return DiskNews(tuple(sorted(done)), tuple(sorted(failed)), writes)
+    return TierNews(tuple(sorted(done)), tuple(sorted(failed)), writes)
 
 
 def read(store: DiskStore, name: EntryName, unit: int, ticket: int = 10**6) -> bytes | None:

@@ -38,7 +38,7 @@ from forkpoint.sched.plan import StepPlan, StepResult, SubmittedStep
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.worker.disk import slab_layout
-from forkpoint.worker.disk_ranks import DiskTickets, common_disk
+from forkpoint.worker.disk_ranks import TierTickets, common_disk
 from tests.checkpoints import add_mtp, add_published_mtp, write_checkpoint
 from tests.engine.tokenizers import byte_level
 from tests.four_bit_checkpoints import FORMATS, put_in_four_bits
@@ -269,14 +269,14 @@ class RanksStep:
 
     first: SubmittedStep
     others: Sequence[SubmittedStep]
-    tickets: DiskTickets
+    tickets: TierTickets
 
     def result(self) -> StepResult:
         found, *others = [step.result() for step in (self.first, *self.others)]
         for other in others:
             assert other.token_ids.tolist() == found.token_ids.tolist(), "ranks sampled other tokens"
-        news = [each.disk for each in (found, *others) if each.disk is not None]
-        return replace(found, disk=self.tickets.merge(news))
+        news = [each.tier_news for each in (found, *others) if each.tier_news is not None]
+        return replace(found, tier_news=self.tickets.merge(news))
 
 
 @dataclass
@@ -302,7 +302,7 @@ class Probe:
     failing_after: int = 0
 
     def __post_init__(self) -> None:
-        self._tickets = DiskTickets(1 + len(self.others))
+        self._tickets = TierTickets(1 + len(self.others))
         watch_logits(self.inner, self._note)
         for other in self.others:  # which have a part of them
             watch_logits(other, lambda row, num_outputs, logits: None)

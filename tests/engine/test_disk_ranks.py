@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from forkpoint.cache.disk_entries import RECORD, DiskFacts, Records
-from forkpoint.sched.plan import DiskNews
-from forkpoint.worker.disk_ranks import DiskTickets, common_disk
+from forkpoint.sched.plan import TierNews
+from forkpoint.worker.disk_ranks import TierTickets, common_disk
 
 
 def test_a_ticket_counts_once_all_ranks_have_reported_it() -> None:
-    tickets = DiskTickets(2)
-    assert tickets.merge([DiskNews((1, 2, 3))]) is None
-    assert tickets.merge([DiskNews((2,), (1,))]) == DiskNews((2,), (1,)), "one rank has not read it"
+    tickets = TierTickets(2)
+    assert tickets.merge([TierNews((1, 2, 3))]) is None
+    assert tickets.merge([TierNews((2,), (1,))]) == TierNews((2,), (1,)), "one rank has not read it"
     assert tickets.merge([]) is None
-    assert tickets.merge([DiskNews((3,), writes=False)]) == DiskNews((3,), (), writes=False)
+    assert tickets.merge([TierNews((3,), writes=False)]) == TierNews((3,), (), writes=False)
 
 
 def records(*named: tuple[int, bytes, bytes]) -> Records:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from forkpoint.cache.disk_entries import HOST_READY, DiskFacts, DiskNews, no_entries
+from forkpoint.cache.disk_entries import HOST_READY, DiskFacts, TierNews, no_entries
 from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.cache.tiers import TierSizes
@@ -114,7 +114,7 @@ class Harness:
             tiers=TierSizes(self.num_host_pages, disk, peers=self.peers, streams=self.host_streams, clock=clock),
         )
         if self.host_streams:
-            self.sched.cache.apply_news(DiskNews((HOST_READY,)))
+            self.sched.cache.apply_news(TierNews((HOST_READY,)))
         restoring = self.sched.cache.restoring
         if restoring is not None and self.loaded_at_once:
             restoring.loaded_at_once = self.loaded_at_once
