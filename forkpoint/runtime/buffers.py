@@ -92,7 +92,7 @@ class ArenaBuffer:
         found = self.disk.news(0.0 if done is not None else wait_s)
         if found is None or done is None:
             return found or done
-        return replace(found, done=done.done + found.done)
+        return replace(found, done=done.done + found.done, failed=done.failed + found.failed)
 
     def _use_peers(self, move: Move, sound: bool) -> None:
         peers, name = self.peers, move.name
