@@ -26,7 +26,7 @@ import torch
 from benchmarks import machine
 from benchmarks.gpu_9b.measures import Answer, Client, Ids, ProtocolError, Sizes, decode_rate, time_to_first_token
 from benchmarks.gpu_9b.options import engine_options
-from benchmarks.gpu_9b.shape import SHAPE_9B
+from benchmarks.gpu_9b.shape import SHAPE_9B, text_fields
 from benchmarks.model131m import HybridShape
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.llm import LLM
@@ -67,22 +67,7 @@ def write_config(folder: Path, shape: HybridShape, vision: dict[str, int]) -> Pa
     """Write a folder with only the config.json of a Qwen3.5 of this shape, which `load_format="dummy"` reads."""
     text = {
         "model_type": "qwen3_5_text",
-        "dtype": "bfloat16",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "layer_types": list(shape.layer_types),
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "linear_num_key_heads": shape.num_key_heads,
-        "linear_num_value_heads": shape.num_value_heads,
-        "linear_key_head_dim": shape.state_dim,
-        "linear_value_head_dim": shape.state_dim,
-        "linear_conv_kernel_dim": shape.conv_width,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
+        **text_fields(shape),
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e7,
@@ -90,10 +75,6 @@ def write_config(folder: Path, shape: HybridShape, vision: dict[str, int]) -> Pa
             "mrope_interleaved": True,
             "mrope_section": [11, 11, 10],
         },
-        "max_position_embeddings": shape.max_position_embeddings,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "eos_token_id": 0,
     }
     image, video, start, end = range(shape.vocab_size - NUM_SPECIAL, shape.vocab_size)
     config = {

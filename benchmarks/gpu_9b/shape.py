@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from benchmarks.model131m import LINEAR, HybridShape
 
@@ -25,13 +26,9 @@ SHAPE_9B = HybridShape(
 BF16_BYTES, FP32_BYTES = 2, 4
 
 
-def write_config(folder: Path, shape: HybridShape) -> Path:
-    """Write a folder with only a config.json, that of a dense Qwen3-Next of this shape. `load_format="dummy"` needs no
-    more."""
-    layers = list(range(shape.num_layers))
-    config = {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
+def text_fields(shape: HybridShape) -> dict[str, Any]:
+    """Return the fields of config.json that Qwen3-Next and the text part of Qwen3.5 share."""
+    return {
         "dtype": "bfloat16",
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -48,13 +45,24 @@ def write_config(folder: Path, shape: HybridShape) -> Path:
         "linear_conv_kernel_dim": shape.conv_width,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         "max_position_embeddings": shape.max_position_embeddings,
-        "num_experts": 0,
-        "mlp_only_layers": layers,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "eos_token_id": 0,
+    }
+
+
+def write_config(folder: Path, shape: HybridShape) -> Path:
+    """Write a folder with only a config.json, that of a dense Qwen3-Next of this shape. `load_format="dummy"` needs no
+    more."""
+    layers = list(range(shape.num_layers))
+    config = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        **text_fields(shape),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "num_experts": 0,
+        "mlp_only_layers": layers,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
