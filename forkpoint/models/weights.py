@@ -347,8 +347,7 @@ class FileWeights(WeightSource):
             tensor = self._shards.read(stored, part)
         except SafetensorError as error:
             raise ModelFolderError(f"tensor {self.where(name)} cannot be read: {error}; fetch it again") from error
-        # A copy, because the tensor otherwise keeps the whole file mapped. Values are checked on the device, where
-        # that is fastest.
+        # A copy, because the tensor otherwise keeps the whole file mapped. The device checks values fastest.
         if tensor.dtype == CODES:
             tensor = tensor.view(self.codes)
         tensor = tensor.to(self.device, copy=True)

@@ -142,7 +142,7 @@ def test_the_room_beside_the_arena(model: Model, layout: CacheLayout) -> None:
 
 
 def test_the_largest_image_has_room_beside_the_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So have the embeddings that are kept while a step encodes its budget of images."""
+    """The embeddings that are kept while a step encodes its budget of images have room beside the arena."""
     write_vision_checkpoint(tmp_path)
     settings = read_image_settings(tmp_path, {"max_pixels": 81 * 1024})
     seeing = load_model(tmp_path, ops=OPS, vision=settings)

@@ -11,7 +11,7 @@ from forkpoint.params import SamplingParams
 from tests.server.running import start_server
 
 LINK = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"fetch_timeout_s": 30}}
-# As vLLM's proxies send them to the prefill engine.
+# The fields that vLLM's proxies send to the prefill engine.
 ASKS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
