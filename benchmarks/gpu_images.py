@@ -152,7 +152,9 @@ class Pictures:
         return int(self.llm.get_metrics()["num_images_encoded"])
 
     def forget_embeddings(self) -> None:
-        self.llm._engine.core.scheduler._encoder.clear()
+        encoder = self.llm._engine.core.scheduler._encoder
+        assert encoder is not None
+        encoder.clear()
 
 
 def client_of(llm: LLM, shape: HybridShape) -> Client:

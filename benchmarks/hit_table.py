@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,14 +142,21 @@ def fill(rig: Rig, num_tokens: int) -> None:
         rig.ask(f"unrelated {number}", ids(1000 + number, num_tokens // 2 + 77), 1)
 
 
-def measure_row(loaded: LoadedModel, row: Row, tight: bool = False) -> RowResult:
-    """Play a row on a fresh engine, then run its measured request on an engine without a cache."""
+def ids_alone(loaded: LoadedModel, prompt: IntArray, max_tokens: int) -> Sequence[int]:
+    """Return the outputs of an engine without a cache."""
+    rig = Rig(loaded, RigOptions(cache=CacheConfig(enable_prefix_caching=False)))
+    return rig.ask("alone", prompt, max_tokens).output_token_ids
+
+
+def measure_row(
+    loaded: LoadedModel, row: Row, tight: bool = False, alone: Callable[..., Sequence[int]] = ids_alone
+) -> RowResult:
+    """Play a row on a fresh engine, then run its measured request with `alone`, an engine without a cache."""
     rig = Rig(loaded, RigOptions(num_pages=tight_pages(loaded, row.tight_tokens) if tight else 0))
     if tight:
         fill(rig, row.tight_tokens)
     request = row.play(rig)
-    off = Rig(loaded, RigOptions(cache=CacheConfig(enable_prefix_caching=False)))
-    alone = off.ask("alone", request.prompt_token_ids, request.max_tokens)
+    wanted = alone(loaded, request.prompt_token_ids, request.max_tokens)
     reported = sum(r.num_tokens - 1 - r.cache.num_cached_tokens for r in rig.requests.values())
     return RowResult(
         row,
@@ -158,5 +165,5 @@ def measure_row(loaded: LoadedModel, row: Row, tight: bool = False) -> RowResult
         rig.core.slot_bytes_copied,
         rig.sched.stats().cache.num_checkpoints,
         rig.checkpoint_bytes,
-        request.output_token_ids == alone.output_token_ids,
+        request.output_token_ids == wanted,
     )

@@ -8,7 +8,6 @@ It counts all resident pages, also those of mapped files. The exit code is 1 if 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import re
 import sys
@@ -16,13 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from forkpoint.freed_memory import return_freed_memory
 from forkpoint.models.registry import load_model
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import OpTable
 
 MIB = 2**20
-TEMPORARY = 80 * MIB  # for copies of a matrix that is being converted, and for rounding to huge pages
-M_MMAP_THRESHOLD = -3  # of mallopt, from malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class LoadMemory:
 
     @property
     def limit(self) -> int:
-        return self.kept + self.largest_shard + TEMPORARY
+        return self.kept + self.largest_shard
 
     @property
     def line(self) -> str:
@@ -59,7 +57,7 @@ def measure(folder: Path, ops: OpTable) -> LoadMemory:
 def _trimmed() -> int:
     """Give freed memory back to the system and return the resident bytes."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
     return _status("VmRSS")
 
 
@@ -74,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="folders with safetensors weights")
     folders = parser.parse_args(argv).folders
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)  # larger tensors go back to the system when they are freed
     ops = select_table("auto", deterministic=False, force_state_copy=False)
     load_model(folders[0], ops=ops)  # makes libraries resident
     found = [measure(folder, ops) for folder in folders]

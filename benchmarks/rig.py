@@ -19,7 +19,8 @@ from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import resolve_platform
 from forkpoint.runtime.graphs import graph_shapes
-from forkpoint.runtime.runner import Loaded, ModelRunner
+from forkpoint.runtime.loaded import Loaded
+from forkpoint.runtime.runner import ModelRunner
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request, RequestUpdate
@@ -83,7 +84,8 @@ class Rig:
         shapes = graph_shapes(options.max_num_seqs, MAX_GRAPH_TOKENS)
         ready = Loaded(loaded.model, loaded.ops, layout, config, loaded.platform, shapes, loaded.max_num_drafts)
         runner = ModelRunner(ready, num_pages, max_model_len=options.max_model_len)
-        runner.record_graphs()
+        while runner.record_next():
+            pass
         self.sched = Scheduler(
             layout,
             num_pages,

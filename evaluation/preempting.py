@@ -36,7 +36,7 @@ class PreemptingPlanner:
             moments = self._moments[request.id]
             if moments and entry.lease.num_planned and len(request.output_token_ids) >= moments[-1]:
                 moments.pop()
-                self._scheduler._preempt(entry)
+                self._scheduler._departures.preempt(entry)
         return self._scheduler.schedule()
 
     def __getattr__(self, name: str) -> Any:

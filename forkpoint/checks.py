@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import reprlib
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from ipaddress import IPv6Address, ip_address
+from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -162,12 +162,25 @@ def _checked(item: Field[Any], kind: Any, value: Any, check: Checker, none: str)
 
 def shown(value: object) -> str:
     """Return a given value as errors show it; long values are truncated."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = MAX_SHOWN
     try:
-        return short.repr(value)
+        text = repr(_beginning(value))
     except Exception:  # integers of thousands of digits, and objects whose repr fails
         return f"<{type(value).__name__}>"
+    if len(text) > MAX_SHOWN:
+        return text[:MAX_SHOWN] + "..."
+    return text
+
+
+def _beginning(value: object) -> object:
+    """Return the part of a value that fills `MAX_SHOWN` characters. Formatting the whole value can take seconds."""
+    match value:
+        case str() | bytes():
+            return value[: MAX_SHOWN + 1]
+        case list():
+            return [_beginning(inner) for inner in value[:MAX_SHOWN]]
+        case dict():
+            return {_beginning(name): _beginning(inner) for name, inner in islice(value.items(), MAX_SHOWN)}
+    return value
 
 
 def first_line(error: BaseException) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from forkpoint.checks import MAX_INTEGER, MAX_POSITIONS, Bounds, Checker, checked_fields, option
 from forkpoint.errors import ConfigError
+from forkpoint.image_families.media_io import MEDIA
 from forkpoint.image_families.settings import ImageSettings
 from forkpoint.image_families.table import PROCESSOR_KWARGS, read_image_settings
 from forkpoint.json_options import (
@@ -20,6 +20,7 @@ from forkpoint.json_options import (
     json_object,
 )
 from forkpoint.media_limits import MAX_IMAGES, read_media_limits
+from forkpoint.option_rules import check_context, check_disk
 from forkpoint.transfer_options import EXAMPLE_OF_TRANSFER, KVTransferConfig
 
 BLOCK_SIZE: Final = 64  # tokens per block of keys and values, and the grid of checkpoints
@@ -142,13 +143,13 @@ class EngineConfig:
 
     model: str = option(
         "",
-        "a model folder, or a model's id on the Hugging Face hub; the commands' default: the demo model of a checkout",
+        "a model folder, or an id on the Hugging Face hub; default of commands: the demo model of the checkout",
     )
     tokenizer: str | None = option(None, "a tokenizer folder or hub id, where it is not the model's")
     revision: str | None = option(None, "branch, tag or commit of the hub's model; default: main")
-    tokenizer_revision: str | None = option(None, "the same of a tokenizer that is named by its hub id")
+    tokenizer_revision: str | None = option(None, "branch, tag or commit of a tokenizer on the hub; default: main")
     download_dir: str | None = option(
-        None, "where models of the hub are kept; default: Hugging Face's cache, which HF_HOME moves"
+        None, "folder for models of the hub; default: Hugging Face's cache, which HF_HOME moves"
     )
     skip_tokenizer_init: bool = option(False, "token ids in, token ids out")
     load_format: Literal["auto", "safetensors", "fastsafetensors", "dummy"] = option(
@@ -156,7 +157,7 @@ class EngineConfig:
     )
     use_tqdm_on_load: bool = option(True, "show a bar on a terminal while weights load and graphs are recorded")
     dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "auto", "of weights and activations; auto: as in config.json"
+        "auto", "dtype of weights and activations; auto: as in config.json"
     )
     quantization: Quantization | None = option(
         None,
@@ -164,9 +165,9 @@ class EngineConfig:
         "and another format than theirs is refused",
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = option(
-        "auto", "of keys and values; auto: the model's; fp8: 8 bits (e4m3) with a scale for each token and head"
+        "auto", "dtype of keys and values; auto: the model's; fp8: 8 bits (e4m3) with a scale for each token and head"
     )
-    mamba_ssm_cache_dtype: Literal["float32", "bfloat16"] = option("float32", "of the recurrent matrix states")
+    mamba_ssm_cache_dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the recurrent matrix states")
     state_write_interval: int | None = option(
         None,
         "tokens that a decoding request computes between two writes of its recurrent states, of which it keeps small "
@@ -182,6 +183,19 @@ class EngineConfig:
         "devices that share every layer of the model, a process each; on CPUs processes that share the host",
         bounds=Bounds(1, MAX_RANKS),
         short="-tp",
+    )
+    decode_context_parallel_size: int = option(
+        1,
+        "of the devices that would hold the same keys and values, how many keep each token once, in turn; divides "
+        "tensor_parallel_size",
+        bounds=Bounds(1, MAX_RANKS),
+        short="-dcp",
+    )
+    cp_kv_cache_interleave_size: int | None = option(
+        None,
+        f"tokens that one of these devices keeps before it is the next one's turn; default, and at most: {BLOCK_SIZE} "
+        "/ decode_context_parallel_size",
+        bounds=Bounds(1, MAX_INTEGER),
     )
     distributed_executor_backend: Literal["uni", "mp"] = option(
         "uni",
@@ -213,12 +227,12 @@ class EngineConfig:
     )
     kv_disk_path: str | None = option(
         None,
-        "a folder of this engine's own for what the arena or the host tier evicts; prefixes in it are found after a "
-        "restart; default: none",
+        "a folder for what the arena or the host tier evicts, which is found after a restart; each model has files of "
+        "its own in it; default: none",
         metavar="DIR",
     )
     kv_disk_size: float | None = option(
-        None, "GiB of that folder, of all ranks together", bounds=Bounds(0, MAX_HOST_GIB, above=True)
+        None, "GiB of the model's files there, of all ranks together", bounds=Bounds(0, MAX_HOST_GIB, above=True)
     )
     kv_disk_write_limit: float | None = option(
         None,
@@ -252,6 +266,12 @@ class EngineConfig:
         "default: the model's, and at most 4194304 pixels, which are 4096 tokens of Qwen3.5",
         metavar="JSON",
     )
+    media_io_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "JSON: how files are read, by 'image' (rgba_background_color) and 'video' (num_frames, fps); default: "
+        "transparent parts become white, and frames are sampled as the model's folder says",
+        metavar="JSON",
+    )
     chat_template: str | None = option(None, "a Jinja file, or the template itself")
     generation_config: str = option(
         "auto",
@@ -262,7 +282,7 @@ class EngineConfig:
     override_generation_config: Mapping[str, Any] | None = option(
         None, 'JSON: sampling defaults that go before the file\'s, such as {"temperature": 0.5}', metavar="JSON"
     )
-    seed: int = option(0, "of sampling where a request names none, and of dummy weights")
+    seed: int = option(0, "seed of dummy weights, and of sampling where a request names none")
     deterministic: bool = option(False, "cached and uncached runs agree bit for bit, in any batch")
     cpu_ops: str = option(
         "auto",
@@ -276,7 +296,7 @@ class EngineConfig:
         None, "append a JSON line for every request to this file: times, lengths, block hashes; `simulate` replays it"
     )
     log_request_tokens: bool = option(False, "with --log-requests: write token ids instead of block hashes")
-    log_level: Literal["debug", "info", "warning", "error"] = option("info", "of the log on standard error")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "level of the log on standard error")
     structured_outputs_config: StructuredOutputsConfig = mapping_option(
         ': {"disable_any_whitespace": true} has all JSON outputs written without line breaks', StructuredOutputsConfig
     )
@@ -322,6 +342,8 @@ class EngineConfig:
             options[name] = json_object(name, options[name])
         if options.get(name := "mm_processor_kwargs") is not None:
             options[name] = json_object(name, options[name], PROCESSOR_KWARGS)
+        if options.get(name := "media_io_kwargs") is not None:
+            options[name] = json_object(name, options[name], MEDIA)
         of = {group: {k: v for k, v in options.items() if known[k] == group} for group in ("", *groups)}
         scheduler = {k: v for k, v in of["scheduler"].items() if v is not None}
         checked(SchedulerConfig(**scheduler))
@@ -337,7 +359,7 @@ class EngineConfig:
         """
         if self.language_model_only:
             return None
-        return read_image_settings(self.model, self.mm_processor_kwargs, self.hf_overrides)
+        return read_image_settings(self.model, self.mm_processor_kwargs, self.hf_overrides, self.media_io_kwargs)
 
     @property
     def host_tier_bytes(self) -> int:
@@ -345,6 +367,11 @@ class EngineConfig:
         if self.kv_transfer_config is not None and not self.links_peers:
             return self.kv_transfer_config.cpu_bytes
         return math.ceil((self.kv_offloading_size or 0) * GIB)
+
+    @property
+    def interleave(self) -> int:
+        """Tokens of a row that one rank keeps before it is the next one's turn."""
+        return self.cp_kv_cache_interleave_size or BLOCK_SIZE // self.decode_context_parallel_size
 
     @property
     def links_peers(self) -> bool:
@@ -391,51 +418,20 @@ class EngineConfig:
         offloads = self.kv_transfer_config is not None and not self.links_peers
         if offloads and self.kv_offloading_size is not None:
             raise ConfigError("kv_offloading_size and kv_transfer_config both give the host tier's size; give one")
-        if self.host_tier_bytes and not cache.enable_prefix_caching:
-            raise ConfigError(
-                "kv_offloading_size needs the prefix cache, whose evicted entries it keeps; leave "
-                "--no-enable-prefix-caching out"
-            )
-        self._validate_disk()
-        self._validate_peers()
+        check_disk(self.kv_disk_path, self.kv_disk_size, self.kv_disk_write_limit)
+        check_context(self.decode_context_parallel_size, self.interleave, self.tensor_parallel_size, BLOCK_SIZE)
+        uses = {
+            "kv_offloading_size": (self.host_tier_bytes > 0, "whose evicted entries it keeps"),
+            "kv_disk_path": (self.kv_disk_path is not None, "whose evicted entries it keeps"),
+            "kv_transfer_config with NixlConnector": (self.links_peers, "whose entries it exchanges"),
+        }
+        for name, (is_used, why) in uses.items():
+            if is_used and not cache.enable_prefix_caching:
+                raise ConfigError(f"{name} needs the prefix cache, {why}; leave --no-enable-prefix-caching out")
         if self.deterministic and self.speculative_config and self.mamba_ssm_cache_dtype != "float32":
             raise ConfigError(
                 "--deterministic with --speculative-config needs --mamba-ssm-cache-dtype float32: states in bfloat16 "
                 "are rounded after each token without drafts, and after several with them"
-            )
-
-    def _validate_peers(self) -> None:
-        """Raise a ConfigError if prompts cannot be exchanged with the other options."""
-        if not self.links_peers:
-            return
-        if self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"kv_transfer_config with NixlConnector is not possible with tensor_parallel_size="
-                f"{self.tensor_parallel_size}: each rank would have to exchange its share; give 1"
-            )
-        if not self.cache.enable_prefix_caching:
-            raise ConfigError(
-                "kv_transfer_config with NixlConnector needs the prefix cache, whose entries it exchanges; leave "
-                "--no-enable-prefix-caching out"
-            )
-
-    def _validate_disk(self) -> None:
-        """Raise a ConfigError if the options of the disk tier do not make one."""
-        if self.kv_disk_path is None:
-            for name in ("kv_disk_size", "kv_disk_write_limit"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(f"{name}={getattr(self, name)} needs a folder; give kv_disk_path, too")
-            return
-        if not self.kv_disk_path:
-            raise ConfigError("kv_disk_path='' names no folder; give the path of one")
-        if Path(self.kv_disk_path).exists() and not Path(self.kv_disk_path).is_dir():
-            raise ConfigError(f"kv_disk_path={self.kv_disk_path!r} is not a folder; give the path of one")
-        if self.kv_disk_size is None:
-            raise ConfigError(f"kv_disk_path={self.kv_disk_path!r} needs kv_disk_size, in GiB; give both")
-        if not self.cache.enable_prefix_caching:
-            raise ConfigError(
-                "kv_disk_path needs the prefix cache, whose evicted entries it keeps; leave "
-                "--no-enable-prefix-caching out"
             )
 
 

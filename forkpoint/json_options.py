@@ -16,7 +16,10 @@ DEFAULT_LOOKUP: Final = 5
 LEAST_MATCH: Final = 3  # tokens of a past output that must match before it is searched
 MAX_LOOKUP: Final = 64
 # vLLM's older names of 'mtp'
-MTP_NAMES: Final = ("qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp", "bailing_hybrid_v3_mtp")
+MTP_NAMES: Final = (
+    *("qwen3_next_mtp", "qwen3_5_mtp", "qwen4_exp_mtp", "nemotron_h_mtp"),
+    *("bailing_hybrid_mtp", "bailing_hybrid_v3_mtp", "glm5_next_mtp", "alice_ai_mtp"),
+)
 # Fields of vLLM's speculative_config that choose kernels or are those of the model itself.
 WITHOUT_EFFECT: Final = (
     "attention_backend",

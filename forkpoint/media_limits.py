@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from forkpoint.checks import Checker
+from forkpoint.checks import Checker, shown
 from forkpoint.errors import ConfigError
 from forkpoint.json_options import json_object
 
@@ -20,7 +20,9 @@ def read_media_limits(name: str, given: Any) -> dict[str, int]:
 
     `given` is a mapping, its JSON text, or vLLM's short form `image=4,video=2`. Raises ConfigError.
     """
-    if isinstance(given, str) and re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", given):
+    if isinstance(given, str) and not given.lstrip().startswith("{"):
+        if not re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", given):
+            raise ConfigError(f'{name}={shown(given)} is not allowed; give image=4,video=1, or JSON: {{"image": 4}}')
         given = {kind: int(count) for kind, _, count in (pair.partition("=") for pair in given.split(","))}
     given, limits = json_object(name, given), {}
     for kind in ("image", "video"):

@@ -181,9 +181,8 @@ class SamplingParams:
         value = self.structured_outputs
         ok = value is None or isinstance(value, StructuredOutputsParams)
         _CHECK.require(ok, "structured_outputs", value, "None or StructuredOutputsParams(...)")
-        transfer = self.kv_transfer_params
-        is_mapping = transfer is None or isinstance(transfer, Mapping)
-        _CHECK.require(is_mapping, "kv_transfer_params", transfer, "None or a mapping, as a prefill engine answers it")
+        if self.kv_transfer_params is not None:
+            object.__setattr__(self, "kv_transfer_params", _json_copy("kv_transfer_params", self.kv_transfer_params))
 
     @property
     def is_greedy(self) -> bool:
@@ -257,6 +256,24 @@ def _logit_bias(given: object) -> dict[int, float]:
         value = _CHECK.number("logit_bias", bias, LOGIT_BIASES)
         found[_CHECK.integer("logit_bias", token, 0, MAX_INT32, allowed)] = value
     return found
+
+
+def _json_copy(name: str, given: object) -> dict[str, Any]:
+    """Return a mapping as a client sends it in JSON. Its integers have at most 64 bits, which all processes take."""
+    if isinstance(given, Mapping):
+        with suppress(TypeError, ValueError, OverflowError, RecursionError):
+            text = jsonlib.dumps(dict(given), allow_nan=False, ensure_ascii=False)
+            text.encode()  # raises for lone surrogates
+            copy: dict[str, Any] = jsonlib.loads(text, parse_int=_in_64_bits)
+            return copy
+    _CHECK.refuse(name, given, "None or a JSON object, as a prefill engine answers it")
+
+
+def _in_64_bits(digits: str) -> int:
+    value = int(digits)
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"{digits} does not fit in 64 bits")
+    return value
 
 
 def _json_text(name: str, value: Mapping[str, Any]) -> str:

@@ -48,7 +48,7 @@ class KVTransferConfig(JsonConfig):
     """Options for keeping evicted cache entries, or for exchanging prompts with other engines. Names are vLLM's.
 
     OffloadingConnector keeps evicted entries in the host's memory. NixlConnector splits requests between prefill and
-    decode engines: it takes vLLM's requests, and moves blocks and states over plain sockets. A producer computes
+    decode engines: it takes vLLM's requests, and moves blocks and states over shared memory or TCP. A producer computes
     prompts and lets others fetch them, a consumer fetches them.
     """
 

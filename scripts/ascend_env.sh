@@ -10,8 +10,8 @@ if [ ! -e .ascend/venv/complete ]; then
     "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
         { echo "ascend: triton-ascend 3.2.0 has wheels for Python 3.11 and older alone"; exit 0; }
     "$python" -m venv .ascend/venv
-    .ascend/venv/bin/python -m pip install --quiet pybind11 'numpy<2.3' &&
-        .ascend/venv/bin/python -m pip install --quiet --no-deps triton-ascend==3.2.0 ||
+    .ascend/venv/bin/python -m pip install --quiet --no-compile pybind11 'numpy<2.3' &&
+        .ascend/venv/bin/python -m pip install --quiet --no-compile --no-deps triton-ascend==3.2.0 ||
         { echo "ascend: no triton-ascend 3.2.0 from the package index"; exit 0; }
     # Behind its own packages come those of the usual environment: torch, pytest and the others.
     "$python" -c 'import site; print(site.getsitepackages()[0])' > "$(echo .ascend/venv/lib/python3*/site-packages)/zz.pth"

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "forkpoint")
 PAGE = "forkpoint/server/static"
-MOST_BYTES = 1_250_000  # the chat page's libraries take 0.4 MB of it, a model or a data set would exceed it
+MOST_BYTES = 1_400_000  # the chat page's libraries take 0.4 MB of it, a model or a data set would exceed it
 READY = re.compile(r"ready: \S+ on (http://\S+)")
 START_S = 300.0
 
@@ -96,9 +96,9 @@ def check_demo(shown: str) -> None:
     lines = shown.splitlines()
     check("9 of 9 answers right" in lines, shown)
     check("14 of 14 outputs identical with the cache on and off" in lines, shown)
-    drafts = [(line.split()[0], line.split()[-1]) for line in lines[-3:]]
+    drafts = [(line.split()[0], line.split()[-1]) for line in lines if line.startswith(("none ", "ngram ", "mtp "))]
     check(drafts == [("none", "yes"), ("ngram", "yes"), ("mtp", "yes")], shown)
-    print(f"it runs the demo of this checkout: {lines[-1]}")
+    print("it runs the demo of this checkout: its answers are right, and identical with drafts")
 
 
 def check(holds: bool, problem: str) -> None:

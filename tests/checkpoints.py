@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from tests.alice_models import AliceAIConfig, AliceAIForCausalLM
 from tests.lightning_models import BailingMoeV2_5Config, BailingMoeV2_5ForCausalLM
@@ -433,59 +431,3 @@ def write_checkpoint(
     sharding = {"max_shard_size": shard_size} if shard_size else {}
     model.save_pretrained(folder, **sharding)
     return model
-
-
-def add_mtp(folder: Path, name: str = "num_nextn_predict_layers") -> None:
-    """Give a saved model of one file an MTP head whose layer is a changed copy of its first attention layer."""
-    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(3)
-    weights = load_file(path)
-    prefix = min(key.partition("self_attn.")[0] for key in weights if ".self_attn." in key and ".layers." in key)
-    hidden = weights[f"{prefix}input_layernorm.weight"].shape[0]
-    for key in [key for key in weights if key.startswith(prefix)]:
-        copy = weights[f"mtp.layers.0.{key.removeprefix(prefix)}"] = weights[key].clone()
-        if copy.is_floating_point() and copy.itemsize > 1 and "scale" not in key:  # quantised ones stay
-            copy += torch.randn(copy.shape, generator=generator).to(copy.dtype) * 0.1
-    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        weights[f"mtp.{norm}.weight"] = torch.randn(hidden, generator=generator) * 0.1
-    weights["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * hidden**-0.5
-    save_file({key: weight.contiguous() for key, weight in weights.items()}, path, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, name: 1}))
-
-
-def add_published_mtp(folder: Path, family: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Give a saved model the MTP head that vLLM reads, and return transformers' model of the head's layers.
-
-    That model has the head's last norm as its own, so that it maps joined inputs to logits. The second value has the
-    weights that join a token's embedding and the hidden state before it. `config` is what the model was written with.
-    """
-    torch.manual_seed(5)
-    saved = json.loads((folder / "config.json").read_text())
-    if family == "nemotron_h":
-        kinds: dict[str, Any] = {"layers_block_type": ["attention", "moe"], "num_hidden_layers": 2}
-        names = {"model.layers.": "mtp.layers.", "model.norm_f.": "mtp.layers.1.final_layernorm."}
-        first, count = "mtp.layers.0", "num_nextn_predict_layers"
-    elif family == "bailing_moe_v2_5":
-        kinds = {"layer_group_size": 1, "first_k_dense_replace": 0, "num_hidden_layers": 1}
-        first, count = f"model.layers.{saved['num_hidden_layers']}", "num_nextn_predict_layers"
-        names = {"model.layers.0.": f"{first}.", "model.norm.": f"{first}.final_layernorm."}
-    else:
-        kinds = {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"], "num_hidden_layers": 1}
-        first, count = f"model.layers.{saved['num_hidden_layers']}", "num_mtp_layers"
-        names = {"model.layers.0.": f"{first}.", "model.norm.": f"{first}.final_layernorm."}
-    theirs = FAMILIES[family](**{**config, **kinds})
-    make_state_sensitive(theirs.eval(), 3)
-    theirs.save_pretrained(folder / "head")
-    path, stored = folder / "model.safetensors", load_file(folder / "head" / "model.safetensors")
-    weights, hidden = load_file(path), theirs.config.hidden_size
-    if family == "bailing_hybrid":
-        weights[f"{first}.shared_head.head.weight"] = torch.ones(2)  # not used
-    else:
-        stored = {name.replace("backbone.", "model."): weight for name, weight in stored.items()}
-    for start, ours in names.items():
-        weights |= {ours + name.removeprefix(start): w for name, w in stored.items() if name.startswith(start)}
-    weights |= {f"{first}.{norm}.weight": 1 + 0.1 * torch.randn(hidden) for norm in ("enorm", "hnorm")}
-    weights[f"{first}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * hidden**-0.5
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, path, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**saved, count: 1}))
-    return theirs, {name: weights[f"{first}.{name}.weight"] for name in ("enorm", "hnorm", "eh_proj")}

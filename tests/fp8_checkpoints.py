@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.checkpoints import write_checkpoint
 
-Layout = Literal["block", "channel", "tensor", "modelopt"]
+Layout = Literal["block", "channel", "tensor", "modelopt", "three"]
 SINGLE = "model.safetensors"
 # As in Qwen's own models: all matrices of the layers but these, and what is no matrix.
 PLAIN = (
@@ -85,6 +85,23 @@ QUANTIZATION: dict[Layout, dict[str, Any]] = {
 }
 
 
+# Attention with a scale for each matrix, outputs of recurrent layers with one for each row, the rest with blocks.
+KINDS = {"self_attn.": "tensor", "out_proj": "channel", "": "block"}
+QUANTIZATION["three"] = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "config_groups": {
+        f"group_{i}": {
+            "targets": [f"re:.*{part}.*"],
+            "format": "float-quantized",
+            "weights": {"num_bits": 8, "type": "float", "strategy": strategy, "block_structure": [128, 128]},
+        }
+        for i, (part, strategy) in enumerate(KINDS.items())
+    },
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+}
+
+
 def write_fp8(folder: Path, family: str, layout: Layout, *, more_plain: tuple[str, ...] = (), **config: Any) -> Any:
     """Write `folder` in FP8 and return transformers' instance of the same weights, widened, in fp32."""
     plain = folder.parent / f"{folder.name}-widened"
@@ -104,7 +121,8 @@ def put_in_fp8(plain: Path, folder: Path, layout: Layout, more_plain: tuple[str,
             stored[name] = weight.bfloat16()
             widened[name] = stored[name].float()
             continue
-        scaled = {"block": block_scaled, "channel": row_scaled}.get(layout, matrix_scaled)
+        kind = layout if layout != "three" else next(kind for part, kind in KINDS.items() if part in name)
+        scaled = {"block": block_scaled, "channel": row_scaled}.get(kind, matrix_scaled)
         stored[name], scales, widened[name] = scaled(weight.float())
         stored[name + ("_scale_inv" if layout == "block" else "_scale")] = scales
         if layout in ("tensor", "modelopt"):

@@ -44,15 +44,14 @@ class HashDisk:
                 self._read(step, move)
             case MoveRoute.FETCH:
                 room = rooms[MoveRoute.FETCH]
-                is_right = room.is_whole(kind, move.src) or not sound
+                is_right = room.is_whole(move) or not sound
                 require(is_right, step, f"fetches {kind.value} {move.src}, which holds garbage")
-                self._buffers[ticket] = kind, room.contents(kind, move.src)
-                self.wait(ticket)
+                self.hold(ticket, kind, room.contents(move))
             case MoveRoute.LAND:
                 require(ticket in self._reported, step, f"copies read {ticket} before it was reported")
                 found, contents = self._buffers.pop(ticket)
                 require(found is kind, step, f"copies a {found.value} to a {kind.value}")
-                rooms[MoveRoute.LAND].put(step, kind, move.dst, contents)
+                rooms[MoveRoute.LAND].put(step, move, contents)
             case MoveRoute.DISCARD:
                 self._buffers.pop(ticket, None)
             case MoveRoute.REMOVE:
@@ -61,10 +60,15 @@ class HashDisk:
                     del self._names[key]
             case MoveRoute.DISK:
                 name = self._names.get((kind, move.src))
-                self._memory.put(step, kind, move.dst, self._memory.contents(kind, move.src))
+                self._memory.put(step, move, self._memory.contents(move))
                 self._own(kind, move.dst, name)
             case _:
                 self._write(step, move, rooms[move.route], sound)
+
+    def hold(self, ticket: int, kind: MoveKind, contents: Any) -> None:
+        """Put contents in a buffer of the device and report the ticket some results later."""
+        self._buffers[ticket] = kind, contents
+        self.wait(ticket)
 
     def _read(self, step: int, move: Move) -> None:
         assert move.name is not None
@@ -72,17 +76,17 @@ class HashDisk:
         is_there = name is not None and name.hash == move.name.hash
         require(is_there or self.num_failed > 0, step, f"reads {move.kind.value} {move.src}, which holds {name}")
         if is_there:
-            self._buffers[move.ticket] = move.kind, self._memory.contents(move.kind, move.src)
+            self._buffers[move.ticket] = move.kind, self._memory.contents(move)
         fails = not is_there or self.random.random() < self.fail_chance
         self.num_failed += fails
         self.wait(move.ticket, fails)
 
     def _write(self, step: int, move: Move, room: HashMemory, sound: bool) -> None:
-        self._memory.put(step, move.kind, move.dst, room.contents(move.kind, move.src))
+        self._memory.put(step, move, room.contents(move))
         self.writes = self.writes and self.random.random() >= self.fail_chance
         fails = not (self.writes and sound)
         self.num_failed += fails
-        require(fails or room.is_whole(move.kind, move.src), step, f"stores garbage of {move.kind.value} {move.src}")
+        require(fails or room.is_whole(move), step, f"stores garbage of {move.kind.value} {move.src}")
         self._own(move.kind, move.dst, None if fails else move.name)
         self.wait(move.ticket, fails)
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE
-from forkpoint.sched.plan import IntArray, MoveKind
+from forkpoint.sched.plan import IntArray, Move, MoveKind
 from tests.hash_step import require
 from tests.rolling_hash import HashArray
 
 GARBAGE = -1  # the position of what was not written
+WindowContents: TypeAlias = list[list[tuple[IntArray, HashArray]]]  # of each window, positions and hashes of its blocks
 
 
 @dataclass(slots=True)
 class HashMemory:
     """A block holds each token's position and the hash of all tokens up to it, a slot one of each. Page 0 is reserved
-    and may not be written."""
+    and may not be written. In a memory without windows a slot also holds the blocks of windows that came with it."""
 
     layout: CacheLayout
     num_pages: int
@@ -31,6 +32,7 @@ class HashMemory:
     _block_users: IntArray = field(init=False)  # rows whose table names the block
     _window_position: list[IntArray] = field(init=False)  # of each window, [blocks, block_size]
     _window_roll: list[HashArray] = field(init=False)
+    _with_slot: dict[int, WindowContents] = field(default_factory=dict)  # blocks of windows that a slot holds
     _page_kind: list[tuple[MoveKind, int] | None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,46 +90,58 @@ class HashMemory:
         if kind is MoveKind.SLOT:
             self._slot_position[dst], self._slot_roll[dst] = self._slot_position[src], self._slot_roll[src]
             self._slot_position[src] = GARBAGE
+            self._with_slot[dst] = self._with_slot.pop(src, [])
             return
         require(not self._block_users[dst], step, f"moves block {src} onto {dst}, which a row uses")
         self._block_position[dst], self._block_roll[dst] = self._block_position[src], self._block_roll[src]
         self._block_position[src] = GARBAGE
         self._block_users[dst], self._block_users[src] = self._block_users[src], 0
 
-    def copy_from(
-        self, other: HashMemory, step: int, kind: MoveKind, src: int, dst: int, garbage_is_allowed: bool
-    ) -> None:
+    def copy_from(self, other: HashMemory, step: int, move: Move, garbage_is_allowed: bool) -> None:
         """Contents of a unit of another memory, which keeps them. Garbage is copied after a failed step only."""
-        self.claim(step, kind, dst)
-        if kind is MoveKind.SLOT:
-            whole = other.state(src)[0] != GARBAGE
-            require(whole or garbage_is_allowed, step, f"copies slot {src}, which holds garbage")
-            self._slot_position[dst], self._slot_roll[dst] = other.state(src)
+        whole = other.is_whole(move)
+        require(whole or garbage_is_allowed, step, f"copies {move.kind.value} {move.src}, which holds garbage")
+        self.put(step, move, other.contents(move))
+
+    def contents(self, move: Move) -> Any:
+        """The contents of the unit `move.src`, for `put`; with a state those of the blocks of its windows."""
+        index = move.src
+        if move.kind is MoveKind.BLOCK:
+            return self._block_position[index].copy(), self._block_roll[index].copy()
+        if not self.layout.windows:
+            return *self.state(index), self._with_slot.get(index, [])
+        windows: WindowContents = []
+        for window, blocks in enumerate(move.windows):
+            memory = self._window_position[window], self._window_roll[window]
+            windows.append([(memory[0][block].copy(), memory[1][block].copy()) for block in blocks])
+        return *self.state(index), windows
+
+    def put(self, step: int, move: Move, contents: Any) -> None:
+        """Write what `contents` returned to the unit `move.dst`, and to the blocks `move.windows`."""
+        index = move.dst
+        self.claim(step, move.kind, index)
+        if move.kind is MoveKind.BLOCK:
+            require(not self._block_users[index], step, f"copies a block onto {index}, which a row uses")
+            self._block_position[index], self._block_roll[index] = contents
             return
-        require(not self._block_users[dst], step, f"copies block {src} onto {dst}, which a row uses")
-        whole = bool((other._block_position[src] != GARBAGE).all())
-        require(whole or garbage_is_allowed, step, f"copies block {src}, which holds garbage")
-        self._block_position[dst], self._block_roll[dst] = other._block_position[src], other._block_roll[src]
-
-    def contents(self, kind: MoveKind, index: int) -> Any:
-        """A unit's contents, for `put`."""
-        if kind is MoveKind.SLOT:
-            return self.state(index)
-        return self._block_position[index].copy(), self._block_roll[index].copy()
-
-    def put(self, step: int, kind: MoveKind, index: int, contents: Any) -> None:
-        self.claim(step, kind, index)
-        if kind is MoveKind.SLOT:
-            self._slot_position[index], self._slot_roll[index] = contents
+        self._slot_position[index], self._slot_roll[index], found = contents
+        if not self.layout.windows:
+            self._with_slot[index] = found
             return
-        require(not self._block_users[index], step, f"copies a block onto {index}, which a row uses")
-        self._block_position[index], self._block_roll[index] = contents
+        sizes = [len(run) for run in found], [len(run) for run in move.windows]
+        require(sizes[0] == sizes[1], step, f"copies blocks of windows {sizes[0]} to {sizes[1]}")
+        for window, (run, blocks) in enumerate(zip(found, move.windows, strict=True)):
+            for each, block in zip(run, blocks, strict=True):
+                self.claim(step, MoveKind.BLOCK, block, window + self.layout.has_kv)
+                self._window_position[window][block], self._window_roll[window][block] = each
 
-    def is_whole(self, kind: MoveKind, index: int) -> bool:
-        """Whether all of a unit was written."""
-        if kind is MoveKind.SLOT:
-            return self.state(index)[0] != GARBAGE
-        return bool((self._block_position[index] != GARBAGE).all())
+    def is_whole(self, move: Move) -> bool:
+        """Whether all of the unit `move.src` was written, and of the blocks `move.windows`."""
+        if move.kind is MoveKind.BLOCK:
+            return bool((self._block_position[move.src] != GARBAGE).all())
+        position, _, windows = self.contents(move)
+        is_right = position != GARBAGE and (not self.layout.windows or len(windows) == len(self.layout.windows))
+        return is_right and all(bool((each != GARBAGE).all()) for run in windows for each, _ in run)
 
     # -- blocks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -18,7 +19,8 @@ Entries: TypeAlias = dict[tuple[MoveKind, bytes], Any]
 class HashPeers:
     """One engine's link. `offered` is shared by all engines: what is held under each lease.
 
-    Fetches end up to `most_delay` results later, and fail with `fail_chance`.
+    Fetches end up to `most_delay` results later, and fail with `fail_chance`. Until then, results say how many of their
+    first entries have arrived.
     """
 
     offered: dict[int, Entries] = field(default_factory=dict)
@@ -27,51 +29,85 @@ class HashPeers:
     is_stuck: bool = False  # nothing ends
     random: random.Random = field(default_factory=lambda: random.Random(0))
     buffers: dict[int, list[tuple[MoveKind, Any]]] = field(default_factory=dict)  # by ticket
+    _whole: dict[int, list[tuple[MoveKind, Any]]] = field(default_factory=dict)  # the same, once all has arrived
+    complete: set[int] = field(default_factory=set)  # leases, of all engines
+    _started: dict[int, Fetch] = field(default_factory=dict)  # by ticket; not decided
     _waiting: dict[int, tuple[int, bool]] = field(default_factory=dict)  # ticket -> results before it, whether it fails
+    num_landed_early: int = 0  # entries that were copied before their fetch had ended
 
     def move(self, step: int, move: Move, memory: HashMemory, sound: bool) -> None:
         match move.route:
+            case MoveRoute.OFFER if move.name is None:
+                self.complete.add(move.ticket)
+            case MoveRoute.WITHDRAW if move.ticket:
+                self.offered.pop(move.ticket, None)
+                self.complete.add(move.ticket)
             case MoveRoute.OFFER:
                 assert move.name is not None
-                require(not sound or memory.is_whole(move.kind, move.src), step, f"offers garbage of {move.src}")
+                require(not sound or memory.is_whole(move), step, f"offers garbage of {move.src}")
                 if sound:
                     entries = self.offered.setdefault(move.ticket, {})
-                    entries[move.kind, move.name.hash] = memory.contents(move.kind, move.src)
+                    entries[move.kind, move.name.hash] = memory.contents(move)
             case MoveRoute.WITHDRAW:
                 for lease, entries in list(self.offered.items()):
                     if move.name is None or any(key[1] == move.name.hash for key in entries):
                         del self.offered[lease]
             case MoveRoute.FETCHED:
-                require(move.ticket not in self._waiting, step, "copies what has not arrived")
-                kind, contents = self.buffers[move.ticket][move.src]
+                kind, contents = self.entry(step, move.ticket, move.src)
                 require(kind is move.kind, step, f"copies a {kind.value} to a {move.kind.value}")
-                memory.put(step, move.kind, move.dst, contents)
+                memory.put(step, move, contents)
             case _:
                 assert move.route is MoveRoute.FORGET
+                self._started.pop(move.ticket, None)
                 self._waiting.pop(move.ticket, None)
                 self.buffers.pop(move.ticket, None)
+                self._whole.pop(move.ticket, None)
+
+    def entry(self, step: int, ticket: int, place: int) -> tuple[MoveKind, Any]:
+        """Return an entry of a fetch that a plan copies."""
+        entries = self.buffers.get(ticket, [])
+        require(place < len(entries), step, "copies what has not arrived")
+        self.num_landed_early += ticket in (*self._waiting, *self._started)
+        return entries[place]
 
     def start(self, fetch: Fetch) -> None:
-        entries = self.offered.get(fetch.lease, {})
-        keys = [(MoveKind.BLOCK if name.kind == BLOCK else MoveKind.SLOT, name.hash) for name in fetch.names]
-        if not keys:
+        if not fetch.names:
             self.offered.pop(fetch.lease, None)
             return
-        fails = not all(key in entries for key in keys) or self.random.random() < self.fail_chance
-        if not fails:
-            self.buffers[fetch.ticket] = [(kind, entries[kind, block_hash]) for kind, block_hash in keys]
-        self._waiting[fetch.ticket] = self.random.randint(0, self.most_delay), fails
+        self._started[fetch.ticket] = fetch
+
+    def _answer(self, fetch: Fetch) -> None:
+        """Decide a fetch if its lease is complete or has all its entries. Let some of its first entries arrive."""
+        entries = self.offered.get(fetch.lease, {})
+        keys = [(MoveKind.BLOCK if name.kind == BLOCK else MoveKind.SLOT, name.hash) for name in fetch.names]
+        there = [(kind, entries[kind, name]) for kind, name in itertools.takewhile(entries.__contains__, keys)]
+        is_whole = len(there) == len(keys)
+        if is_whole or fetch.lease in self.complete:
+            del self._started[fetch.ticket]
+            fails = not is_whole or self.random.random() < self.fail_chance
+            self._waiting[fetch.ticket] = self.random.randint(0, self.most_delay), fails
+        arrived = self.buffers.setdefault(fetch.ticket, [])
+        if len(there) > len(arrived):
+            self.buffers[fetch.ticket] = there[: self.random.randint(len(arrived), len(there))]
+        self._whole[fetch.ticket] = there
 
     def news(self, waits: bool) -> FetchNews | None:
         """Return the fetches that are due. With `waits` at least one of those that are left."""
         if self.is_stuck:
             return None
+        numbers = {ticket: len(entries) for ticket, entries in self.buffers.items()}
+        for fetch in list(self._started.values()):
+            self._answer(fetch)
         self._waiting = {ticket: (left - 1, fails) for ticket, (left, fails) in self._waiting.items()}
         due = [ticket for ticket, (left, _) in self._waiting.items() if left < 0]
         if waits and not due:
             due = list(self._waiting)[:1]
         ended = {ticket: self._waiting.pop(ticket)[1] for ticket in due}
-        if not ended:
-            return None
         done = tuple(ticket for ticket, fails in ended.items() if not fails)
-        return FetchNews(done, tuple(ticket for ticket, fails in ended.items() if fails))
+        for ticket in done:
+            self.buffers[ticket] = self._whole.pop(ticket)
+        grown = [(ticket, len(entries)) for ticket, entries in self.buffers.items() if ticket not in done]
+        arrived = tuple((ticket, count) for ticket, count in grown if count > numbers.get(ticket, 0))
+        if not ended and not arrived:
+            return None
+        return FetchNews(done, tuple(ticket for ticket, fails in ended.items() if fails), arrived=arrived)

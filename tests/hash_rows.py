@@ -9,8 +9,9 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.images import ImageSpan
-from forkpoint.sched.plan import AddedRow
+from forkpoint.sched.plan import NO_SLOT, AddedRow
 from tests.rolling_hash import HashArray, RollingHash
 
 
@@ -38,6 +39,10 @@ class HashRow:
     @property
     def seed(self) -> int:
         return 0 if self.added.params.is_greedy else self.added.seed + 1
+
+    def blocks_of(self, start: int, end: int) -> npt.NDArray[np.int32]:
+        """Return the blocks that hold tokens `[start, end)`."""
+        return self.blocks[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
 
     def append_token(self, token: int, hasher: RollingHash) -> None:
         count = len(self.ids)
@@ -74,3 +79,8 @@ class HashWork:
     @property
     def drafts(self) -> list[int]:
         return self.tokens[self.known - self.start :]
+
+    @property
+    def written_slots(self) -> list[int]:
+        """Slots that the row writes: its running one, and those of its saves."""
+        return [slot for slot in (self.write_slot, *(slot for _, slot in self.saves)) if slot != NO_SLOT]

@@ -30,15 +30,18 @@ from forkpoint.sched.plan import (
     StepPlan,
     StepResult,
 )
+from tests.hash_continuation import HashContinuation
 from tests.hash_disk import HashDisk
 from tests.hash_grammar import HashGrammar, allowed_ids
+from tests.hash_lags import HashLags
 from tests.hash_memory import GARBAGE, HashMemory
 from tests.hash_peers import HashPeers
 from tests.hash_rows import HashRow, HashWork, seen_ids
+from tests.hash_rules import check_decode, check_prefill, check_slots, check_tokens
 from tests.hash_step import AnsweredStep, InjectedFailure, PlanViolation, require
 from tests.rolling_hash import MASK, RollingHash
 
-PEER_ROUTES = (MoveRoute.OFFER, MoveRoute.WITHDRAW, MoveRoute.FETCHED, MoveRoute.FORGET)
+PEER_ROUTES = (MoveRoute.OFFER, MoveRoute.WITHDRAW, MoveRoute.FETCHED, MoveRoute.STAGE, MoveRoute.FORGET)
 
 
 @dataclass(slots=True)
@@ -76,12 +79,13 @@ class HashRunner:
     _host: HashMemory = field(init=False)  # of the host tier
     disk: HashDisk = field(init=False)
     peers: HashPeers = field(default_factory=HashPeers)
+    lags: HashLags = field(default_factory=HashLags)
 
     def __post_init__(self) -> None:
         self._hasher = RollingHash(self.vocab_size)
         self._memory = HashMemory(self.layout, self.num_pages)
-        self._host = HashMemory(self.layout, self.num_host_pages)
-        self.disk = HashDisk(self.layout, self.num_disk_pages)
+        self._host = HashMemory(self.layout.in_tiers(), self.num_host_pages)
+        self.disk = HashDisk(self.layout.in_tiers(), self.num_disk_pages)
 
     # -- sched.plan.Runner
 
@@ -95,10 +99,12 @@ class HashRunner:
         works = self._works(plan)
         if not self._failed:
             self._check(plan, works)
+            self.lags.check(plan, works)
         poisoned = any(w.end > self.poison.get(self._rows[w.row].added.request_id, w.end) for w in works)
         self._failed = self._failed or poisoned or plan.step in self.fail_steps
         if self._failed:
             self._spoil(works)
+            self.lags.fail(works)
             return AnsweredStep(None, InjectedFailure(f"step {plan.step} failed as the test asked"), self.failure_seen)
         sampled, allowed = [work for work in works if work.samples], allowed_ids(plan.masks)
         for work in works:
@@ -109,6 +115,7 @@ class HashRunner:
         confirmed = {work.row: work.start + len(ids) for work, ids in zip(sampled, outputs, strict=True) if work.drafts}
         for work in works:
             self._write_state(work, confirmed.get(work.row, work.end))
+        self.lags.advance(plan, works, confirmed)
         broken = self.non_finite_requests
         failed = [work.row for work in sampled if self._rows[work.row].added.request_id in broken]
         self.num_tokens += plan.num_tokens
@@ -145,29 +152,23 @@ class HashRunner:
     ) -> list[int]:
         """The outputs of an uncached run; `seed` is the row's seed where the request is not greedy."""
         rolls = self._hasher.rolls(seen_ids(np.asarray(prompt, np.int32), images, self.vocab_size))
-        self._hasher.reserve(len(prompt) + num_outputs + 1)
-        weights = self._hasher.weights
-        state, digest = int(rolls[-1]), int((rolls[1:] * weights[: len(prompt)]).sum(dtype=np.uint64))
+        seen = HashContinuation(self.layout, self._hasher, rolls, len(prompt), 0 if seed is None else seed + 1)
         outputs: list[int] = []
-        history = rolls[1:].tolist()
-        for position in range(len(prompt), len(prompt) + num_outputs):
-            seen = (state if self.layout.has_states else 0, digest if self.layout.has_kv else 0)
-            seen = seen[0], (seen[1] + self._of_windows(history, position)) & MASK
-            token = self._hasher.next_token(*seen, 0 if seed is None else seed + 1)
+        for _ in range(num_outputs):
+            token = seen.next_token()
             if grammar is not None:
                 token = grammar.allowed[token % len(grammar.allowed)]
                 grammar.accept(token)
             outputs.append(token)
             if grammar is not None and grammar.mask is None:
                 break
-            state = self._hasher.extend(state, token)
-            history.append(state)
-            digest = (digest + state * int(weights[position])) & MASK
+            seen.append(token)
         return outputs
 
     # -- rows and moves
 
     def _update_rows(self, plan: StepPlan) -> None:
+        self.lags.remove(plan)
         for row in plan.removed:
             state = self._rows.pop(row, None)
             require(state is not None, plan.step, f"removes row {row}, which is empty")
@@ -178,6 +179,7 @@ class HashRunner:
             self._memory.release(state.blocks[: state.num_blocks])
             state.num_blocks, state.windows = 0, [[] for _ in self.layout.windows]
         for move in plan.moves:
+            self.lags.move(plan.step, move)
             self._move(plan.step, move)
         for added in plan.added:
             self._add(plan.step, added)
@@ -215,13 +217,15 @@ class HashRunner:
 
     def _move(self, step: int, move: Move) -> None:
         if move.route is MoveRoute.STORE:
-            self._host.copy_from(self._memory, step, move.kind, move.src, move.dst, self._failed)
+            self._host.copy_from(self._memory, step, move, self._failed)
             if move.ticket:
                 self.disk.wait(move.ticket)
         elif move.route is MoveRoute.LOAD:
-            self._memory.copy_from(self._host, step, move.kind, move.src, move.dst, self._failed)
+            self._memory.copy_from(self._host, step, move, self._failed)
         elif move.route is MoveRoute.HOST:
             self._host.move(step, move.kind, move.src, move.dst)
+        elif move.route is MoveRoute.STAGE:
+            self.disk.hold(move.ticket, *self.peers.entry(step, move.dst, move.src))
         elif move.route in PEER_ROUTES:
             self.peers.move(step, move, self._memory, sound=not self._failed)
         elif move.route is not MoveRoute.ARENA:
@@ -267,29 +271,13 @@ class HashRunner:
         require(sampled, plan.step, f"says that it samples rows {plan.sampled_rows}")
         return works
 
-    def _of_windows(self, history: list[int], position: int) -> int:
-        """What attention with windows would add to the hash of the token at `position`."""
-        total = 0
-        for group in self.layout.windows:
-            assert group.window is not None
-            first = max(0, position + 1 - group.window)
-            own = np.asarray(history[first:position], np.uint64) * self._hasher.weights[first:position]
-            total += int(own.sum(dtype=np.uint64))
-        return total
-
     def _guess(self, state: HashRow, count: int) -> list[int]:
         """What a row will put out next, each token right with `draft_chance`."""
-        known, guesses = len(state.ids), list[int]()
-        self._hasher.reserve(known + count + 1)
-        roll, weights = int(state.rolls[known]), self._hasher.weights
-        history = state.rolls[1 : known + 1].tolist()
-        digest = int((state.rolls[1 : known + 1] * weights[:known]).sum(dtype=np.uint64))
-        for position in range(known, known + count):
-            seen = (roll if self.layout.has_states else 0, digest if self.layout.has_kv else 0)
-            token = self._hasher.next_token(seen[0], (seen[1] + self._of_windows(history, position)) & MASK, state.seed)
-            roll = self._hasher.extend(roll, token)
-            history.append(roll)
-            digest = (digest + roll * int(weights[position])) & MASK
+        seen = HashContinuation(self.layout, self._hasher, state.rolls, len(state.ids), state.seed)
+        guesses: list[int] = []
+        for _ in range(count):
+            token = seen.next_token()
+            seen.append(token)
             wrong = self.random.random() >= self.draft_chance
             guesses.append((token + 1) % self.vocab_size if wrong else token)
         return guesses
@@ -308,53 +296,17 @@ class HashRunner:
         rows = [work.row for work in works]
         require(len(set(rows)) == len(rows), plan.step, f"schedules a row twice: {rows}")
         for i, work in enumerate(works):
-            self._check_tokens(plan.step, work)
+            state = self._rows[work.row]
+            check_tokens(plan.step, work, state)
             if i < plan.num_decodes:
-                self._check_decode(plan.step, work)
+                check_decode(plan.step, work, state, self.vocab_size)
             else:
-                self._check_prefill(plan.step, work)
+                check_prefill(plan.step, work, state)
         for work in works:
             self._check_work(plan.step, work)
-        self._check_slots(plan.step, works)
+        check_slots(plan.step, works, self.protected_slots)
         for work in works:
             self._read(work)
-
-    def _check_tokens(self, step: int, work: HashWork) -> None:
-        state = self._rows[work.row]
-        where = f"tokens [{work.start}, {work.known}) of row {work.row}"
-        known = 0 <= work.start < work.known <= len(state.ids)
-        require(known, step, f"{where}: {len(state.ids)} tokens are known")
-        own = state.ids[work.start : work.known]
-        given = work.tokens[: len(own)]
-        require(given == own, step, f"{where} are {own} and the plan has {given}")
-
-    def _check_decode(self, step: int, work: HashWork) -> None:
-        """A row of the decode kernels: an output, known or just sampled, and drafts."""
-        state = self._rows[work.row]
-        where = f"decodes row {work.row} at {work.start}"
-        require(work.start >= state.added.num_prompt_tokens, step, f"{where}, inside its prompt")
-        require(work.known == work.start + 1, step, f"{where} and has {work.known - work.start} tokens")
-        drafts = work.tokens[1:]
-        in_range = all(0 <= token < self.vocab_size for token in drafts)
-        require(in_range and (work.samples or not drafts), step, f"{where} with drafts {drafts}")
-        for position, _ in work.saves:
-            last = -1 if state.last_start is None else state.last_start
-            recent = last >= 0 and last < position <= work.latest and position % BLOCK_SIZE == 0
-            require(recent, step, f"{where}: save at {position}; its last step began at {last}")
-
-    def _check_prefill(self, step: int, work: HashWork) -> None:
-        state, grid = self._rows[work.row], BLOCK_SIZE
-        where = f"tokens [{work.start}, {work.end}) of row {work.row}"
-        require(work.known == work.end, step, f"{where}: drafts go through the decode kernels")
-        ends = work.end % grid == 0 or work.end in (state.added.num_prompt_tokens, len(state.ids))
-        require(ends, step, f"{where} end neither on the grid nor with its prompt")
-        positions = [num_tokens for num_tokens, _ in work.saves]
-        require(positions == sorted(set(positions)), step, f"{where}: saves {positions} do not ascend")
-        for position in positions:
-            inside = work.start < position <= work.end and position % grid == 0
-            require(inside, step, f"{where}: save at {position} is outside of it or off the grid")
-            from_start = (position - work.start) % BLOCK_SIZE == 0 or position == work.end
-            require(from_start, step, f"{where}: save at {position} is between the kernel's chunks")
 
     def _check_work(self, step: int, work: HashWork) -> None:
         state = self._rows[work.row]
@@ -362,9 +314,9 @@ class HashRunner:
         if work.samples:
             known = len(state.ids)
             require(work.known == known, step, f"{where} samples, but {known} tokens are known already")
-        slots = (work.read_slot, work.write_slot, *(slot for _, slot in work.saves))
         if not self.layout.has_states:
-            require(set(slots) == {NO_SLOT}, step, f"{where} names slots {slots}; the layout has no states")
+            none = work.read_slot == NO_SLOT and not work.written_slots
+            require(none, step, f"{where} names slots {work.read_slot}, {work.written_slots}; the layout has no states")
         for window, table in enumerate(state.windows):
             require(len(table) * BLOCK_SIZE >= work.end, step, f"{where}: its window has {len(table)} blocks")
             for block in table[work.start // BLOCK_SIZE : -(-work.end // BLOCK_SIZE)]:
@@ -376,15 +328,11 @@ class HashRunner:
             return
         room = state.num_blocks * BLOCK_SIZE
         require(room >= work.end, step, f"{where}: its blocks hold {room} tokens")
-        for block in self._written_blocks(work).tolist():
+        for block in self._rows[work.row].blocks_of(work.start, work.end).tolist():
             users = self._memory.num_users(block)
             require(users == 1, step, f"{where} writes block {block}, which {users} rows use")
             require(block not in self.protected_blocks, step, f"{where} writes cached block {block}")
             self._memory.claim(step, MoveKind.BLOCK, block)
-
-    def _written_blocks(self, work: HashWork) -> IntArray:
-        size = BLOCK_SIZE
-        return self._rows[work.row].blocks[work.start // size : -(-work.end // size)]
 
     def _append_blocks(self, step: int, row: int, block_ids: list[int]) -> None:
         for block in block_ids:
@@ -403,26 +351,6 @@ class HashRunner:
                 self._memory.hand_out_window_block(step, window, block)
         self._rows[row].windows[window] += block_ids
 
-    def _check_slots(self, step: int, works: list[HashWork]) -> None:
-        """No slot is written twice; no slot that a row reads is written by another row or by a save."""
-        writer: dict[int, int] = {}
-        for work in works:
-            for slot in (work.write_slot, *(slot for _, slot in work.saves)):
-                if slot == NO_SLOT:
-                    continue
-                require(
-                    slot not in writer,
-                    step,
-                    f"writes slot {slot} twice (rows {writer.get(slot)}, {work.row})",
-                )
-                require(slot not in self.protected_slots, step, f"row {work.row} writes checkpoint {slot}")
-                writer[slot] = work.row
-        for work in works:
-            reader = writer.get(work.read_slot, work.row)
-            saved = any(slot == work.read_slot for _, slot in work.saves)
-            alone = work.read_slot == NO_SLOT or (reader == work.row and not saved)
-            require(alone, step, f"row {work.row} reads slot {work.read_slot}, which row {reader} writes")
-
     def _read(self, work: HashWork) -> None:
         """Check that what the row would read are the contents for its own tokens."""
         state = self._rows[work.row]
@@ -440,17 +368,14 @@ class HashRunner:
             own = (positions == np.arange(work.start)) & (rolls == state.rolls[1 : work.start + 1])
             if not own.all():
                 token = int(np.argmin(own))
-                self._describe_bad_block(where, state, token, int(positions[token]))
+                block, position = int(state.blocks[token // BLOCK_SIZE]), int(positions[token])
+                held = {GARBAGE: "garbage", token: "the keys of other tokens"}.get(position, f"position {position}")
+                raise PlanViolation(f"{where} attends to token {token} in block {block}, which holds {held}")
         for window, table in enumerate(state.windows):
             first, positions, rolls = self._memory.window_keys(window, table, work.start)
             own = (positions == np.arange(first, work.start)) & (rolls == state.rolls[first + 1 : work.start + 1])
             bad = [] if own.all() else [first + int(np.argmin(own)), int(positions[np.argmin(own)])]
             require(not bad, None, f"{where} attends in window {window} to token, which holds {bad}")
-
-    def _describe_bad_block(self, where: str, state: HashRow, token: int, position: int) -> None:
-        block = int(state.blocks[token // BLOCK_SIZE])
-        held = {GARBAGE: "garbage", token: "the keys of other tokens"}.get(position, f"position {position}")
-        raise PlanViolation(f"{where} attends to token {token} in block {block}, which holds {held}")
 
     def _write_keys(self, work: HashWork) -> None:
         """Keys and values of all tokens, those of drafts too, whatever becomes of them."""
@@ -490,13 +415,12 @@ class HashRunner:
         for work in works:
             self._rows[work.row].missed = len(work.drafts)
             if self.layout.has_kv:
-                self._memory.spoil_blocks(self._written_blocks(work))
+                self._memory.spoil_blocks(self._rows[work.row].blocks_of(work.start, work.end))
             for window, table in enumerate(self._rows[work.row].windows):
                 written = table[work.start // BLOCK_SIZE : -(-work.end // BLOCK_SIZE)]
                 self._memory.spoil_window_blocks(window, written)
-            for slot in (work.write_slot, *(slot for _, slot in work.saves)):
-                if slot != NO_SLOT:
-                    self._memory.spoil_slot(slot)
+            for slot in work.written_slots:
+                self._memory.spoil_slot(slot)
 
     def _sample(self, work: HashWork, allowed: dict[int, list[int]], first: int) -> list[int]:
         """The next token, from the hash that `_read` found in the slot and the blocks as stored; and those after the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,9 +13,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forkpoint import LLM
-from tests.checkpoints import COMMON, DENSE, GDN, MOE, add_mtp, make_state_sensitive
+from tests.checkpoints import COMMON, DENSE, GDN, MOE, make_state_sensitive
+from tests.mtp_heads import add_mtp
 
 IMAGE, VIDEO, START, END = 250, 251, 252, 253  # ids of the placeholder, and of what is put around it
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
@@ -138,11 +141,14 @@ NAMES = {
 }
 
 
-def write_chat_model(folder: Path) -> Any:
-    """Save a multimodal model whose tokens are bytes, and whose template shows images as Qwen's does."""
+def write_chat_model(folder: Path, write: Callable[..., Any] = write_vision_checkpoint) -> Any:
+    """Save a multimodal model whose tokens are bytes, and whose template shows images as Qwen's does.
+
+    `write` saves the model itself.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    model = write_vision_checkpoint(folder, ids=CHAT_IDS, vocab_size=320)
+    model = write(folder, ids=CHAT_IDS, vocab_size=320)
     vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocab |= {f"<|{NAMES.get(i, f'extra_{i}')}|>": i for i in range(len(vocab), 320)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -212,12 +218,26 @@ class Watched:
         got, cached = torch.cat(self._logits), output.num_cached_tokens
         assert len(got) == len(ids) - cached, "a cached token was computed"
         error = float((got - want[cached:]).abs().max() / want.std())
-        return Asked(len(output.prompt_token_ids), cached, self.num_runs - runs, error, outputs)
+        return Asked(len(output.prompt_token_ids), cached, self.num_runs - runs, error, outputs, ids)
 
 
 class Asked:
-    """What became of a request: `error` is in standard deviations of the logits."""
+    """What became of a request: `error` is in standard deviations of the logits. `ids` are all computed or cached."""
 
-    def __init__(self, num_tokens: int, cached: int, num_runs: int, error: float, outputs: list[int]) -> None:
+    def __init__(
+        self, num_tokens: int, cached: int, num_runs: int, error: float, outputs: list[int], ids: list[int]
+    ) -> None:
         self.num_tokens, self.cached, self.num_runs, self.error = num_tokens, cached, num_runs, error
-        self.outputs = outputs
+        self.outputs, self.ids = outputs, ids
+
+
+class Operators(TorchDispatchMode):
+    """Counts torch's operators by name while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))

@@ -50,7 +50,7 @@ class World:
         self.random = random.Random(seed)
         self.chance = chance  # that a look at a mark lets a stream do one more thing
         self.streams: list[LateStream] = []
-        self.newest_compute: Mark | None = None
+        self.newest_compute = threading.local()  # `mark`, of each rank
         self.has_memory = True
         self.lock = threading.RLock()  # ranks are threads
 
@@ -94,7 +94,7 @@ class LateStream:
         with self._world.lock:
             targets = {target.untyped_storage().data_ptr() for target, _ in copies}
             if not targets <= self._buffers:  # they are in the host, and the CPU has filled the buffers
-                assert self._waited_for is self._world.newest_compute, "the copy does not wait for the step before it"
+                assert self._waited_for is self._world.newest_compute.mark, "the copy does not wait for the step"
             for target, source in copies:
                 to, of = weakref.ref(target), weakref.ref(source)
                 self.work.append((_at_once, lambda to=to: _living(to).fill_(POISON)))
@@ -141,8 +141,7 @@ class LatePlatform(CpuPlatform):
 
     def mark(self) -> Mark:
         mark = ComputeMark()
-        with self.world.lock:
-            self.world.newest_compute = mark
+        self.world.newest_compute.mark = mark
         return mark
 
     def synchronize(self) -> None:

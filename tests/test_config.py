@@ -65,6 +65,26 @@ def test_bad_values_are_named(name: str, value: object) -> None:
         EngineConfig.from_flat(model="m", **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((1, 2, None), "decode_context_parallel_size=2 does not divide tensor_parallel_size=1"),
+        ((6, 3, None), "decode_context_parallel_size=3 does not divide a block of 64 tokens; give a power of 2"),
+        (
+            (2, 2, 64),
+            "cp_kv_cache_interleave_size=64 .*each device keeps 32 tokens .*give a divisor of 32",
+        ),
+        ((4, 4, 5), "give a divisor of 16"),
+        ((2, 2, 0), "cp_kv_cache_interleave_size=0"),
+    ],
+)
+def test_how_tokens_are_dealt_to_ranks(given: tuple[int, int, int | None], says: str) -> None:
+    names = ("tensor_parallel_size", "decode_context_parallel_size", "cp_kv_cache_interleave_size")
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig.from_flat(model="m", **dict(zip(names, given, strict=True)))
+    assert EngineConfig.from_flat(model="m", tensor_parallel_size=8, decode_context_parallel_size=4).interleave == 16
+
+
 def test_the_speculative_config() -> None:
     def read(given: object) -> SpeculativeConfig | None:
         return EngineConfig.from_flat(model="m", speculative_config=given).speculative_config
@@ -127,11 +147,24 @@ def test_the_limit_of_images_has_the_forms_of_vllm(given: Any, most: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "given", ["image=x", "image", "image=4;video=1", {"video": -1}, {"image": -1}, {"image": {"count": 2000}}]
+    "given",
+    [
+        "image=x",
+        "image",
+        "image=4;video=1",
+        "4",
+        "[1]",
+        '{"image"',
+        {"video": -1},
+        {"image": -1},
+        {"image": {"count": 2000}},
+    ],
 )
 def test_wrong_limits_of_images_are_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match="limit_mm_per_prompt"):
+    with pytest.raises(ConfigError, match="limit_mm_per_prompt") as refused:
         EngineConfig.from_flat(limit_mm_per_prompt=given)
+    if isinstance(given, str) and given[0] != "{":
+        assert 'give image=4,video=1, or JSON: {"image": 4}' in str(refused.value)
 
 
 def test_the_size_of_the_host_tier() -> None:
@@ -186,7 +219,6 @@ def test_the_exchange_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read().side_channel == ("10.0.0.1", 5600), "the variables of vLLM"
     assert read(extra={"side_channel_port": 1, "backends": ["UCX"]}).side_channel == ("10.0.0.1", 1)
     for bad, says in (
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"enable_prefix_caching": False}, "needs the prefix cache"),
         ({"extra": {"side_channel_port": 70000}}, "side_channel_port=70000"),
         ({"extra": {"remote_hosts": "all"}}, "remote_hosts='all'"),

@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
 
 # Of the server, of structured outputs, and of what a model's folder needs.
 LATER = (
@@ -30,6 +35,41 @@ MOST_S = 0.4
 ROUNDS = 2
 
 
+# Versions that vLLM 0.33.0 pins or limits, of what forkpoint needs too. It needs llguidance below 1.8: see
+# docs/dependencies.md.
+WITH_VLLM = {
+    "torch": "2.14.0",
+    "transformers": "5.20.2",
+    "fastapi": "0.136.0",
+    "tokenizers": "0.23.2",
+    "safetensors": "0.6.2",
+    "pydantic": "2.12.0",
+    "pillow": "13.0.0",
+}
+RANGES = {
+    "torch": (["2.11.0", "2.12.1", "2.13.0", "2.14.0"], ["2.10.0", "2.15.0"]),
+    "transformers": (["5.20.0", "5.24.0"], ["5.19.0"]),
+}
+
+
+def requirements() -> dict[str, Requirement]:
+    """Return forkpoint's own requirements by name."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    return {found.name: found for found in map(Requirement, project["dependencies"])}
+
+
+@pytest.mark.parametrize("name", WITH_VLLM)
+def test_versions_of_vllm_are_allowed(name: str) -> None:
+    assert WITH_VLLM[name] in requirements()[name].specifier
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges_of_versions(name: str) -> None:
+    allowed, others = RANGES[name]
+    specifier = requirements()[name].specifier
+    assert list(specifier.filter(allowed + others)) == allowed
+
+
 def test_the_server_and_structured_outputs_are_imported_when_they_are_used() -> None:
     code = f"import sys; from forkpoint import LLM; print([name for name in {LATER!r} if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -45,3 +85,14 @@ def test_importing_llm_takes_little_after_torch() -> None:
     command = [sys.executable, "-c", code]  # the first run compiles
     times = [float(subprocess.check_output(command, text=True, env=environment)) for _ in range(ROUNDS)]
     assert min(times) <= MOST_S, times
+
+
+def test_reading_a_config_leaves_out_what_models_of_transformers_need() -> None:
+    """In each process of an engine: this takes more than a second of its start."""
+    later = ("sympy", "torch.distributed.tensor", "transformers.activations", "transformers.modeling_utils")
+    code = (
+        "import sys; from forkpoint.models.fields import class_defaults; class_defaults('llama.LlamaConfig'); "
+        f"print([name for name in ('torch', *{later!r}) if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "['torch']"

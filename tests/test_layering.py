@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -16,18 +17,24 @@ import forkpoint
 
 ROOT = Path(forkpoint.__file__).parent
 VALUES = {"errors", "checks", "config", "json_options", "image_families"}
-VALUES |= {"transfer_options", "media_limits", "images", "params", "outputs", "plugins", "version"}
+VALUES |= {"transfer_options", "media_limits", "option_rules", "images", "params", "outputs", "plugins", "version"}
+VALUES |= {"freed_memory", "quick_imports", "shared_arrays"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "checks": {"errors"},
     "params": {"checks", "errors"},
     "outputs": {"params"},
-    "config": {"checks", "errors", "image_families", "json_options", "media_limits", "plugins", "transfer_options"},
+    "config": {"checks", "errors", "image_families", "json_options", "media_limits", "option_rules", "plugins"}
+    | {"transfer_options"},
     "media_limits": {"checks", "errors", "json_options"},
+    "option_rules": {"errors"},
     "transfer_options": {"checks", "errors", "json_options"},
     "json_options": {"checks", "errors"},
     "images": set(),
+    "quick_imports": set(),
+    "freed_memory": set(),
+    "shared_arrays": set(),
     "image_families": {"checks", "errors"},
     "plugins": {"errors"},
     "cache": VALUES,
@@ -38,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"platforms.table"} | VALUES,
     "models": {"ops", "cache.layout"} | VALUES,
     "disk": {"cache.disk_entries"},
-    "peer": {"cache.disk_entries", "cache.peer_offers", "disk.namespace"},
+    "peer": {"cache.disk_entries", "cache.peer_offers", "disk.namespace", "shared_arrays"},
     "runtime": {"platforms", "models", "ops", "cache.layout", "cache.disk_entries", "disk.store", "peer.link"}
     | {"sched.plan"}
     | VALUES,
@@ -52,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "client": VALUES,
     "demo": {"engine"} | VALUES,
     "bench": {"client", "engine.hub", "engine.tokenizer", "sim"} | VALUES,
-    "fleet": {"routing", "server", "worker.child", "obs"} | VALUES,
+    "fleet": {"routing", "server", "worker.child", "obs", "cache.peer_offers"} | VALUES,
     "cli": {"platforms.table", "client", "engine", "models", "demo", "server", "sim", "bench", "obs"}
     | {"fleet", "routing.router"}
     | VALUES,
@@ -74,9 +81,14 @@ def part_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> Iterator[str]:
     """Dotted names under `forkpoint` that a file imports, wherever in the file it does."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -129,13 +141,23 @@ def test_no_torch_where_the_simulator_runs(part: str) -> None:
     assert shown.stdout.strip() == "False"
 
 
+def may_name_a_device(node: ast.AST) -> bool:
+    """Whether it is worth the time to write the node out, which most attributes are not."""
+    match node:
+        case ast.Constant(value=str()) | ast.Attribute(value=ast.Attribute(attr="extra")) | ast.Attribute(attr="type"):
+            return True
+        case ast.Attribute(attr=name):
+            return name.startswith("is_") or name in ("cuda", "npu", "xpu", "mps", "version")
+    return False
+
+
 def test_only_the_platforms_name_a_kind_of_device() -> None:
     """Not by a word, a module of torch's, or a look at which kind a tensor is on."""
     for path in modules():
         if part_of(path) == "platforms":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            shown = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Constant) else ""
+        for node in filter(may_name_a_device, nodes(path)):
+            shown = ast.unparse(node)
             named = DEVICE_WORD.fullmatch(shown) or DEVICE_MODULE.fullmatch(shown) or shown.endswith("device.type")
             named = named and not (path.name == "launch.py" and shown in GDC)
             assert not named, f"{path}:{getattr(node, 'lineno', 0)} names a kind of device: {shown}"
@@ -149,6 +171,13 @@ def test_only_families_and_their_mixer_know_a_kind_of_layer() -> None:
             assert not found, path
 
 
+def test_what_runs_a_step_knows_no_state_cell() -> None:
+    """Specs name the operators of a cell, so a new cell changes nothing in these folders."""
+    operator = re.compile(r"(conv|recurrence|scan|window)_(prefill|update|decode|verify|record|fold|flush)")
+    for path in (path for path in modules() if part_of(path) in ("cache", "sched", "runtime", "worker", "engine")):
+        assert not operator.search(path.read_text()), path
+
+
 # Fields of the cache's shared objects, and the only files (of cache/, but for the scheduler's) that write them.
 WRITERS = {
     "children pins condemned": "tree",
@@ -158,8 +187,7 @@ WRITERS = {
     "num_expected": "manager",
     "queue_entry": "eviction_queue",
     "note": "manager learnt",
-    "num_planned": "lease manager",
-    "num_sent_blocks num_survived_tokens hit read_from": "manager",
+    "num_planned num_sent_blocks num_survived_tokens hit read_from": "manager",
     "num_confirmed": "manager scheduler",
     "detached": "filing scheduler",
     "has_duplicates": "manager filing",
@@ -169,7 +197,7 @@ WRITERS = {
 def test_shared_objects_are_written_where_they_say() -> None:
     written: dict[str, set[str]] = {}
     for path in (path for path in modules() if part_of(path) in ("cache", "sched", "engine", "obs")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             given = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in (inner for one in given if one is not None for inner in ast.walk(one)):
                 if isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self":

@@ -85,16 +85,19 @@ STRUCTURED_FIELDS = [f.name for f in fields(StructuredOutputsParams)]
 
 def all_plain(value: object) -> bool:
     """Whether it is made of what msgpack and JSON know, of at most 64 bits."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return all(map(all_plain, value))
     if isinstance(value, dict):
         return all(all_plain(key) and all_plain(item) for key, item in value.items())
     if type(value) is int:
-        return -(2**63) <= value < 2**63
+        return -(2**63) <= value < 2**64
     return value is None or type(value) in (float, bool, str, StructuredOutputsParams)
 
 
 @given(st.dictionaries(st.sampled_from(SAMPLING_FIELDS), WILD, max_size=3))
+@example({"kv_transfer_params": {None: [1]}})
+@example({"kv_transfer_params": {"remote_port": 2**64}})
+@example({"kv_transfer_params": {"remote_block_ids": [float("nan")]}})
 @settings(max_examples=200, deadline=None)
 def test_any_value_of_any_field_is_taken_or_refused_by_name(values: dict[str, Any]) -> None:
     try:

@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,15 +31,19 @@ SYNONYMS = (
     (r"PendingSave|PendingStep", "StateSave, SubmittedStep", ()),
     (r"planned_step|num_last(?!_)", "last_step, num_last_step", ("forkpoint/engine/chat", "tests/test_layering")),
     (r"goes_ahead|planned ahead|plan(s|ning)? ahead|rows?\.ahead", "plans_early, planned early, optimistic", ()),
-    (r"recurrence_settle|settle_leaving|settles? the lease", "recurrence_flush, release, resolve_boundary", ()),
+    (r"recurrence_settle|settle_leaving|settles? the lease", "recurrence_flush, release, DecodeBoundaries.resolve", ()),
     (r"lease\.frozen|frozen lease", "detached", ()),
 )
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    for path in (ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")))):
-        if path.suffix in SUFFIXES and path != Path(__file__):
-            yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+@cache
+def texts() -> list[tuple[str, str]]:
+    paths = [ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")))]
+    return [
+        (path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+        for path in paths
+        if path.suffix in SUFFIXES and path != Path(__file__)
+    ]
 
 
 @pytest.mark.parametrize(("word", "instead", "elsewhere"), SYNONYMS, ids=[instead for _, instead, _ in SYNONYMS])

@@ -43,9 +43,16 @@ class MoveRoute(enum.Enum):
     LAND = "land"  # from that buffer to the arena
     DISCARD = "discard"  # no copy: nobody wants the buffer
     REMOVE = "remove"  # no copy: the disk's entries of the name's hash, or all without a name, must not be found again
-    OFFER = "offer"  # from the arena to the memory that other engines fetch from; the ticket is that of the lease
-    WITHDRAW = "withdraw"  # no copy: other engines must not get the name's hash any more, or anything without a name
+    # From the arena to the memory that other engines fetch from. The ticket is that of the lease. A move without a name
+    # completes the lease.
+    OFFER = "offer"
+    # No copy: other engines must not get the name's hash any more, the entries of the ticket's lease, or, without both,
+    # anything.
+    WITHDRAW = "withdraw"
     FETCHED = "fetched"  # from the buffer of a fetch, named by its ticket, to the arena; `src` is the entry's place
+    # From the buffer of the fetch with the ticket `dst` to a buffer of the device, that of the move's ticket; `src` is
+    # the entry's place.
+    STAGE = "stage"
     FORGET = "forget"  # no copy: nobody wants what a fetch brings
 
 
@@ -56,7 +63,8 @@ class Move:
     A move within a room is a part of its compaction: every table that names `src` has to name `dst` afterwards. A move
     between rooms leaves the contents of `src` in place. Moves with a `ticket` end later than the plan: the worker then
     reports the ticket. `name` says what they write, or what they must find. `group` is the place of a
-    block's group in `layout.groups`.
+    block's group in `layout.groups`. A state that leaves the arena or comes there brings along the blocks of the arena
+    in `windows`, for each of `layout.windows`. In other rooms they are a part of the slot.
     """
 
     kind: MoveKind
@@ -66,6 +74,7 @@ class Move:
     ticket: int = 0
     name: EntryName | None = None
     group: int = 0
+    windows: tuple[tuple[int, ...], ...] = ()
 
 
 class UnitOwner(Protocol):
@@ -273,6 +282,13 @@ class Arena:
     def num_blocks_until_page(self) -> int:
         """How many more blocks have to become free before a unit of another kind finds room in a full arena."""
         return self.blocks.per_page - self.blocks.num_free_in_partial
+
+    def issued_slot(self, slot: int) -> int:
+        """Return where a slot's contents are until the moves of the next plan have run."""
+        for move in reversed(self.moves):
+            if move.kind is MoveKind.SLOT and move.route is MoveRoute.ARENA and move.dst == slot:
+                slot = move.src
+        return slot
 
     def drain_moves(self) -> tuple[Move, ...]:
         """Return the moves since the last call, in order, and forget them; the next plan must carry them."""

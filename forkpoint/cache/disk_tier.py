@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
@@ -13,22 +15,26 @@ from forkpoint.cache.disk_entries import BLOCK, DAY_S, SLOT, DiskFacts, EntryNam
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.load_choice import TRY_AGAIN_S, LoadChoice
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tier import Tier, unit_of
+from forkpoint.cache.tier import Tier, unit_of, windows_of
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Node, Origin
+from forkpoint.cache.windows import WindowRuns
 
 READ_AT_ONCE: Final = 128 * 2**20  # bytes that the worker reads ahead into buffers; a larger state is read alone
 UNWRITTEN_AT_ONCE: Final = 256 * 2**20  # bytes that wait to be written; what is evicted meanwhile is not stored
-STALLED_S: Final = 20.0  # without an answer to a read, after which nothing is read any more
+STALLED_S: Final = 20.0  # without an answer to a read, after which nothing is read for TRY_AGAIN_S
 ORIGINS: Final = tuple(Origin)  # a record's `origin` is an index of it
+LOGGER: Final = logging.getLogger("forkpoint")
 
 
 class DiskTier(Tier):
     """Keeps what the room above evicts on a disk, which a thread of the worker reads and writes.
 
     Its nodes have no tokens: their hashes alone name them. A failed write or read removes its
-    entry. After a failed write nothing is stored any more.
+    entry. After a failed write nothing is stored any more. A disk that does not answer for STALLED_S,
+    perhaps because the whole process was stopped, is read again once it has answered and TRY_AGAIN_S have passed.
     """
 
     name = "disk"
@@ -46,16 +52,19 @@ class DiskTier(Tier):
         source: MoveRoute,
         tickets: Iterator[int],
         write_limit: int,
+        weighs_loads: bool = False,
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`source` is the route from the room above. At most `write_limit` bytes are written in a day.
 
-        `tickets` are those of all tiers.
+        `tickets` are those of all tiers. With `weighs_loads`, a prefix is read only if that is faster than computing.
         """
         arena = Arena(layout, facts.num_pages, MoveRoute.DISK, moves)
         super().__init__(layout, arena, policy, cost, counters, has_private=has_private)
-        self.writes = self.reads = True
+        self.writes = True
+        self._has_answered = True  # since the last read that had no answer for STALLED_S
+        self._closed_until_s = -math.inf
         self.has_unsent = False  # entries to remove that no plan has carried yet
         self._source = source
         self._write_limit = write_limit
@@ -63,6 +72,9 @@ class DiskTier(Tier):
         self._window_start_s, self._window_bytes = facts.window_start_s, facts.window_bytes
         self._tickets = tickets
         self._reader = TierReads(layout, moves, tickets, READ_AT_ONCE, clock)
+        self._clock = clock
+        if weighs_loads:
+            self.choice = LoadChoice(cost, clock)
         self._writing: dict[int, tuple[BlockHash, int]] = {}  # ticket -> hash and bytes
         self._unwritten_bytes = 0
         self._load(facts)
@@ -90,10 +102,12 @@ class DiskTier(Tier):
 
     def _load_checkpoints(self, facts: DiskFacts) -> None:
         records = facts.entries[facts.entries["kind"] == SLOT]
-        columns = (records[name].tolist() for name in ("unit", "depth", "hash", "origin", "decoded"))
+        columns = (records[name].tolist() for name in ("unit", "depth", "hash", "parent", "origin", "decoded"))
         found, named = dict[int, tuple[Node, Origin, bool]](), set[Node]()
-        for unit, depth, block_hash, origin, decoded in zip(*columns, strict=True):
+        for unit, depth, block_hash, parent_hash, origin, decoded in zip(*columns, strict=True):
             node = self.store.tree.find(block_hash)
+            if node is None and depth and origin < len(ORIGINS) and not self.layout.has_kv:
+                node = self.store.tree.add_end(depth, block_hash, parent_hash)  # it needs no blocks before it
             if node is not None and node.depth == depth and origin < len(ORIGINS) and node not in named:
                 named.add(node)
                 found[unit] = node, ORIGINS[origin], bool(decoded)
@@ -137,7 +151,8 @@ class DiskTier(Tier):
     def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
         kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
         ticket = next(self._tickets)
-        self.arena.moves.append(Move(kind, src, unit, self._source, ticket, name_of(node, checkpoint)))
+        name, windows = name_of(node, checkpoint), windows_of(checkpoint)
+        self.arena.moves.append(Move(kind, src, unit, self._source, ticket, name, windows=windows))
         self._writing[ticket] = node.hash, num_bytes
         self._unwritten_bytes += num_bytes
         self.counters.disk_stored_bytes += num_bytes
@@ -153,14 +168,15 @@ class DiskTier(Tier):
 
     def _match(self, chain: HashChain, max_blocks: int) -> list[Node]:
         path: list[Node] = []
-        if not self.reads:
+        if not self.is_open():
             return path
         find = self.store.tree.find
         for block_hash in chain.hashes[:max_blocks]:
             node = find(block_hash)
-            if node is None:
+            if node is not None:
+                path.append(node)
+            elif self.layout.has_kv:  # without blocks, the nodes of earlier processes are ends of paths alone
                 break
-            path.append(node)
         return path
 
     def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
@@ -170,21 +186,37 @@ class DiskTier(Tier):
         kind, unit, _ = unit_of(self.layout, node, checkpoint)
         return Move(kind, unit, 0, MoveRoute.READ, ticket, name_of(node, checkpoint))
 
+    def is_open(self) -> bool:
+        return self._has_answered and self._clock() >= self._closed_until_s
+
     @property
     def is_reading(self) -> bool:
         return self._reader.is_waiting
 
     def is_stalled(self) -> bool:
-        """Return whether a read had no answer for STALLED_S. From then on nothing is read, and it is True."""
-        self.reads = self.reads and self._reader.waited_s <= STALLED_S
-        return not self.reads
+        """Return whether nothing is read now, because a read had no answer for STALLED_S."""
+        if self._reader.waited_s > STALLED_S:
+            LOGGER.warning(
+                "disk tier: the disk did not answer for %g s; it is not read until it has answered, and for at least "
+                "%g s",
+                STALLED_S,
+                TRY_AGAIN_S,
+            )
+            self._has_answered, self._closed_until_s = False, self._clock() + TRY_AGAIN_S
+        return not self.is_open()
 
-    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
+    def goes_on(self, left_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
+        if self.choice is None:
+            return True
+        progress = self._reader.progress(left_bytes, is_busy=is_busy, has_rate=self.choice.has_rate)
+        return progress is None or self.choice.goes_on(progress, start, end)
+
+    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
         self.counters.disk_loaded_bytes += unit_of(self.layout, node, checkpoint)[2]
-        return self._reader.land(node, checkpoint, unit)
+        return self._reader.land(node, checkpoint, unit, windows)
 
     def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        self._reader.keep_only(set())
+        self._reader.end()
         super().release(node, checkpoint)
 
     # --- what the worker reports
@@ -192,9 +224,15 @@ class DiskTier(Tier):
     def apply(self, news: TierNews) -> None:
         """Take in what the worker's disk has done. Entries whose read or write failed are condemned."""
         self.writes = self.writes and news.writes
+        self._has_answered = self._has_answered or bool(news.done or news.failed)
+        began_s, arrived = self._reader.answered_s, 0
         for ticket in news.done:
-            if not self._reader.arrive(ticket):
+            if num_bytes := self._reader.arrive(ticket):
+                arrived += num_bytes
+            else:
                 self._end_write(ticket)
+        if self.choice is not None:
+            self.choice.note_load(arrived, self._clock() - began_s)
         for ticket in news.failed:
             node = self._reader.fail(ticket)
             if node is not None:

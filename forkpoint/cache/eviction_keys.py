@@ -35,10 +35,7 @@ class EvictionKeys:
                 )
             )  # fmt: skip
         node, inside = entry.node, bool(entry.node.children)
-        saved, kv_bytes, above = self._worth(nearest_checkpoint(node.parent), entry.num_tokens)
-        num_bytes = self._layout.checkpoint_bytes
-        if not inside:
-            num_bytes += kv_bytes
+        saved, num_bytes, kv_bytes, above = self._worth(nearest_checkpoint(node.parent), entry.num_tokens, inside)
         return self._policy.key(
             EntryFacts(
                 entry.origin, saved, num_bytes, kv_bytes, entry.last_used, age, entry.num_hits, entry.num_expected,
@@ -54,10 +51,7 @@ class EvictionKeys:
         `block_hash` is the hash of its block, `note` its request's, `above` the nearest state before it.
         """
         inside, now = origin in INSIDE, self._arena.turnover
-        saved, kv_bytes, kind = self._worth(above, num_tokens)
-        num_bytes = self._layout.checkpoint_bytes
-        if not inside:
-            num_bytes += kv_bytes
+        saved, num_bytes, kv_bytes, kind = self._worth(above, num_tokens, inside)
         return self._policy.key(
             EntryFacts(origin, saved, num_bytes, kv_bytes, now, 0.0, 0, 0, inside, False, kind, block_hash, note)
         )
@@ -67,10 +61,7 @@ class EvictionKeys:
 
         `above` is the nearest checkpoint before it here; `inside` says whether the history goes on below it here.
         """
-        saved, kv_bytes, kind = self._worth(above, source.num_tokens)
-        num_bytes = self._layout.checkpoint_bytes
-        if not inside:
-            num_bytes += kv_bytes
+        saved, num_bytes, kv_bytes, kind = self._worth(above, source.num_tokens, inside)
         return self._policy.key(
             EntryFacts(
                 source.origin, saved, num_bytes, kv_bytes, self._arena.turnover, 0.0, source.num_hits, 0,
@@ -78,14 +69,21 @@ class EvictionKeys:
             )
         )  # fmt: skip
 
-    def _worth(self, above: Above | None, end: int) -> tuple[float, int, Origin | None]:
-        """Return (cost that a checkpoint at `end` saves, bytes of its own keys and values, origin of `above`)."""
+    def _worth(self, above: Above | None, end: int, inside: bool) -> tuple[float, int, int, Origin | None]:
+        """Return what a checkpoint at `end` saves and holds.
+
+        These are the cost that it saves, the bytes that its eviction frees, those of its own keys and values, and the
+        origin of `above`.
+        """
         start = 0
         kind: Origin | None = None
         if above is not None:
             start, kind = above.num_tokens, above.origin
         kv_bytes = (end - start) // BLOCK_SIZE * self._layout.block_bytes
-        return self._cost(start, end), kv_bytes, kind
+        num_bytes = self._layout.checkpoint_bytes
+        if not inside:
+            num_bytes += kv_bytes
+        return self._cost(start, end), num_bytes, kv_bytes, kind
 
     def due(self, entry: Checkpoint | Node) -> float:
         """Return when the entry's key may fall by itself, by the cache's clock; inf if it never does."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address, ip_network
 from typing import Final
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters
-from forkpoint.cache.disk_entries import EntryName
+from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, EntryName, TierNews
 from forkpoint.cache.disk_tier import name_of
 from forkpoint.cache.hashing import HashChain
 from forkpoint.cache.layout import NO_BLOCK, NO_SLOT, CacheLayout
@@ -20,11 +20,14 @@ from forkpoint.cache.lease import Lease
 from forkpoint.cache.peer_offers import Fetch, FetchNews, Offer, PeerFacts
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.tier import unit_of
+from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.windows import WindowRuns, ids_of
 from forkpoint.checks import is_loopback
 from forkpoint.config import BLOCK_SIZE
 
 AVOIDED_S: Final = 30.0  # for which a peer that did not answer is not asked again
+COMPUTING_S: Final = 50.0  # more that a request waits if the other engine still computes its prompt
 LATE_S: Final = 1.0  # after the worker should have given up; then its answer is not waited for
 LOGGER: Final = logging.getLogger("forkpoint")
 
@@ -33,7 +36,9 @@ LOGGER: Final = logging.getLogger("forkpoint")
 class FetchedPrompt:
     """An offer that is taken up for the requests of `leases`. `end` is the last node of its path.
 
-    `places` are those of the entries that are fetched, which are those that the arena lacked.
+    `places` are those of the entries that are fetched, which are those that the arena lacked. Entries at places below
+    `num_arrived` have arrived. Some may be in the arena before the others come. `landed` are their nodes there, and
+    `num_tokens_before` is what a lookup found before them, by lease.
     """
 
     offer: Offer
@@ -44,13 +49,25 @@ class FetchedPrompt:
     leases: set[Lease] = field(default_factory=set)
     ticket: int = 0  # 0: not started, because others take the memory
     has_arrived: bool = False
+    num_arrived: int = 0
+    landed: list[Node] = field(default_factory=list)
+    num_tokens_before: dict[Lease, int] = field(default_factory=dict)
+
+    def has(self, entry: Node | Checkpoint) -> bool:
+        """Return whether an entry was fetched and has arrived."""
+        place = self.places.get(entry)
+        return place is not None and (self.has_arrived or place < self.num_arrived)
 
 
 class FetchedPrompts(RestoreSource):
     """Fetches the prompts of offers, at most `facts.max_bytes` at a time, and lets `Restoring` copy them to the arena.
 
-    `orders` are for the next plan, which carries the moves too. A request waits until its fetch has ended or its time
-    is up. Then it computes what it does not find.
+    `layout` is that of tiers. `orders` are for the next plan, which carries the moves too. A request waits until its
+    fetch has ended or its time is up. Then it computes what it does not find. Blocks may be copied to the arena while
+    others are still to come. If these do not come, `drain_doubtful` returns the former: the other engine may have found
+    that they are wrong.
+
+    On a device with streams for copies, entries come to a buffer of the device first, as those of the host tier.
     """
 
     name = "peer"
@@ -62,7 +79,12 @@ class FetchedPrompts(RestoreSource):
         moves: list[Move],
         counters: CacheCounters,
         clock: Callable[[], float] = time.perf_counter,
+        tickets: Iterator[int] | None = None,
     ) -> None:
+        """`tickets` are those of all tiers, for copies that end later than their plan; None: all end with it."""
+        self._reader: TierReads | None = None
+        if tickets is not None:
+            self._reader = TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock)
         self._layout, self._facts, self._moves, self._counters, self._clock = layout, facts, moves, counters, clock
         self.orders: list[Fetch] = []
         self.has_forgotten = False  # since the last plan
@@ -72,6 +94,8 @@ class FetchedPrompts(RestoreSource):
         self._avoided: dict[tuple[str, int], float] = {}  # peer -> until when it is not asked
         self._tickets = itertools.count(1)
         self._num_bytes = 0  # of the prompts that were started
+        self._held: FetchedPrompt | None = None  # that is being restored
+        self._doubtful: list[Node] = []  # of the arena
 
     # --- requests
 
@@ -95,7 +119,7 @@ class FetchedPrompts(RestoreSource):
 
     def decline(self, offer: Offer) -> None:
         """Let the other engine end its lease: nothing of it is needed."""
-        if self._is_allowed(offer.host):
+        if self._is_allowed(offer.host) and len(offer.ports) == self._facts.num_ranks:
             self._order(offer, 0, (), self._facts.timeout_s)
 
     def _refusal(self, chain: HashChain, offer: Offer, num_usable: int) -> str:
@@ -103,6 +127,12 @@ class FetchedPrompts(RestoreSource):
         index = offer.num_tokens // BLOCK_SIZE - 1
         if not self._is_allowed(offer.host):
             return f"remote_hosts of kv_connector_extra_config does not name {offer.host}; add it there"
+        num_ranks = len(offer.ports)
+        if num_ranks != self._facts.num_ranks:
+            return (
+                f"it has tensor_parallel_size={num_ranks} and this engine {self._facts.num_ranks}, so that their ranks "
+                "hold other shares; give both the same"
+            )
         if offer.namespace != self._facts.namespace:
             return "it runs another model, or options that give other numbers"
         if offer.num_tokens > num_usable or chain.hashes[index] != offer.last_hash:
@@ -140,20 +170,44 @@ class FetchedPrompts(RestoreSource):
             node.checkpoint = Checkpoint(node, NO_SLOT, offer.num_tokens, offer.origin, offer.decoded)
             places[node.checkpoint] = len(places)
             num_bytes += self._layout.slot_bytes
-        return FetchedPrompt(offer, node, places, num_bytes, self._clock() + self._facts.timeout_s)
+        wait_s = self._facts.timeout_s + COMPUTING_S * offer.is_early
+        return FetchedPrompt(offer, node, places, num_bytes, self._clock() + wait_s)
 
     def is_waiting(self, lease: Lease) -> bool:
-        """Return whether what a request waits for may still come. A fetch that is late is given up."""
+        """Return whether what a request waits for may still come."""
         prompt = self._of.get(lease)
-        if prompt is None or prompt.has_arrived:
-            return False
-        late_s = LATE_S if prompt.ticket else 0.0
-        if self._clock() < prompt.until_s + late_s:
-            return True
-        LOGGER.warning("a prompt at %s port %d is late and is computed", prompt.offer.host, prompt.offer.port)
-        self._counters.peer_failed_fetches += 1
-        self._end(prompt)
-        return False
+        return prompt is not None and not prompt.has_arrived
+
+    def begin_landing(self, lease: Lease, num_tokens: int) -> None:
+        """Note what a lookup finds for a request before blocks of its prompt are copied to the arena, once."""
+        self._of[lease].num_tokens_before.setdefault(lease, num_tokens)
+
+    def num_tokens_before(self, lease: Lease) -> int | None:
+        """Return what a lookup found before blocks of a request's prompt were copied; None if none were."""
+        prompt = self._of.get(lease)
+        return None if prompt is None else prompt.num_tokens_before.get(lease)
+
+    def arriving(self, lease: Lease) -> Node | None:
+        """Return the end of a request's prompt of which the first blocks have arrived; None if none have."""
+        prompt = self._of.get(lease)
+        if prompt is None or prompt.has_arrived or not prompt.num_arrived or not self._layout.has_kv:
+            return None
+        return prompt.end
+
+    def give_up_late(self) -> None:
+        """Give up the fetches whose time is up. Their requests compute."""
+        now = self._clock()
+        for prompt in list(self._prompts.values()):
+            late_s = LATE_S if prompt.ticket else 0.0
+            if not prompt.has_arrived and now >= prompt.until_s + late_s:
+                LOGGER.warning("a prompt at %s port %d is late and is computed", prompt.offer.host, prompt.offer.port)
+                self._counters.peer_failed_fetches += 1
+                self._end(prompt)
+
+    def drain_doubtful(self) -> list[Node]:
+        """Return, once, the nodes of the arena with blocks of prompts that did not come to their end."""
+        found, self._doubtful = self._doubtful, []
+        return found
 
     def leave(self, lease: Lease) -> None:
         """Note that a request waits no longer: it runs or has ended. A fetch that nobody waits for ends."""
@@ -199,11 +253,13 @@ class FetchedPrompts(RestoreSource):
             self._order(prompt.offer, prompt.ticket, names, max(0.0, prompt.until_s - self._clock()))
 
     def _order(self, offer: Offer, ticket: int, names: tuple[EntryName, ...], timeout_s: float) -> None:
-        self.orders.append(Fetch(ticket, offer.host, offer.port, offer.engine_id, offer.lease, names, timeout_s))
+        self.orders.append(Fetch(ticket, offer.host, offer.ports, offer.engine_id, offer.lease, names, timeout_s))
 
-    def _end(self, prompt: FetchedPrompt, forget: bool = True) -> None:
-        """Give up a prompt, or what is left of it. `forget`: the worker may have something of it."""
+    def _end(self, prompt: FetchedPrompt) -> None:
+        """Give up a prompt, or what is left of it."""
         del self._prompts[prompt.offer.engine_id, prompt.offer.lease]
+        if not prompt.has_arrived:
+            self._doubtful += prompt.landed
         for lease in prompt.leases:
             self._of.pop(lease, None)
         if prompt.ticket:
@@ -211,13 +267,19 @@ class FetchedPrompts(RestoreSource):
             self._num_bytes -= prompt.num_bytes
             others = [order for order in self.orders if order.ticket != prompt.ticket]
             is_sent, self.orders = len(others) == len(self.orders), others
-            if forget and is_sent:
+            if is_sent:
                 self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.FORGET, prompt.ticket))
                 self.has_forgotten = True
         self._start_next()
 
     def apply(self, news: FetchNews) -> None:
-        """Take in which fetches have ended. Failed ones are given up; unreachable peers are avoided a while."""
+        """Take in which fetches have ended, and how far others have come.
+
+        Failed ones are given up. Unreachable peers are avoided for a while.
+        """
+        for ticket, count in news.arrived:
+            if ticket in self._by_ticket:
+                self._by_ticket[ticket].num_arrived = count
         for ticket in news.done:
             if ticket in self._by_ticket:
                 prompt = self._by_ticket[ticket]
@@ -229,7 +291,7 @@ class FetchedPrompts(RestoreSource):
                 if ticket in news.unreachable:
                     self._avoided[prompt.offer.host, prompt.offer.port] = self._clock() + AVOIDED_S
                 self._counters.peer_failed_fetches += 1
-                self._end(prompt, forget=False)
+                self._end(prompt)  # some ranks may have got their share
 
     # --- restoring
 
@@ -247,10 +309,27 @@ class FetchedPrompts(RestoreSource):
         return found
 
     def hold(self, node: Node) -> None:
-        """Do nothing: what a request waits for stays until `leave`."""
+        self._held = self._prompt_of(node)
 
     def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        """Do nothing: what a request waits for stays until `leave`."""
+        self._held = None
+        if self._reader is not None:
+            self._reader.end()
+
+    @property
+    def is_reading(self) -> bool:
+        return self.gives_way or (self._reader is not None and self._reader.is_waiting)
+
+    @property
+    def gives_way(self) -> bool:
+        return self._held is not None and not self._held.has_arrived and not self.has_lost(self._held.end)
+
+    def has_lost(self, source: Node) -> bool:
+        return self._prompt_of(source) is None
+
+    def note_loaded(self, source: Node, nodes: Sequence[Node]) -> None:
+        if self._held is not None and not self._held.has_arrived:
+            self._held.landed += nodes
 
     def count_use(self, node: Node, checkpoint: Checkpoint | None) -> None:
         """Do nothing: the other engine has its own counts."""
@@ -269,10 +348,29 @@ class FetchedPrompts(RestoreSource):
             prompt = self._prompt_of(path[-1] if checkpoint is None else checkpoint.node)
         if prompt is None:
             return 0
-        return sum(1 for _ in itertools.takewhile(lambda entry: entry in prompt.places, wanted))
+        count = sum(1 for _ in itertools.takewhile(prompt.has, wanted))
+        if self._reader is None:
+            return count
+        is_whole = count == len(wanted)
+        return self._reader.num_ready(path if is_whole else path[:count], checkpoint if is_whole else None, self._stage)
 
-    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
+    def _stage(self, node: Node, checkpoint: Checkpoint | None, ticket: int) -> Move:
+        """Return the copy of an entry that has arrived to a buffer of the device."""
+        assert self._held is not None
+        kind, _, _ = unit_of(self._layout, node, checkpoint)
+        return Move(kind, self._held.places[checkpoint or node], self._held.ticket, MoveRoute.STAGE, ticket)
+
+    def apply_staged(self, news: TierNews) -> None:
+        """Take in which copies to buffers of the device have ended. Tickets of tiers are among them."""
+        if self._reader is not None:
+            for ticket in news.done:
+                self._reader.arrive(ticket)
+
+    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
+        if self._reader is not None:
+            return self._reader.land(node, checkpoint, unit, windows)
         prompt = self._prompt_of(node)
         assert prompt is not None
         kind, _, _ = unit_of(self._layout, node, checkpoint)
-        return Move(kind, prompt.places[checkpoint or node], unit, MoveRoute.FETCHED, prompt.ticket)
+        place = prompt.places[checkpoint or node]
+        return Move(kind, place, unit, MoveRoute.FETCHED, prompt.ticket, windows=ids_of(windows))

@@ -48,10 +48,10 @@ class Filing:
             present = self._store.tree.find(hashes[index])
             if present is not None and present.checkpoint is not None:
                 continue
-            self._plan_save(lease, candidate, hashes[index])
+            self._save_candidate(lease, candidate, hashes[index])
         lease.saves.sort(key=_num_tokens)
 
-    def _plan_save(self, lease: Lease, candidate: Candidate, block_hash: BlockHash) -> None:
+    def _save_candidate(self, lease: Lease, candidate: Candidate, block_hash: BlockHash) -> None:
         save = StateSave(candidate.num_tokens, candidate.origin)
         if candidate.displaces:
             slot = self.take_slot(lease, save, block_hash, save)
@@ -62,9 +62,19 @@ class Filing:
             if candidate.origin is Origin.PROMPT_END:
                 self._store.policy.unsaved(block_hash, lease.note, self._store.arena.turnover)
             return
+        self.plan_save(lease, save, slot)
+        self.reusable_next[block_hash] = candidate.num_tokens
+
+    def plan_save(self, lease: Lease, save: StateSave, slot: int) -> None:
+        """Let the plan under construction store the state in `slot`."""
         save.slot = slot
         lease.saves.append(save)
-        self.reusable_next[block_hash] = candidate.num_tokens
+
+    def drop_saves(self, lease: Lease) -> None:
+        """Give back the slots of the lease's saves."""
+        for save in lease.saves:
+            self._store.arena.give_slot(save.slot)
+        lease.saves.clear()
 
     def take_slot(self, lease: Lease, save: StateSave, block_hash: BlockHash, owner: Lease | StateSave) -> int | None:
         """Return a slot for `owner` if the state to save is worth more than what is evicted for it, else None."""

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
+from forkpoint.cache.page_size import ALIGNMENT_BYTES, SLOTS_WITHOUT_BYTES, aligned, choose_page, choose_shared_page
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError, UnsupportedModelError
 
 NO_BLOCK: Final = -1
 NO_SLOT: Final = -1  # as a source it stands for the zero state
-ALIGNMENT_BYTES: Final = 64  # of every tensor: a cache line, and more than any vector load needs
-MAX_PADDING: Final = 0.05  # share of a page that may carry no data; less would need pages too large to move
 FALLBACKS_PER_ARENA: Final = 4  # at least so many in a conversation that fills the arena
-SLOTS_WITHOUT_BYTES: Final = 64  # a page, in layouts with windows and without recurrent layers
+# Tokens of the widest window whose blocks are given back next to a tier, which stores a window with each state.
+WIDEST_STORED: Final = 1024
 SMALL_SLOT: Final = 0.25  # share of a block up to which a slot is cheap enough to save every boundary
 # Operations of the chunked delta rule per token and value of its matrix (the floors of docs/benchmarks/gpu_ops.md).
 DELTA_RULE_OPERATIONS: Final = 11
@@ -26,8 +26,17 @@ FP8: Final = "float8_e4m3fn"
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """How decode rows leave records of their tokens instead of updating a tensor at once.
+
+    The operator `decode` first folds earlier records into the tensor, then computes the step's tokens and writes
+    `records` of each, in this order. The operator `fold` only folds, for rows that leave the batch.
+    """
+
+    decode: str
+    fold: str
+    records: tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +44,17 @@ class TensorSpec:
     """One tensor that a layer keeps. Its name is unique in the layer.
 
     A tensor of tokens has the `shape` `(heads, dim)`, one of a sequence any shape. `operators` names the operators that
-    update a sequence's tensor: for decode rows, then for prefill segments. If drafts can be verified, each token leaves
-    `records`, and the operator `fold` applies those of accepted tokens to the tensor. If the tensor can be written
-    every few tokens only, each token leaves the records `spaced`, in the order that recurrence_record takes, and the
-    operator `flush` applies all of them. A `single` record is read only by the program that writes it.
+    update a sequence's tensor: for decode rows, then for prefill segments. With `drafts` the layer can verify drafts:
+    its operators take a VerifyIndex. With `spaced` the tensor can be written every few tokens only: its operators take
+    a RecordIndex. A `single` record is read only by the program that writes it.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     operators: tuple[str, str] | None = None
-    fold: str | None = None
-    records: tuple[TensorSpec, ...] = ()
-    spaced: tuple[TensorSpec, ...] = ()
-    flush: str | None = None
+    drafts: Recording | None = None
+    spaced: Recording | None = None
     single: bool = False
 
     @property
@@ -57,20 +63,21 @@ class TensorSpec:
 
     def num_bytes(self, count: int = 1) -> int:
         """The bytes of `count` of them in a row, padded to ALIGNMENT_BYTES at the end."""
-        return _aligned(count * self.num_values * DTYPE_BYTES[self.dtype])
+        return aligned(count * self.num_values * DTYPE_BYTES[self.dtype])
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     """What a layer keeps of each token, in blocks: keys and values, or a latent of both.
 
-    `takes_fp8`: the operators that write and read it also take the form that `in_fp8` returns. With `window` a token
-    attends only to the last `window` tokens, itself included.
+    `takes_fp8`: the operators that write and read it also take the form that `in_fp8` returns. Tensors named in `exact`
+    keep their dtype there. With `window` a token attends only to the last `window` tokens, itself included.
     """
 
     tensors: tuple[TensorSpec, ...]
     takes_fp8: bool = False
     window: int | None = None
+    exact: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, num_heads: int, key_dim: int, value_dim: int, dtype: str, takes_fp8: bool = False) -> KVSpec:
@@ -81,6 +88,8 @@ class KVSpec:
     def in_fp8(self) -> KVSpec:
         """Return the spec in 8 bits. After the tensors come `NAME_scale`: a fp32 factor per token and head of NAME.
 
+        Tensors that are `exact` stay as they are.
+
         Raises UnsupportedModelError if the layer's operators do not take it.
         """
         if not self.takes_fp8:
@@ -89,8 +98,10 @@ class KVSpec:
                 f"kv_cache_dtype='fp8' is not possible for this model: attention over {names} reads the model's dtype; "
                 "give 'auto'"
             )
-        scales = (TensorSpec(f"{tensor.name}_scale", (tensor.shape[0], 1), "float32") for tensor in self.tensors)
-        return KVSpec((*(replace(tensor, dtype=FP8) for tensor in self.tensors), *scales), window=self.window)
+        narrow = [tensor for tensor in self.tensors if tensor.name not in self.exact]
+        scales = (TensorSpec(f"{tensor.name}_scale", (tensor.shape[0], 1), "float32") for tensor in narrow)
+        kept = (replace(tensor, dtype=FP8) if tensor in narrow else tensor for tensor in self.tensors)
+        return KVSpec((*kept, *scales), window=self.window)
 
     @property
     def num_heads(self) -> int:
@@ -119,13 +130,16 @@ class StateSpec:
 class BlockGroup:
     """The blocks of the layers that look equally far back. Block `b` starts at byte `b * stride_bytes` of the arena.
 
-    With `window`, blocks that lie wholly behind it are given back. Without one all blocks are kept.
+    With `window`, blocks that lie wholly behind it are given back. Without one all blocks are kept. Attention sees a
+    block as `kernel_blocks` blocks of `kernel_block_size` tokens.
     """
 
     window: int | None
     block_bytes: int  # without padding
     blocks_per_page: int
     stride_bytes: int
+    kernel_block_size: int  # tokens
+    kernel_blocks: int  # in a block
 
     def first_block(self, position: int) -> int:
         """Return the index of the first block that the token at `position` attends to; 0 without a window."""
@@ -134,10 +148,20 @@ class BlockGroup:
         return max(0, position + 1 - self.window) // BLOCK_SIZE
 
     @property
+    def most_of_state(self) -> int:
+        """The most blocks that a checkpoint holds: those of the window before its next token."""
+        assert self.window is not None
+        return -(-(self.window - 1) // BLOCK_SIZE)
+
+    @property
     def most_blocks(self) -> int:
         """The most blocks that a row needs between two steps, the block of its next token and its drafts included."""
-        assert self.window is not None
-        return -(-(self.window - 1) // BLOCK_SIZE) + 2
+        return self.most_of_state + 2
+
+    @property
+    def unit_bytes(self) -> int:
+        """The bytes of a block without padding at its end. Its kernel blocks are padded in between."""
+        return self.stride_bytes - (self.stride_bytes - self.block_bytes) // self.kernel_blocks
 
 
 # What one layer keeps: nothing, keys and values, a state, or some of both.
@@ -157,7 +181,8 @@ class CacheLayout:
     `b * block_stride_bytes` of the arena and slot `s` at `s * slot_stride_bytes`. Both strides divide `page_bytes`, so
     every tensor of a layer is one strided view. A layout without attention has `blocks_per_page == 0`, one without
     states `slots_per_page == 0`. Attention sees a block as `kernel_blocks` blocks of `kernel_block_size` tokens,
-    `kernel_block_stride_bytes` apart, each with what all layers keep of its tokens.
+    `kernel_block_stride_bytes` apart, each with what all layers keep of its tokens. The tokens of each block are dealt
+    to `dealt_to` ranks, and the bytes are those of one rank. Blocks of windows are not dealt.
 
     Layers with windows have blocks of their own (`windows`), which are a part of the state: a checkpoint holds those
     that its next token attends to. "Blocks" alone are those of layers that attend to all tokens. A layout with windows
@@ -179,39 +204,52 @@ class CacheLayout:
     has_kv: bool  # blocks that are kept
     has_states: bool
     windows: tuple[BlockGroup, ...] = ()
+    groups: tuple[BlockGroup, ...] = ()  # all groups of blocks: that of layers without a window, then `windows`
+    dealt_to: int = 1
+    whole_kernel_block_size: int = BLOCK_SIZE  # tokens that attention reads at a time of blocks that are not dealt
 
     @classmethod
     def create(
-        cls, layers: Sequence[LayerSpec], kernel_block_sizes: Sequence[int] = (), longest: int | None = None
+        cls,
+        layers: Sequence[LayerSpec],
+        kernel_block_sizes: Sequence[int] = (),
+        longest: int | None = None,
+        dealt_to: int = 1,
     ) -> CacheLayout:
         """Build the layout with the smallest page that wastes at most 5 %, whatever it holds.
 
-        Kernels read blocks of the first of `kernel_block_sizes` that divides a block. Raises ConfigError if none does,
-        or if the layers keep nothing. Without sizes they read whole blocks. Layers with a window of `longest` tokens or
-        more keep all blocks; 0: all layers do; None: only those without a window.
+        Kernels read blocks of the first of `kernel_block_sizes` that divides what a rank keeps of a block. Raises
+        ConfigError if none does, or if the layers keep nothing. Without sizes they read all of it. Layers with a window
+        of `longest` tokens or more keep all blocks; None: only those without a window do. `dealt_to` divides a block.
         """
         if longest is not None:
             layers = [tuple(_without_wide_window(spec, longest) for spec in layer) for layer in layers]
         specs = [spec for layer in layers for spec in layer]
         kv = tuple(spec for spec in specs if isinstance(spec, KVSpec))
         states = tuple(spec for spec in specs if isinstance(spec, StateSpec))
-        kernel_size = _kernel_block_size(kernel_block_sizes)
-        kernel_blocks = BLOCK_SIZE // kernel_size
+        whole_size = _kernel_block_size(kernel_block_sizes, BLOCK_SIZE)
+        kernel_size = _kernel_block_size(kernel_block_sizes, BLOCK_SIZE // dealt_to)
+        kernel_blocks = BLOCK_SIZE // dealt_to // kernel_size
         block_bytes = kernel_blocks * sum(spec.block_bytes(kernel_size) for spec in kv if spec.window is None)
         slot_bytes = sum(spec.slot_bytes for spec in states)
         windows: tuple[BlockGroup, ...] = ()
         if widths := sorted({spec.window for spec in kv if spec.window is not None}):
-            sizes = [kernel_blocks * sum(s.block_bytes(kernel_size) for s in kv if s.window == w) for w in widths]
-            (blocks, slots, *per_page), page_bytes = _choose_shared_page(
-                [block_bytes, slot_bytes, *sizes], kernel_blocks
+            count = BLOCK_SIZE // whole_size
+            sizes = [count * sum(spec.block_bytes(whole_size) for spec in kv if spec.window == w) for w in widths]
+            (blocks, slots, *per_page), page_bytes = choose_shared_page(
+                [block_bytes, slot_bytes, *sizes], math.lcm(kernel_blocks, count)
             )
             windows = tuple(
-                BlockGroup(width, size, count, page_bytes // count)
-                for width, size, count in zip(widths, sizes, per_page, strict=True)
+                BlockGroup(width, num_bytes, blocks_per_page, page_bytes // blocks_per_page, whole_size, count)
+                for width, num_bytes, blocks_per_page in zip(widths, sizes, per_page, strict=True)
             )
             slots = slots or SLOTS_WITHOUT_BYTES
         else:
-            blocks, slots, page_bytes = _choose_page(block_bytes, slot_bytes, kernel_blocks)
+            blocks, slots, page_bytes = choose_page(block_bytes, slot_bytes, kernel_blocks)
+        block_stride_bytes, groups = 0, windows
+        if blocks:
+            block_stride_bytes = page_bytes // blocks
+            groups = (BlockGroup(None, block_bytes, blocks, block_stride_bytes, kernel_size, kernel_blocks), *windows)
         return cls(
             layers=tuple(layers),
             blocks_per_page=blocks,
@@ -221,27 +259,56 @@ class CacheLayout:
             states=states,
             block_bytes=block_bytes,
             slot_bytes=slot_bytes,
-            block_stride_bytes=page_bytes // blocks if blocks else 0,
+            block_stride_bytes=block_stride_bytes,
             slot_stride_bytes=page_bytes // slots if slots else 0,
             kernel_block_size=kernel_size,
             kernel_blocks=kernel_blocks,
             has_kv=blocks > 0,
             has_states=slots > 0,
             windows=windows,
+            groups=groups,
+            dealt_to=dealt_to,
+            whole_kernel_block_size=whole_size,
         )
-
-    @property
-    def groups(self) -> tuple[BlockGroup, ...]:
-        """All groups of blocks, those that are kept first. Plans and moves name a group by its place here."""
-        if not self.has_kv:
-            return self.windows
-        return (BlockGroup(None, self.block_bytes, self.blocks_per_page, self.block_stride_bytes), *self.windows)
 
     @property
     def checkpoint_bytes(self) -> int:
         """The bytes of a state, and of the blocks of its windows if no other checkpoint shares them."""
-        return self.slot_bytes + sum(
-            -(-(group.window or 1) // BLOCK_SIZE) * group.block_bytes for group in self.windows
+        return self.slot_bytes + sum(group.most_of_state * group.block_bytes for group in self.windows)
+
+    @property
+    def stored_slot_bytes(self) -> int:
+        """The bytes of a slot of a tier: a state, and the most blocks of windows that it needs."""
+        return self.slot_bytes + sum(group.most_of_state * group.unit_bytes for group in self.windows)
+
+    def in_tiers(self) -> CacheLayout:
+        """Return the layout of tiers, and of what other engines fetch. It has no windows.
+
+        A slot there has the state and then the blocks of each window, which the arena holds in units of their own.
+        Units have no padding at their end.
+        """
+        if not self.windows:
+            return self
+        block_bytes = self.groups[0].unit_bytes if self.has_kv else 0
+        slot_bytes = max(ALIGNMENT_BYTES, self.stored_slot_bytes)  # windows of one token need no blocks
+        blocks, slots, page_bytes = choose_page(block_bytes, slot_bytes, 1)
+        size = BLOCK_SIZE // self.dealt_to
+        groups: tuple[BlockGroup, ...] = ()
+        if blocks:
+            groups = (BlockGroup(None, block_bytes, blocks, page_bytes // blocks, size, 1),)
+        return replace(
+            self,
+            blocks_per_page=blocks,
+            slots_per_page=slots,
+            page_bytes=page_bytes,
+            block_bytes=block_bytes,
+            slot_bytes=slot_bytes,
+            block_stride_bytes=page_bytes // blocks if blocks else 0,
+            slot_stride_bytes=page_bytes // slots,
+            kernel_block_size=size,
+            kernel_blocks=1,
+            windows=(),
+            groups=groups,
         )
 
     @property
@@ -257,7 +324,7 @@ class CacheLayout:
     @property
     def verifies_drafts(self) -> bool:
         """Whether every state can be brought to the last accepted draft."""
-        return all(tensor.fold for spec in self.states for tensor in spec.tensors)
+        return all(tensor.drafts for spec in self.states for tensor in spec.tensors)
 
     @property
     def spaces_writes(self) -> bool:
@@ -338,62 +405,19 @@ class CacheLayout:
 
 
 def _without_wide_window(spec: KVSpec | StateSpec, longest: int) -> KVSpec | StateSpec:
-    if isinstance(spec, KVSpec) and spec.window is not None and (spec.window >= longest or not longest):
+    if isinstance(spec, KVSpec) and spec.window is not None and spec.window >= longest:
         return replace(spec, window=None)
     return spec
 
 
-def _kernel_block_size(sizes: Sequence[int]) -> int:
-    fitting = [size for size in sizes if size > 0 and BLOCK_SIZE % size == 0]
+def _kernel_block_size(sizes: Sequence[int], num_tokens: int) -> int:
+    """Return the first of `sizes` that divides `num_tokens`, the tokens of a block that one rank keeps."""
+    fitting = [size for size in sizes if size > 0 and num_tokens % size == 0]
     if sizes and not fitting:
+        what = f"a block of {BLOCK_SIZE}"
+        if num_tokens < BLOCK_SIZE:
+            what = f"the {num_tokens} tokens of a block that one of {BLOCK_SIZE // num_tokens} ranks keeps"
         raise ConfigError(
-            f"the device's attention reads blocks of {' or '.join(map(str, sizes))} tokens; none divides a block of "
-            f"{BLOCK_SIZE}"
+            f"the device's attention reads blocks of {' or '.join(map(str, sizes))} tokens; none divides {what}"
         )
-    return fitting[0] if fitting else BLOCK_SIZE
-
-
-def _choose_page(block_bytes: int, slot_bytes: int, kernel_blocks: int) -> tuple[int, int, int]:
-    """Return (blocks per page, slots per page, page bytes). ConfigError if neither has bytes.
-
-    A block's stride is a multiple of its kernel blocks.
-    """
-    if not block_bytes and not slot_bytes:
-        raise ConfigError("the model keeps neither keys and values nor states; there is nothing to cache")
-    if not slot_bytes:
-        return 1, 0, _aligned(block_bytes)
-    if not block_bytes:
-        return 0, 1, _aligned(slot_bytes)
-    best: tuple[float, int, int, int] | None = None
-    for slots in range(1, 65):
-        exact = slots * slot_bytes / block_bytes
-        for blocks in {max(1, math.floor(exact)), max(1, math.ceil(exact))}:
-            unit = ALIGNMENT_BYTES * math.lcm(slots, blocks * kernel_blocks)
-            page = -(-max(slots * slot_bytes, blocks * block_bytes) // unit) * unit
-            waste = 1 - min(slots * slot_bytes, blocks * block_bytes) / page
-            if waste <= MAX_PADDING:
-                return blocks, slots, page
-            if best is None or waste < best[0]:
-                best = (waste, blocks, slots, page)
-    assert best is not None
-    return best[1:]
-
-
-def _choose_shared_page(sizes: Sequence[int], kernel_blocks: int) -> tuple[list[int], int]:
-    """Return how many units of each of `sizes` bytes a page holds (0 of no bytes), and the page's bytes.
-
-    The page is the smallest one that wastes at most MAX_PADDING, whichever units it holds, or else wastes least.
-    """
-    largest = max(sizes)
-    best: tuple[float, list[int], int] | None = None
-    for count in range(1, 65):
-        counts = [count * largest // size if size else 0 for size in sizes]
-        unit = ALIGNMENT_BYTES * math.lcm(*(each * kernel_blocks for each in counts if each), SLOTS_WITHOUT_BYTES)
-        page = -(-count * largest // unit) * unit
-        waste = max(1 - each * size / page for each, size in zip(counts, sizes, strict=True) if size)
-        if best is None or waste < best[0]:
-            best = (waste, counts, page)
-        if waste <= MAX_PADDING:
-            break
-    assert best is not None
-    return best[1:]
+    return fitting[0] if fitting else num_tokens

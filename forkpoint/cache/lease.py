@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from forkpoint.cache.arena import Move, MoveKind
 from forkpoint.cache.hashing import HashChain
 from forkpoint.cache.layout import NO_BLOCK, NO_SLOT
 from forkpoint.cache.tree import Checkpoint, Node, Origin
 from forkpoint.cache.windows import WindowRow
+
+NOT_DECODED: Final = -1  # instead of a position: the row has had no decode step
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +32,9 @@ class StateSave:
 class Lease:
     """A request's share of the cache.
 
-    CacheManager and Filing write it. The scheduler writes only `num_confirmed` and `detached`, or calls its methods.
+    CacheManager writes it, except for what a request files: Filing writes `saves`, `filed` and `decode_checkpoint`, and
+    moves `node` down. DecodeBoundaries writes `in_reach`. The scheduler writes only `num_confirmed` and `detached`.
+    Everybody else calls its methods.
 
     The request's block table has `num_blocks` blocks: `own_blocks` by their index in the table, and for every other
     index the block of the node on the way down to `node`. `node` is the deepest node of the request's own history; it
@@ -39,6 +44,9 @@ class Lease:
     after `num_planned` tokens is in the checkpoint `read_from`, which must not be written, or otherwise in `slot`.
     `saves` are the states that the next plan stores. Where a boundary is in reach (`in_reach`), its save counts only if
     the row comes to it.
+
+    The state in `slot` may lag. After a step with drafts it lacks the `num_pending` tokens of that step, which are in
+    the worker's records. Where states are written every few tokens, `num_written` (sched) counts what it has.
     """
 
     owner: str
@@ -53,6 +61,8 @@ class Lease:
     num_planned: int = 0
     num_confirmed: int = 0
     num_last_step: int = 1  # tokens of the row's last decode step, minus rejected drafts
+    num_pending: int = 0  # tokens of the last step if it had drafts, minus rejected drafts; otherwise 0
+    first_decode: int = NOT_DECODED  # where the first decode step of this run started, with a whole state
     in_reach: bool = False
     decoded: bool = False  # decode kernels computed a part of the state
     saves: list[StateSave] = field(default_factory=list)
@@ -81,13 +91,21 @@ class Lease:
         result is there.
         """
         reading, self.read_from = self.read_from, None
-        self.num_last_step = 1
+        self.num_last_step, self.num_pending = 1, 0
         if decodes:
+            if self.first_decode == NOT_DECODED:
+                self.first_decode = self.num_planned
             self.num_last_step = end - self.num_planned
+            if self.num_last_step > 1:
+                self.num_pending = self.num_last_step
             self.decoded = True
         self.num_planned = end
         self.num_sent_blocks = self.num_blocks
         return reading
+
+    def switch_slot(self, slot: int, checkpoint: Checkpoint | None) -> None:
+        """Run in another slot from now on. The next step reads `checkpoint`, which the slot before has become."""
+        self.slot, self.read_from = slot, checkpoint
 
     def confirm(self, end: int) -> None:
         """Count the tokens up to `end` as confirmed. The lease may have jumped further since that step was planned."""
@@ -98,6 +116,7 @@ class Lease:
         self.num_planned -= num_rejected
         if in_last_step:
             self.num_last_step -= num_rejected
+            self.num_pending -= num_rejected
 
     def rebind(self, move: Move) -> None:
         """Follow compaction, which moved a block that this lease owns or the running slot."""
@@ -129,9 +148,3 @@ class Lease:
             if start <= index < end:
                 ids[index - start] = block
         return ids
-
-
-def advance_steady(leases: Iterable[Lease]) -> None:
-    """Plan one more token of each lease, in a step that decodes in mid-block with its running slot."""
-    for lease in leases:
-        lease.num_planned += 1

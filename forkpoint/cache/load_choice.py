@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from forkpoint.cache.eviction import RecomputeCost
@@ -17,6 +18,20 @@ TRY_AGAIN_S: Final = 60.0  # after which a tier that was too slow is timed again
 LATE_FACTOR: Final = 2.0  # a read is late if it takes so many times as long as estimated
 SLACK_S: Final = 0.25  # and so much longer: a copy may have to wait for a step
 BUSY_FACTOR: Final = 4.0  # with other requests at work a load may take longer, because it leaves the device to them
+PATIENCE: Final = 0.02  # share of the time of computing for which a load goes on before it is judged
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far a load has come after `elapsed_s`.
+
+    `arrived_bytes` have arrived, and `awaited_bytes` may arrive next, at any moment. `rest_bytes` come after these.
+    """
+
+    elapsed_s: float
+    arrived_bytes: int
+    awaited_bytes: int
+    rest_bytes: int
 
 
 class LoadChoice:
@@ -32,20 +47,55 @@ class LoadChoice:
     def pays(self, num_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
         """Return whether loading so many bytes takes less time than computing tokens `[start, end)`.
 
-        If other requests run (`is_busy`), a load may take BUSY_FACTOR times as long. False for TRY_AGAIN_S after a late
-        read,
-
-        and otherwise True without measurements.
+        If other requests run (`is_busy`), a load may take BUSY_FACTOR times as long. False while `is_closed`, and
+        otherwise True without measurements.
         """
-        now = self._clock()
-        if now - self._loaded_s > TRY_AGAIN_S:
+        if not self.has_rate:
             self._rates.clear()
-        if now < self._closed_until_s:
+        if self.is_closed:
             return False
         if not self._rates or not self._computed_s:
             return True
         factor = BUSY_FACTOR if is_busy else 1.0
-        return num_bytes / max(self._rates) < factor * self._cost(start, end) * self._computed_s / self._computed_cost
+        return num_bytes / max(self._rates) < factor * self._computing_s(start, end)
+
+    def _computing_s(self, start: int, end: int) -> float:
+        return self._cost(start, end) * self._computed_s / self._computed_cost
+
+    def goes_on(self, progress: LoadProgress, start: int, end: int) -> bool:
+        """Return whether to go on with a load rather than to compute tokens `[start, end)` after all.
+
+        No other requests may run: their steps delay the reports of what has arrived. Before LEAST_BYTES have arrived, a
+        load is given up only if it is slower than computing even if `awaited_bytes` arrive now. The rate of a load that
+        is given up counts as a measured one.
+        """
+        if not self._computed_s or not progress.rest_bytes:
+            return True
+        computing_s = self._computing_s(start, end)
+        if progress.elapsed_s < PATIENCE * computing_s:
+            return True
+        arrived, rest = progress.arrived_bytes, progress.rest_bytes
+        if arrived < LEAST_BYTES and not progress.awaited_bytes:
+            return True  # the time of planning may have been longer than that of the load
+        if arrived < LEAST_BYTES:
+            arrived += progress.awaited_bytes
+        else:
+            rest += progress.awaited_bytes
+        rate = arrived / progress.elapsed_s
+        if rest < rate * computing_s:
+            return True
+        self._note_rate(rate)
+        return False
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether a load was timed in the last TRY_AGAIN_S."""
+        return bool(self._rates) and self._clock() - self._loaded_s <= TRY_AGAIN_S
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a read was late in the last TRY_AGAIN_S."""
+        return self._clock() < self._closed_until_s
 
     def is_late(self, num_bytes: int, waited_s: float) -> bool:
         """Return whether a read of at most `num_bytes` is late. From then on loads do not pay, for TRY_AGAIN_S."""
@@ -58,8 +108,11 @@ class LoadChoice:
     def note_load(self, num_bytes: int, seconds: float) -> None:
         """Take in that so many bytes arrived in that time. Ignores loads of less than LEAST_BYTES."""
         if num_bytes >= LEAST_BYTES and seconds > 0:
-            self._rates.append(num_bytes / seconds)
-            self._loaded_s = self._clock()
+            self._note_rate(num_bytes / seconds)
+
+    def _note_rate(self, rate: float) -> None:
+        self._rates.append(rate)
+        self._loaded_s = self._clock()
 
     def note_step(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
         """Take in a step that computed prompts: its tokens, and its pairs of a query and a key."""

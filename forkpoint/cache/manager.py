@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from forkpoint.cache.arena import Arena, Move, MoveRoute
-from forkpoint.cache.capture import Candidate
+from forkpoint.cache.boundaries import DecodeBoundaries
 from forkpoint.cache.counters import CacheStats
 from forkpoint.cache.disk_entries import TierNews
 from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
+from forkpoint.cache.fetched import FetchedPrompts
 from forkpoint.cache.filing import Filing
 from forkpoint.cache.hashing import HashChain, TokenIds
 from forkpoint.cache.layout import NO_SLOT, CacheLayout
-from forkpoint.cache.lease import Lease, StateSave
+from forkpoint.cache.lease import Lease
+from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
-from forkpoint.cache.peer_offers import Fetch
+from forkpoint.cache.peer_offers import Fetch, FetchNews
 from forkpoint.cache.peers import PeerExchange
 from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.restorable import ARENA, RestorableRooms
@@ -24,7 +27,7 @@ from forkpoint.cache.restoring import Restoring
 from forkpoint.cache.room import ArenaRoom
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import HostTier, Tier
-from forkpoint.cache.tiers import NO_TIERS, TierSizes, build_tiers
+from forkpoint.cache.tiers import FIRST_TICKET, NO_TIERS, TierSizes, build_tiers
 from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin
 from forkpoint.cache.windows import WindowRow
 from forkpoint.config import BLOCK_SIZE, CacheConfig
@@ -34,7 +37,8 @@ from forkpoint.images import ImageSpan
 class CacheManager:
     """Keeps the tree, the arena's accounting and the leases consistent: they are after every method.
 
-    The scheduler calls this class, its `room` and the methods of Lease, nothing behind them.
+    The scheduler calls this class, its `room`, `boundaries` and `filing`, and the methods of Lease. It only reads what
+    is behind them.
     """
 
     def __init__(
@@ -57,21 +61,33 @@ class CacheManager:
         cost = cost or RecomputeCost()
         self.store = PrefixStore(layout, self.arena, policy, cost, config.num_ghosts)
         self.filing = Filing(self.store)
+        self.boundaries = DecodeBoundaries(self.store, self.filing)
         self.room = ArenaRoom(self.store)
         self.tier: HostTier | None = None
         self.disk: DiskTier | None = None
         self.peers: PeerExchange | None = None
+        self.fetched: FetchedPrompts | None = None
         self.restoring: Restoring | None = None
+        tickets = itertools.count(FIRST_TICKET)
         if self.enabled:
             new_policy = EVICTION.find(config.eviction_policy)
-            self.tier, self.disk = build_tiers(tiers, self.store, new_policy, cost, has_private=deterministic)
+            self.tier, self.disk = build_tiers(
+                tiers, self.store, new_policy, cost, has_private=deterministic, tickets=tickets
+            )
         self._tiers: list[Tier] = [tier for tier in (self.tier, self.disk) if tier is not None]
         sources: list[RestoreSource] = [*self._tiers]
         if self.enabled and tiers.peers is not None:
-            self.peers = PeerExchange(layout, tiers.peers, self.arena.moves, self.store.counters, tiers.clock)
-            sources += [self.peers.fetched] if self.peers.fetched is not None else []
+            parts = (self.arena.moves, self.store.counters, tiers.clock, tickets if tiers.streams else None)
+            self.peers = PeerExchange(layout.in_tiers(), tiers.peers, *parts)
+            self.fetched = self.peers.fetched
+            sources += [self.fetched] if self.fetched is not None else []
         if sources:
-            self.restoring = Restoring(self.store, sources)
+            self.restoring = Restoring(self.store, sources, streams=tiers.streams)
+
+    @property
+    def load_choices(self) -> list[LoadChoice]:
+        """The choices between loading and computing, which learn from steps that compute prompts."""
+        return [tier.choice for tier in self._tiers if tier.choice is not None]
 
     @property
     def has_unsent(self) -> bool:
@@ -79,10 +95,15 @@ class CacheManager:
         return (self.disk is not None and self.disk.has_unsent) or (self.peers is not None and self.peers.has_unsent)
 
     @property
+    def has_copies(self) -> bool:
+        """Whether the plan under construction is needed although it computes nothing."""
+        return self.has_unsent or (self.restoring is not None and self.restoring.has_loaded)
+
+    @property
     def is_reading(self) -> bool:
         """Whether something for a waiting request is on its way from the disk or from another engine."""
         is_restoring = self.restoring is not None and self.restoring.is_reading
-        return is_restoring or (self.peers is not None and self.peers.is_fetching)
+        return is_restoring or (self.fetched is not None and self.fetched.is_fetching)
 
     def save_to_disk(self) -> bool:
         """Store what the arena and the host tier hold in the disk tier, as far as it can be written soon.
@@ -99,22 +120,34 @@ class CacheManager:
         return self.disk.is_writing or self.has_unsent
 
     def begin_plan(self) -> None:
-        """Start to count what the next plan loads, and store what may be evicted soon."""
-        if self.restoring is not None:
-            self.restoring.begin_plan()
+        """Start to count what the next plan loads, and store what may be evicted soon. Call it if it is `restoring`.
+
+        Fetches that are late are given up.
+        """
+        assert self.restoring is not None
+        if self.fetched is not None:
+            self.fetched.give_up_late()
+            if doubtful := self.fetched.drain_doubtful():
+                self.condemn(doubtful)
+        self.restoring.begin_plan()
         for tier in self._tiers:
             tier.store_ahead(self.store)
 
-    def apply_news(self, news: TierNews) -> None:
-        """Take in what the worker reports of the tiers' copies."""
-        for tier in self._tiers:
-            tier.apply(news)
+    def apply_news(self, tiers: TierNews | None, fetched: FetchNews | None = None) -> None:
+        """Take in what the worker reports of the tiers' copies and of fetches."""
+        if tiers is not None:
+            for tier in self._tiers:
+                tier.apply(tiers)
+            if self.fetched is not None:
+                self.fetched.apply_staged(tiers)
+        if fetched is not None and self.fetched is not None:
+            self.fetched.apply(fetched)
 
     def watch_restorable(self) -> RestorableRooms:
         """Start to track what requests can resume from, in the arena and in the tiers, and return the trackers."""
         arena = self.store.watch(ARENA, has_private=self.deterministic)
         # Tiers keep nothing private. On a disk it could not be told apart, since its nodes have no tokens.
-        return RestorableRooms([arena, *(tier.store.watch(tier.name, has_private=False) for tier in self._tiers)])
+        return RestorableRooms([arena, *(tier.watch() for tier in self._tiers)])
 
     # --- before a request runs
 
@@ -136,11 +169,6 @@ class CacheManager:
         if not self.enabled or not read:
             return NOTHING
         return find_prefix(lease.chain, length, self.store)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the arena, page 0 included."""
-        return self.arena.num_pages
 
     @property
     def fallback_step(self) -> int:
@@ -189,8 +217,8 @@ class CacheManager:
     def stop_waiting(self, lease: Lease) -> None:
         """Stop restoring and fetching a prefix for this lease."""
         self.drop_restore(lease)
-        if self.peers is not None and self.peers.fetched is not None:
-            self.peers.fetched.leave(lease)
+        if self.fetched is not None:
+            self.fetched.leave(lease)
 
     def drop_restore(self, lease: Lease | None = None) -> bool:
         """Stop restoring a prefix, for this lease or for any. False: nothing was being restored."""
@@ -308,99 +336,33 @@ class CacheManager:
         if self.enabled:
             lease.chain.extend(token_ids)
 
-    def cross_boundary(self, lease: Lease, token_ids: TokenIds) -> bool:
-        """Keep the state at the newest block boundary of a decoding row, which starts there or has just passed it.
-
-        `token_ids` are the row's known tokens after those of `lease.chain`. The block that they complete is filed. A
-        boundary beyond the known tokens is in reach: drafts in flight decide whether the row comes to it. If the row
-        starts at a boundary that is not in reach, its running slot becomes the checkpoint, and it gets another one.
-        Otherwise the next plan saves the state. Returns False if the boundary is in reach and its state gets no slot;
-        then plan the row once the result is back.
-        """
-        if not self.enabled:
-            return True
-        self.extend(lease, token_ids)
-        self.filing.publish(lease, lease.num_planned)
-        node = lease.node
-        assert node is not None
-        boundary = lease.num_planned // BLOCK_SIZE * BLOCK_SIZE
-        lease.in_reach = boundary > lease.chain.num_tokens
-        if lease.detached or not self.layout.has_states or lease.read_from is not None:
-            return True
-        if not lease.in_reach and (node.depth * BLOCK_SIZE != boundary or node.checkpoint is not None):
-            return True
-        save = StateSave(boundary, Origin.DECODE)
-        turns = boundary == lease.num_planned and not lease.in_reach
-        fresh = self._fresh_slot(lease, save, lease if turns else save)
-        if fresh is None:
-            self.store.counters.checkpoints_skipped[Origin.DECODE] += not lease.in_reach
-            return not lease.in_reach
-        if turns:
-            save.slot, lease.slot = lease.slot, fresh
-            lease.read_from = self.filing.keep(lease, node, save, num_readers=1)
-        else:
-            save.slot = fresh
-            lease.saves.append(save)
-        return True
-
-    def resolve_boundary(self, lease: Lease) -> None:
-        """File what the last plan stored at the boundary in reach if the row came to it, or else give the slot back."""
-        previous = lease.decode_checkpoint
-        self.filing.publish(lease, lease.num_planned - lease.num_last_step)
-        lease.in_reach = False
-        if previous is not None and lease.decode_checkpoint is not previous and previous.is_spare:
-            self.store.drop_checkpoint(previous)
-
-    def _fresh_slot(self, lease: Lease, save: StateSave, owner: Lease | StateSave) -> int | None:
-        """Return a slot for the next decode checkpoint, owned by `owner`; None if there is no room.
-
-        The request's previous one gives up its slot, unless somebody uses it or the next one is not certain.
-        """
-        previous, node = lease.decode_checkpoint, lease.node
-        assert node is not None
-        if previous is not None and not lease.in_reach and previous.is_spare:
-            slot = previous.slot
-            self.store.drop_checkpoint(previous, keep_slot=True)
-            self.arena.slots.transfer([slot], [owner])
-            return slot
-        return self.filing.take_slot(lease, save, node.hash, owner)  # a block in reach has no hash yet
-
     # --- plans
 
-    def plan_saves(self, lease: Lease, start: int, end: int, candidates: Iterable[Candidate]) -> None:
-        """Take slots for the candidates of the chunk `[start, end)` that are worth one (Filing)."""
-        self.filing.plan_saves(lease, start, end, candidates)
+    def commit(
+        self, computed: Iterable[tuple[Lease, int]], steady: Iterable[Lease] = ()
+    ) -> tuple[tuple[Move, ...], tuple[Fetch, ...], list[Node | Checkpoint]]:
+        """Finish the plan under construction: file the blocks and saves of `computed` leases up to these tokens.
 
-    def reusable_next(self, lease: Lease, limit: int) -> int:
-        """Return how many tokens of the lease's history, at most `limit`, the next plan could reuse from this one."""
-        return self.filing.longest_reusable_next(lease, limit)
-
-    def commit(self, computed: Iterable[tuple[Lease, int]]) -> tuple[tuple[Move, ...], list[Node | Checkpoint]]:
-        """Finish the plan under construction: file the blocks and saves of these leases up to these tokens.
-
-        Returns the moves that the plan has to carry, and all that was filed since the last plan.
+        One more token of each `steady` lease counts as planned. Returns the moves and the fetches that the plan has to
+        carry, and all that was filed since the last plan.
         """
+        for lease in steady:
+            lease.num_planned += 1
         for lease, num_tokens in computed:
             self.filing.publish(lease, num_tokens)
-        moves = self.arena.drain_moves() if self.arena.moves else ()
+        moves: tuple[Move, ...] = ()
+        if self.arena.moves:
+            moves = self.arena.drain_moves()
+            self.store.counters.moves += sum(move.route is MoveRoute.ARENA for move in moves)
+        fetches: tuple[Fetch, ...] = ()
+        if self.peers is not None:
+            fetches = self.peers.drain_fetches()
         if self.disk is not None:
             self.disk.has_unsent = False
-        self.store.counters.moves += sum(move.route is MoveRoute.ARENA for move in moves)
         filed: list[Node | Checkpoint] = []
         if self.filing.filed or self.filing.reusable_next:
             filed = self.filing.drain()
-        return moves, filed
-
-    def drain_fetches(self) -> tuple[Fetch, ...]:
-        """Return, once, what the plan under construction orders from other engines.
-
-        `commit` returns the moves with it.
-        """
-        return () if self.peers is None else self.peers.drain_fetches()
-
-    def drain_filed(self) -> list[Node | Checkpoint]:
-        """Return what was filed since the last plan, for a caller who gives up the plan under construction."""
-        return self.filing.drain()
+        return moves, fetches, filed
 
     def done_reading(self, checkpoint: Checkpoint) -> None:
         """Count one reader of the checkpoint less. Without readers it can be evicted again."""
@@ -414,11 +376,8 @@ class CacheManager:
         The tree keeps what was filed. With `donate` it also keeps the running state, if that stands at a block boundary
         without a checkpoint. `awaits_tool`: the request ended in a tool call.
         """
-        if lease.in_reach:
-            self.resolve_boundary(lease)
-        for save in lease.saves:
-            self.arena.give_slot(save.slot)
-        lease.saves.clear()
+        self.boundaries.resolve(lease)
+        self.filing.drop_saves(lease)
         if lease.read_from is not None:
             self.done_reading(lease.read_from)
         if lease.slot != NO_SLOT:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters
 from forkpoint.cache.disk_entries import BLOCK, EntryName
-from forkpoint.cache.disk_tier import name_of
+from forkpoint.cache.disk_tier import ORIGINS, name_of
 from forkpoint.cache.fetched import FetchedPrompts
-from forkpoint.cache.hashing import BlockHash
+from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.peer_offers import Fetch, Offer, PeerFacts
-from forkpoint.cache.tier import unit_of
+from forkpoint.cache.tier import unit_of, windows_of
 from forkpoint.cache.tree import Checkpoint, Node, Origin
 from forkpoint.config import BLOCK_SIZE
 
@@ -25,10 +26,19 @@ HAS_OFFER: Final = "do_remote_prefill"  # of kv_transfer_params: another engine 
 LOGGER: Final = logging.getLogger("forkpoint")
 
 
+@dataclass(slots=True)
+class _OpenOffer:
+    """An offer of a prompt that is still computed. The first `num_blocks` blocks of its path were copied by now."""
+
+    lease: int
+    num_blocks: int = 0
+
+
 class PeerExchange:
     """Offers computed prompts to other engines, and reads the offers of others for `fetched`.
 
-    `moves` is the list of copies that all rooms share. `has_unsent`: it has something new that no plan has carried.
+    `layout` is that of tiers, `moves` the list of copies that all rooms share. `has_unsent`: it has something new that
+    no plan has carried.
     """
 
     def __init__(
@@ -38,61 +48,107 @@ class PeerExchange:
         moves: list[Move],
         counters: CacheCounters,
         clock: Callable[[], float] = time.perf_counter,
+        tickets: Iterator[int] | None = None,
     ) -> None:
+        """`tickets`: as in FetchedPrompts."""
         self._layout, self._facts, self._moves, self._counters = layout, facts, moves, counters
         self.fetched: FetchedPrompts | None = None
         if facts.allowed_hosts:
-            self.fetched = FetchedPrompts(layout, facts, moves, counters, clock)
+            self.fetched = FetchedPrompts(layout, facts, moves, counters, clock, tickets)
         self._leases = itertools.count(1)
+        self._open: dict[str, _OpenOffer] = {}  # by request
         self._has_moves = False
 
     @property
     def has_unsent(self) -> bool:
         return self._has_moves or (self.fetched is not None and self.fetched.has_unsent)
 
-    @property
-    def is_fetching(self) -> bool:
-        return self.fetched is not None and self.fetched.is_fetching
-
     def drain_fetches(self) -> tuple[Fetch, ...]:
         """Return the orders for the plan under construction, which carries all moves too."""
         self._has_moves = False
         return () if self.fetched is None else self.fetched.drain_orders()
 
-    def offer(self, hit: PrefixHit) -> Offer | None:
-        """Copy a computed prefix, with the next plan, to where other engines fetch it, and return the offer.
+    def offer_computed(self, request_id: str, node: Node, lease: int | None) -> None:
+        """Copy the path to `node`, with the next plan, to where other engines fetch it.
 
-        None: nothing can be fetched here, or the prefix is empty.
+        A request's later calls copy what has been computed since. `lease`: that of the offer, if a proxy chose it.
+        """
+        if not self._facts.port or not self._layout.has_kv or not node.depth:
+            return
+        self._copy_blocks(self._offer_of(request_id, lease), node)
+
+    def _offer_of(self, request_id: str, lease: int | None) -> _OpenOffer:
+        found = self._open.get(request_id)
+        if found is None:
+            found = self._open[request_id] = _OpenOffer(lease or next(self._leases))
+        return found
+
+    def _copy_blocks(self, offer: _OpenOffer, end: Node) -> None:
+        """Add the copies of the path to `end`, as far as they were not added before."""
+        path: list[Node] = []
+        node = end
+        while node.depth > offer.num_blocks and node.parent is not None:
+            path.append(node)
+            node = node.parent
+        offer.num_blocks = max(offer.num_blocks, end.depth)
+        for node in reversed(path):
+            self._copy(offer.lease, node, None, name_of(node, None))
+
+    def _copy(self, lease: int, node: Node, checkpoint: Checkpoint | None, name: EntryName) -> None:
+        kind, unit, num_bytes = unit_of(self._layout, node, checkpoint)
+        self._moves.append(Move(kind, unit, 0, MoveRoute.OFFER, lease, name, windows=windows_of(checkpoint)))
+        self._counters.peer_offered_bytes += num_bytes
+        self._has_moves = True
+
+    def offer(self, request_id: str, hit: PrefixHit, lease: int | None) -> Offer | None:
+        """Complete the offer of a request whose prompt has been computed, and return it.
+
+        The next plan copies what no plan has copied yet. `lease` is as in `offer_computed`. None: nothing can be
+        fetched here, or the prefix is empty.
         """
         if not self._facts.port or not hit.path:
             return None
-        lease, end = next(self._leases), hit.path[-1]
-        entries: list[tuple[Node, Checkpoint | None]] = []
+        offer, end = self._offer_of(request_id, lease), hit.path[-1]
         if self._layout.has_kv:
-            entries += [(node, None) for node in hit.path]
-        if hit.checkpoint is not None:
-            entries.append((end, hit.checkpoint))
-        for node, checkpoint in entries:
-            kind, unit, num_bytes = unit_of(self._layout, node, checkpoint)
-            self._moves.append(Move(kind, unit, 0, MoveRoute.OFFER, lease, name_of(node, checkpoint)))
-            self._counters.peer_offered_bytes += num_bytes
-        self._has_moves = True
+            self._copy_blocks(offer, end)
         origin, decoded = Origin.PROMPT_END, False
         if hit.checkpoint is not None:
-            origin, decoded = hit.checkpoint.origin, hit.checkpoint.decoded
+            name = name_of(end, hit.checkpoint)
+            if lease is None:
+                origin, decoded = hit.checkpoint.origin, hit.checkpoint.decoded
+            else:  # who asks early cannot know what the state is
+                name = replace(name, origin=ORIGINS.index(origin), decoded=decoded)
+            self._copy(offer.lease, end, hit.checkpoint, name)
+        self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.OFFER, offer.lease))
+        self._has_moves = True
+        del self._open[request_id]
         facts = self._facts
         place = (facts.engine_id, facts.host, facts.port, facts.namespace)
-        return Offer(*place, lease, end.depth * BLOCK_SIZE, end.hash, origin, decoded)
+        return Offer(*place, offer.lease, end.depth * BLOCK_SIZE, end.hash, origin, decoded, facts.more_ports)
 
-    def read(self, params: Mapping[str, Any]) -> Offer | None:
+    def abandon(self, request_id: str, lease: int | None) -> None:
+        """End the offer of a request that leaves before its prompt has been computed, so that nobody waits for it."""
+        if not self._facts.port or (request_id not in self._open and lease is None):
+            return
+        self.end_lease(self._offer_of(request_id, lease).lease)
+        del self._open[request_id]
+
+    def end_lease(self, lease: int) -> None:
+        """End an offer that has begun, or is expected, under a lease that a proxy chose."""
+        if self._facts.port:
+            self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.WITHDRAW, lease))
+            self._has_moves = True
+
+    def read(self, params: Mapping[str, Any], chain: HashChain, num_usable: int) -> Offer | None:
         """Return the offer in a request's `kv_transfer_params`; None if there is none from another engine.
 
-        A malformed one is logged and counted as a failed fetch, and None is returned.
+        The request can use the first `num_usable` tokens of its prompt, whose hashes are in `chain`. A malformed offer
+        is logged and counted as a failed fetch, and None is returned.
         """
         if self.fetched is None or params.get(HAS_OFFER) is not True:
             return None
         try:
-            offer = Offer.read(params)
+            offer = Offer.read(params, chain.hashes, num_usable)
         except ValueError as error:
             self._counters.peer_failed_fetches += 1
             LOGGER.warning("kv_transfer_params of a request are ignored and its prompt is computed: %s", error)
@@ -112,5 +168,6 @@ class PeerExchange:
     def reset(self) -> None:
         """Withdraw all offers and give up all fetches."""
         self.withdraw()
+        self._open.clear()
         if self.fetched is not None:
             self.fetched.reset()

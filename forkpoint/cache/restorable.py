@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -43,14 +43,17 @@ Change: TypeAlias = BlocksStored | BlocksRemoved | AllCleared
 class Restorable:
     """Tracks a room's blocks that have an end, a block where a lookup may end, at or below them.
 
-    PrefixStore reports ends.
+    PrefixStore reports ends. While the room is not `is_open`, requests cannot resume there, whatever it has: all its
+    blocks are reported as removed, and reported as stored when it opens again.
 
     Blocks that only their owner can find are left out: those under a salt and, with `has_private`, those that decode
     kernels computed. Nobody could tell from a prompt's tokens that they are there.
     """
 
-    def __init__(self, room: str, *, has_private: bool) -> None:
+    def __init__(self, room: str, *, has_private: bool, is_open: Callable[[], bool] = lambda: True) -> None:
         self._room = room
+        self._is_open = is_open
+        self._is_hidden = False  # what is here is reported as removed
         self._has_private = has_private
         self._root = root_hash("")
         self._num_below: dict[Node, int] = {}  # children in this table, plus 1 for an end
@@ -59,6 +62,8 @@ class Restorable:
 
     def drain(self) -> list[Change]:
         """Return the changes since the last call, in order, and forget them."""
+        if self._is_hidden is self._is_open():
+            self._set_hidden(not self._is_hidden)
         changes, self._changes = self._changes, []
         return changes
 
@@ -97,7 +102,8 @@ class Restorable:
             item = item.parent
             if item.parent is not None:
                 self._num_below[item] -= 1
-        self._changes.append(BlocksRemoved(self._room, removed))
+        if not self._is_hidden:
+            self._changes.append(BlocksRemoved(self._room, removed))
 
     def clear(self) -> None:
         """Forget all blocks: lookups find none of them any more."""
@@ -108,6 +114,18 @@ class Restorable:
     def report_all(self) -> None:
         """Replace the changes so far by a full report, for a listener who missed some."""
         self._changes = [AllCleared()]
+        self._report_known()
+
+    def _set_hidden(self, is_hidden: bool) -> None:
+        """Report all blocks as removed, or as stored again."""
+        if is_hidden:
+            deepest_first = sorted(self._num_below, key=lambda node: -node.depth)
+            if deepest_first:
+                self._changes.append(BlocksRemoved(self._room, [node.hash for node in deepest_first]))
+        self._is_hidden = is_hidden
+        self._report_known()
+
+    def _report_known(self) -> None:
         stack = [node for node in self._num_below if node.depth == 1]
         while stack:
             node = stack.pop()
@@ -116,7 +134,7 @@ class Restorable:
 
     def _report(self, nodes: Iterable[Node]) -> None:
         """Report nodes, from the top down, as stored. A chain that continues the last report is joined to it."""
-        for node in nodes:
+        for node in () if self._is_hidden else nodes:
             last = self._changes[-1] if self._changes else None
             if not (isinstance(last, BlocksStored) and last.nodes[-1] is node.parent):
                 last = BlocksStored(self._room)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from forkpoint.cache.arena import Move
 from forkpoint.cache.hashing import HashChain
 from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.windows import WindowRuns
 
 
 class RestoreSource(ABC):
@@ -21,8 +22,11 @@ class RestoreSource(ABC):
         """Return the deepest node of a history, at most `max_blocks` deep, that can be restored; None if none can."""
 
     @abstractmethod
-    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
-        """Return the copy of a node's block, or of its checkpoint if one is given, to a unit of the arena."""
+    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
+        """Return the copy of a node's block, or of its checkpoint if one is given, to a unit of the arena.
+
+        The blocks of the checkpoint's windows go to `windows`.
+        """
 
     @abstractmethod
     def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
@@ -36,6 +40,19 @@ class RestoreSource(ABC):
         """Whether something that `num_ready` prepares is still to come."""
         return False
 
+    @property
+    def gives_way(self) -> bool:
+        """Whether the prefix being loaded is still to come, so that any other restore comes before it."""
+        return False
+
+    def has_lost(self, source: Node) -> bool:
+        """Return whether a prefix that is being loaded was dropped, so that a shorter one may still be found."""
+        return source.condemned
+
+    def note_loaded(self, source: Node, nodes: Sequence[Node]) -> None:
+        """Note that blocks of the path to `source` were loaded to these nodes of the arena."""
+        return
+
     def is_stalled(self) -> bool:
         """Return whether nothing more can be loaded."""
         return False
@@ -45,6 +62,10 @@ class RestoreSource(ABC):
 
         `is_busy`: other requests run, too.
         """
+        return True
+
+    def goes_on(self, left_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
+        """Return whether to go on with a load of which so many bytes are left. The rest is as in `pays`."""
         return True
 
     @abstractmethod

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from forkpoint.cache.disk_entries import FETCHED_AT_ONCE
 from forkpoint.cache.layout import NO_BLOCK
 from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.windows import WindowRow
 from forkpoint.config import BLOCK_SIZE
 
-# Bytes that a plan loads. The copies run before the plan's rows and delay them: about 10 ms on a CPU.
+# Bytes that a plan loads. The copies run before the plan's rows and delay them: about 10 ms on a CPU. A device
+# copies within its own memory and may load all that has arrived.
 LOADED_AT_ONCE: Final = 64 * 2**20
 
 
@@ -44,12 +47,16 @@ class Restoring:
     whether the plan under construction loads something or starts to read something.
     """
 
-    def __init__(self, store: PrefixStore, tiers: Sequence[RestoreSource]) -> None:
-        """`store` is the arena's. Of two tiers with the same prefix the first one is used."""
+    def __init__(self, store: PrefixStore, tiers: Sequence[RestoreSource], *, streams: bool = False) -> None:
+        """`store` is the arena's. Of two tiers with the same prefix the first one is used.
+
+        With `streams`, a plan loads from buffers of a device.
+        """
         self._store = store
+        self._stored = store.layout.in_tiers()
         self._tiers = tiers
         self.current: Restore | None = None
-        self.loaded_at_once = LOADED_AT_ONCE
+        self.loaded_at_once = FETCHED_AT_ONCE if streams else LOADED_AT_ONCE
         self.has_loaded = False
         self._left_bytes = 0
 
@@ -61,6 +68,10 @@ class Restoring:
     def is_reading(self) -> bool:
         """Whether the current restore waits for its tier."""
         return self.current is not None and self.current.tier.is_reading
+
+    def comes_before(self, order: tuple[int, int]) -> bool:
+        """Return whether there is a restore, and a request of this order has to wait for it."""
+        return self.current is not None and self.current.order <= order and not self.current.tier.gives_way
 
     def is_for(self, lease: Lease) -> bool:
         """Return whether a prefix is being restored for the request of this lease."""
@@ -78,7 +89,7 @@ class Restoring:
 
     def pays(self, tier: RestoreSource, source: Node, hit: PrefixHit, *, is_busy: bool) -> bool:
         """Return whether to load the prefix that ends at `source` rather than to compute it from the arena's `hit`."""
-        layout, num_blocks = self._store.layout, source.depth - hit.kv_num_tokens // BLOCK_SIZE
+        layout, num_blocks = self._stored, source.depth - hit.kv_num_tokens // BLOCK_SIZE
         num_bytes = max(0, num_blocks) * layout.block_bytes
         if source.checkpoint is not None:
             num_bytes += layout.slot_bytes
@@ -95,17 +106,18 @@ class Restoring:
         tier.hold(source)
         self.current = Restore(lease, order, tier, source, source.checkpoint, node, hit.num_tokens)
 
-    def advance(self) -> bool:
+    def advance(self, *, is_busy: bool = False) -> bool:
         """Copy as much of the current prefix as the plan still takes. Returns whether all of it is copied now.
 
-        The restore is dropped, and False returned, if the arena has no room for it, its prefix was condemned, or its
-        tier cannot read it.
+        The restore is dropped, and False returned, if the arena has no room for it, its prefix was condemned, its tier
+        cannot read it, or its tier turns out to be slower than computing. `is_busy`: other requests run, too.
         """
         restore = self.current
         assert restore is not None
         while not restore.is_complete and self._left_bytes > 0:
             self._follow(restore)
-            if restore.node.condemned or restore.source.condemned or restore.tier.is_stalled():
+            is_useless = restore.node.condemned or restore.tier.has_lost(restore.source)
+            if is_useless or restore.tier.is_stalled() or not self._goes_on(restore, is_busy):
                 self.drop()
                 return False
             num_moves = len(self._store.arena.moves)
@@ -124,6 +136,17 @@ class Restoring:
                 self.drop()
                 return False
         return restore.is_complete
+
+    def _goes_on(self, restore: Restore, is_busy: bool) -> bool:
+        """Return whether to go on rather than to compute from what the request can resume from now."""
+        layout, source = self._stored, restore.source
+        num_bytes = (source.depth - restore.node.depth) * layout.block_bytes * layout.has_kv
+        start = restore.num_tokens_before
+        if not layout.has_states:
+            start = max(start, restore.node.depth * BLOCK_SIZE)
+        elif self._missing_state(restore) is not None:
+            num_bytes += layout.slot_bytes
+        return restore.tier.goes_on(num_bytes, start, source.depth * BLOCK_SIZE, is_busy=is_busy)
 
     def _missing_state(self, restore: Restore) -> Checkpoint | None:
         """Return the state at the prefix's end; None if it has none or the arena has it already."""
@@ -149,7 +172,7 @@ class Restoring:
 
         Returns False if there is no room for a single one.
         """
-        chain, layout, start = restore.lease.chain, self._store.layout, restore.node.depth
+        chain, layout, start = restore.lease.chain, self._stored, restore.node.depth
         count = restore.source.depth - start
         blocks = [NO_BLOCK] * count
         if layout.has_kv:
@@ -166,27 +189,43 @@ class Restoring:
             self._count(count * layout.block_bytes)
         end = start + count
         nodes = self._store.add_blocks(restore.node, chain.hashes[start:end], chain.blocks[start:end], blocks)
+        restore.tier.note_loaded(restore.source, nodes)
         self._hold(restore, nodes[-1])
         return True
 
     def _load_state(self, restore: Restore) -> bool:
-        """Load the state at the prefix's end if there is one, and complete the restore. False: no slot."""
+        """Load the state at the prefix's end if there is one, and complete the restore. False: there is no room."""
         source, node = restore.source_checkpoint, restore.node
         if source is not None:
-            if node.checkpoint is None:
-                owner = StateSave(source.num_tokens, source.origin)
-                slot = self._store.take_slot(owner)
-                if slot is None:
-                    return False
-                self._store.arena.moves.append(restore.tier.load(source.node, source, slot))
-                self._count(self._store.layout.slot_bytes)
-                self._store.adopt(node, slot, source)
+            if node.checkpoint is None and not self._copy_state(restore.tier, source, node):
+                return False
             restore.loaded = node.checkpoint
             assert restore.loaded is not None
             self._store.start_reading(restore.loaded)
         restore.tier.count_use(restore.source, source)
         restore.is_complete = True
         return True
+
+    def _copy_state(self, tier: RestoreSource, source: Checkpoint, node: Node) -> bool:
+        """Copy a checkpoint of a tier, with the blocks of its windows, to `node`. False: there is no room."""
+        store, owner = self._store, StateSave(source.num_tokens, source.origin)
+        slot = store.take_slot(owner)
+        if slot is None:
+            return False
+        owner.slot = slot
+        rows = [WindowRow(group.first_block(source.num_tokens)) for group in store.layout.windows]
+        ends = [store.windows.extend(row, i, node.depth, store.take_window_block) for i, row in enumerate(rows)]
+        has_room = all(end >= node.depth for end in ends)
+        if has_room:
+            # Read the places only now: each unit that was taken may have moved others, in the arena and in the tier.
+            windows = tuple(tuple(row.blocks) for row in rows)
+            store.arena.moves.append(tier.load(source.node, source, owner.slot, windows))
+            self._count(self._stored.slot_bytes)
+            store.adopt(node, owner.slot, source, windows)
+        else:
+            store.arena.give_slot(owner.slot)
+        store.windows.clear(rows)
+        return has_room
 
     def _path(self, node: Node, start: int) -> list[Node]:
         """Return the tier's nodes from depth `start + 1` down to `node`."""

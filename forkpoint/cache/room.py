@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.lookup import PrefixHit
@@ -53,7 +54,10 @@ class ArenaRoom:
         """
         num_shared = sum(node.pins > 0 for node in hit.path)
         slots = 1 + spare_slots + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
-        return self._fits(num_tokens, spare_blocks - num_shared, slots)
+        num_shared_windows = [0] * len(self._layout.windows)
+        if hit.checkpoint is not None:
+            num_shared_windows = [sum(each.num_busy > 0 for each in run) for run in hit.checkpoint.windows]
+        return self._fits(num_tokens, spare_blocks - num_shared, slots, num_shared_windows)
 
     def may_fit(self, lease: Lease, num_tokens: int, spare_blocks: int) -> bool:
         """Return False only if `fits` would be False whatever a lookup finds. Cheaper than the lookup.
@@ -62,11 +66,13 @@ class ArenaRoom:
         """
         nodes = (self._store.tree.find(block_hash) for block_hash in lease.chain.hashes)
         shared = itertools.takewhile(lambda node: node is not None and node.pins > 0, nodes)
-        return self._fits(num_tokens, spare_blocks - sum(1 for _ in shared), 1)
+        busy = zip(self._store.windows.num_busy, self._layout.windows, strict=True)
+        most_shared = [min(count, group.most_of_state) for count, group in busy]
+        return self._fits(num_tokens, spare_blocks - sum(1 for _ in shared), 1, most_shared)
 
-    def _fits(self, num_tokens: int, more_blocks: int, more_slots: int) -> bool:
+    def _fits(self, num_tokens: int, more_blocks: int, more_slots: int, num_shared_windows: Sequence[int]) -> bool:
         layout, slots = self._layout, self.num_slots_held + more_slots
         blocks = self.num_blocks_held + layout.num_blocks_for(num_tokens) + more_blocks
         busy, wanted = self._store.windows.num_busy, layout.num_window_blocks_for(num_tokens)
-        windows = [held + more for held, more in zip(busy, wanted, strict=True)]
+        windows = [a + b - c for a, b, c in zip(busy, wanted, num_shared_windows, strict=True)]
         return layout.num_pages_of(blocks, slots, windows) < self._arena.num_pages

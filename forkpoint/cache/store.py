@@ -238,10 +238,13 @@ class PrefixStore:
         self.policy.saved(checkpoint, None, None)
         self._queue.push_later(checkpoint)
 
-    def adopt(self, node: Node, slot: int, source: Checkpoint) -> Checkpoint:
-        """Make `slot`, a copy of another store's checkpoint, the checkpoint of `node`, which has none."""
+    def adopt(self, node: Node, slot: int, source: Checkpoint, windows: WindowRuns = ()) -> Checkpoint:
+        """Make `slot`, a copy of another store's checkpoint, the checkpoint of `node`, which has none.
+
+        The blocks of its windows were copied to `windows`.
+        """
         assert node.checkpoint is None
-        copy = self._enter(Checkpoint(node, slot, source.num_tokens, source.origin, source.decoded))
+        copy = self._enter(Checkpoint(node, slot, source.num_tokens, source.origin, source.decoded, windows))
         self.follow(source, copy)
         return copy
 
@@ -380,14 +383,17 @@ class PrefixStore:
         """Condemn everything and forget the ghosts. What running requests hold is freed when they end."""
         if self.restorable is not None:
             self.restorable.clear()
-        for node in [node for node in self.tree.nodes() if node.depth == 1]:
+        for node in [node for node in self.tree.nodes() if node.parent is not None and not node.parent.depth]:
             self.condemn(node)
         self.ghosts.clear()
         self.policy.reset()
 
-    def watch(self, room: str, *, has_private: bool) -> Restorable:
-        """Start to track what lookups can find here, and return the tracker. It begins with what is here now."""
-        self.restorable = Restorable(room, has_private=has_private)
+    def watch(self, room: str, *, has_private: bool, is_open: Callable[[], bool] = lambda: True) -> Restorable:
+        """Start to track what lookups can find here while the room `is_open`, and return the tracker.
+
+        It begins with what is here now.
+        """
+        self.restorable = Restorable(room, has_private=has_private, is_open=is_open)
         for node in self.tree.nodes():
             if node.checkpoint is not None or not self.layout.has_states:
                 self.restorable.gained(node)

@@ -14,9 +14,10 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.restorable import is_private
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tier import HostTier, unit_of
+from forkpoint.cache.tier import HostTier, unit_of, windows_of
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.windows import WindowRuns
 
 AHEAD_AT_ONCE: Final = 64 * 2**20  # bytes that a plan stores before eviction asks for it
 RESERVE_SHARE: Final = 50  # with fewer than 1 / 50 of the arena's pages free, entries are stored ahead
@@ -81,7 +82,7 @@ class StreamedHostTier(HostTier):
     def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
         kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
         ticket = next(self._tickets)
-        self.arena.moves.append(Move(kind, src, unit, MoveRoute.STORE, ticket))
+        self.arena.moves.append(Move(kind, src, unit, MoveRoute.STORE, ticket, windows=windows_of(checkpoint)))
         self._storing[ticket] = num_bytes
         self._storing_bytes += num_bytes
         self.counters.host_stored_bytes += num_bytes
@@ -93,6 +94,9 @@ class StreamedHostTier(HostTier):
         kind, unit, _ = unit_of(self.layout, node, checkpoint)
         return Move(kind, unit, 0, MoveRoute.FETCH, ticket)
 
+    def is_open(self) -> bool:
+        return not self._choice.is_closed
+
     @property
     def is_reading(self) -> bool:
         return self._reader.is_waiting
@@ -100,15 +104,16 @@ class StreamedHostTier(HostTier):
     def is_stalled(self) -> bool:
         return self._choice.is_late(max(FETCHED_AT_ONCE, self.layout.slot_bytes), self._reader.waited_s)
 
-    def pays(self, num_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
-        return self._choice.pays(num_bytes, start, end, is_busy=is_busy)
+    def goes_on(self, left_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
+        progress = self._reader.progress(left_bytes, is_busy=is_busy, has_rate=self._choice.has_rate)
+        return progress is None or self._choice.goes_on(progress, start, end)
 
-    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
+    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
         self.counters.host_loaded_bytes += unit_of(self.layout, node, checkpoint)[2]
-        return self._reader.land(node, checkpoint, unit)
+        return self._reader.land(node, checkpoint, unit, windows)
 
     def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        self._reader.keep_only(set())
+        self._reader.end()
         super().release(node, checkpoint)
 
     def apply(self, news: TierNews) -> None:

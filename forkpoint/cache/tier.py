@@ -13,18 +13,20 @@ from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import NO_BLOCK, CacheLayout
 from forkpoint.cache.lease import StateSave
 from forkpoint.cache.load_choice import LoadChoice
-from forkpoint.cache.restorable import is_private
+from forkpoint.cache.restorable import Restorable, is_private
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import Checkpoint, Node, nearest_checkpoint
+from forkpoint.cache.windows import WindowRuns, ids_of
 
 
 class Tier(RestoreSource):
     """Keeps what a room above evicts, as a `PrefixStore` over pages of its own.
 
-    A checkpoint is stored with its whole path, so that the tier alone can restore it. In a layout without states the
-    path of an evicted block is stored. Blocks that the tier already has are not copied again. Entries stay when they
-    are loaded: their next eviction copies nothing. `moves` is the list of copies that all rooms share.
+    A checkpoint is stored with its whole path, so that the tier alone can restore it. Its slot here has the blocks of
+    its windows too (`CacheLayout.in_tiers`). In a layout without states the path of an evicted block is stored. Blocks
+    that the tier already has are not copied again. Entries stay when they are loaded: their next eviction copies
+    nothing. `moves` is the list of copies that all rooms share.
     """
 
     def __init__(
@@ -37,11 +39,12 @@ class Tier(RestoreSource):
         *,
         has_private: bool,
     ) -> None:
-        """`has_private`: some entries can be found by one request alone. Those are not kept."""
+        """`layout` is that of tiers. `has_private`: some entries can be found by one request alone; it keeps none."""
         self.layout = layout
         self.arena = arena
         self.store = PrefixStore(layout, arena, policy, cost, num_ghosts=0)
         self.counters = counters
+        self.choice: LoadChoice | None = None  # set if loading is weighed against computing
         self._has_private = has_private
 
     @abstractmethod
@@ -55,6 +58,17 @@ class Tier(RestoreSource):
     def may_store(self, num_bytes: int) -> bool:
         """Return whether the tier takes so many bytes more now."""
         return True
+
+    def is_open(self) -> bool:
+        """Return whether prefixes are restored from here now."""
+        return True
+
+    def pays(self, num_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
+        return self.choice is None or self.choice.pays(num_bytes, start, end, is_busy=is_busy)
+
+    def watch(self) -> Restorable:
+        """Start to track what can be restored from here, and return the tracker."""
+        return self.store.watch(self.name, has_private=False, is_open=self.is_open)
 
     def store_ahead(self, store: PrefixStore) -> None:
         """Store a part of what the arena's `store` evicts next, if that needs time."""
@@ -214,12 +228,11 @@ class HostTier(Tier):
     ) -> None:
         arena = Arena(layout, num_pages, MoveRoute.HOST, moves)
         super().__init__(layout, arena, policy, cost, counters, has_private=has_private)
-        self.choice: LoadChoice | None = None  # set if loading is weighed against computing
         self.skipped: Callable[[Node, Checkpoint | None], None] | None = None  # takes what this tier does not store
 
     def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
         kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
-        self.arena.moves.append(Move(kind, src, unit, MoveRoute.STORE))
+        self.arena.moves.append(Move(kind, src, unit, MoveRoute.STORE, windows=windows_of(checkpoint)))
         self.counters.host_stored_bytes += num_bytes
 
     def _skip(self, node: Node, checkpoint: Checkpoint | None) -> None:
@@ -227,10 +240,10 @@ class HostTier(Tier):
         if self.skipped is not None:
             self.skipped(node, checkpoint)
 
-    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
+    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
         kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
         self.counters.host_loaded_bytes += num_bytes
-        return Move(kind, src, unit, MoveRoute.LOAD)
+        return Move(kind, src, unit, MoveRoute.LOAD, windows=ids_of(windows))
 
     def fill(self, stats: CacheStats) -> None:
         stats.num_host_pages, stats.num_free_host_pages = self.arena.num_pages, self.arena.num_free_pages
@@ -242,3 +255,8 @@ def unit_of(layout: CacheLayout, node: Node, checkpoint: Checkpoint | None) -> t
     if checkpoint is None:
         return MoveKind.BLOCK, node.block, layout.block_bytes
     return MoveKind.SLOT, checkpoint.slot, layout.slot_bytes
+
+
+def windows_of(checkpoint: Checkpoint | None) -> tuple[tuple[int, ...], ...]:
+    """Return the blocks of windows that a checkpoint of the arena holds, for `Move.windows`."""
+    return () if checkpoint is None else ids_of(checkpoint.windows)

@@ -5,10 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.load_choice import LoadProgress
 from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.windows import WindowRuns, ids_of
+
+PROBE_BYTES: Final = 4 * 2**20  # of the first reads of a prefix, whose time says early that a tier is slow
+PROBE_GROWTH: Final = 4  # times the bytes that have arrived may be read next
+AWAITED_BYTES: Final = 32 * 2**20  # at most, that a worker reports together
 
 
 @dataclass(slots=True)
@@ -43,6 +50,9 @@ class TierReads:
         self._reads: dict[int, TierRead] = {}  # by ticket; those whose contents have not been copied to the arena
         self._tickets_of: dict[Node | Checkpoint, int] = {}
         self._num_bytes = 0  # of these reads
+        self._num_arrived_bytes = 0  # of the present prefix, since `_began_s`
+        self._began_s = 0.0
+        self._probes = False
         self.answered_s = 0.0  # when a read was reported last, or when the first of the present ones began
 
     @property
@@ -54,6 +64,26 @@ class TierReads:
     def waited_s(self) -> float:
         """For how long no read has been reported, while one is awaited."""
         return self._clock() - self.answered_s if self.is_waiting else 0.0
+
+    def progress(self, left_bytes: int, *, is_busy: bool, has_rate: bool) -> LoadProgress | None:
+        """Return how far the present prefix has come, of which `left_bytes` have not been copied to the arena.
+
+        None before its first read, and while other requests run (`is_busy`): their steps delay all reports, and the
+        time starts anew. Otherwise, and unless the tier's rate is known (`has_rate`), the first reads are short, so
+        that a slow tier is noticed early.
+        """
+        self._probes = not is_busy and not has_rate
+        if is_busy:
+            self._begin()
+        if is_busy or not self._reads:
+            return None
+        unarrived = sum(read.num_bytes for read in self._reads.values() if not read.has_arrived)
+        awaited = min(unarrived, AWAITED_BYTES)
+        rest = left_bytes - (self._num_bytes - unarrived) - awaited
+        return LoadProgress(self._clock() - self._began_s, self._num_arrived_bytes, awaited, max(0, rest))
+
+    def _begin(self) -> None:
+        self._began_s, self._num_arrived_bytes = self._clock(), 0
 
     def num_ready(
         self,
@@ -71,11 +101,16 @@ class TierReads:
         if checkpoint is not None:
             wanted.append((checkpoint.node, checkpoint))
         self.keep_only({state or node for node, state in wanted})
+        if not self._reads and not self._num_arrived_bytes:
+            self._begin()
+        most_bytes = self._most_bytes
+        if self._probes:
+            most_bytes = min(most_bytes, max(PROBE_BYTES, PROBE_GROWTH * self._num_arrived_bytes))
         for node, state in wanted:
             if (state or node) in self._tickets_of:
                 continue
             num_bytes = self._layout.block_bytes if state is None else self._layout.slot_bytes
-            if self._num_bytes and self._num_bytes + num_bytes > self._most_bytes:
+            if self._num_bytes and self._num_bytes + num_bytes > most_bytes:
                 break
             if not self.is_waiting:
                 self.answered_s = self._clock()
@@ -96,6 +131,7 @@ class TierReads:
             return 0
         self._reads[ticket].has_arrived = True
         self.answered_s = self._clock()
+        self._num_arrived_bytes += self._reads[ticket].num_bytes
         return self._reads[ticket].num_bytes
 
     def fail(self, ticket: int) -> Node | None:
@@ -105,11 +141,17 @@ class TierReads:
         self.answered_s = self._clock()
         return self._end(ticket).node
 
-    def land(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> Move:
-        """Return the copy of a unit that has arrived to a unit of the arena."""
+    def land(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
+        """Return the copy of a unit that has arrived to a unit of the arena, and of its blocks of windows to theirs."""
         ticket = self._tickets_of[checkpoint or node]
         self._end(ticket)
-        return Move(MoveKind.BLOCK if checkpoint is None else MoveKind.SLOT, 0, unit, MoveRoute.LAND, ticket)
+        kind = MoveKind.BLOCK if checkpoint is None else MoveKind.SLOT
+        return Move(kind, 0, unit, MoveRoute.LAND, ticket, windows=ids_of(windows))
+
+    def end(self) -> None:
+        """Give up all reads: the present prefix is not read any further."""
+        self.keep_only(set())
+        self._num_arrived_bytes = 0
 
     def keep_only(self, wanted: set[Node | Checkpoint]) -> None:
         """Give up the reads of other entries."""

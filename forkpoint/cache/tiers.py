@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -17,19 +16,20 @@ from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.streamed_tier import StreamedHostTier
 from forkpoint.cache.tier import HostTier
-from forkpoint.errors import ConfigError
 
 NO_LIMIT: Final = 1 << 62
+FIRST_TICKET: Final = HOST_READY + 1
 
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
     """The tiers of an engine.
 
-    `num_host_pages` is the size of the host tier, its reserved page included; without pages there is no such tier. It
-    `streams` if its copies run beside the steps.
+    `num_host_pages` is the size of the host tier in pages of `CacheLayout.in_tiers`, its reserved page included;
+    without pages there is no such tier. It `streams` if its copies run beside the steps.
     `disk` is the disk tier that the worker has opened. At most `write_limit` bytes are written to it in a day of
-    `wall_clock`. A disk that does not answer is noticed by `clock`. `peers` is the worker's link to other engines.
+    `wall_clock`. A disk that does not answer is noticed by `clock`. `peers` is the worker's link to other engines. With
+    `weighs_disk`, a prefix is read from the disk only if that is faster than computing it.
     """
 
     num_host_pages: int = 0
@@ -39,6 +39,7 @@ class TierSizes:
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.perf_counter
     streams: bool = False
+    weighs_disk: bool = False
 
 
 NO_TIERS: Final = TierSizes()
@@ -51,16 +52,15 @@ def build_tiers(
     cost: RecomputeCost,
     *,
     has_private: bool,
+    tickets: Iterator[int],
 ) -> tuple[HostTier | None, DiskTier | None]:
     """Build the host and disk tiers that `sizes` names below `store`, the arena's; None for each that it does not.
 
-    What leaves a room falls into the next one that exists. Raises ConfigError if the layout has windows.
+    `tickets` are those of all copies that end later than their plan. What leaves a room falls into the next one that
+    exists.
     """
-    layout, moves, counters = store.layout, store.arena.moves, store.counters
-    if layout.windows and (sizes.num_host_pages or sizes.disk is not None or sizes.peers is not None):
-        raise ConfigError("tiers and peers cannot hold blocks of windows; create the layout with longest=0")
+    layout, moves, counters = store.layout.in_tiers(), store.arena.moves, store.counters
     host: HostTier | None = None
-    tickets = itertools.count(HOST_READY + 1)
     if sizes.num_host_pages:
         new_host: Callable[..., HostTier] = HostTier
         if sizes.streams:
@@ -80,6 +80,7 @@ def build_tiers(
         source=MoveRoute.ARENA_TO_DISK if host is None else MoveRoute.HOST_TO_DISK,
         tickets=tickets,
         write_limit=sizes.write_limit,
+        weighs_loads=sizes.weighs_disk,
         wall_clock=sizes.wall_clock,
         clock=sizes.clock,
     )

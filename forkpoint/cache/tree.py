@@ -185,6 +185,19 @@ class PrefixTree:
         self.num_nodes += len(added)
         return added
 
+    def add_end(self, depth: int, block_hash: BlockHash, parent_hash: BlockHash) -> Node | None:
+        """Add a node without tokens and without a block, and return it; None if it is there already.
+
+        It ends a path of which nothing else is known, and hangs from a root of its parent's hash.
+        """
+        if block_hash in self._by_hash:
+            return None
+        root = self.root(parent_hash)
+        node = self._by_hash[block_hash] = Node(root, block_hash, b"", depth, NO_BLOCK)
+        root.children[node] = None
+        self.num_nodes += 1
+        return node
+
     def remove(self, leaf: Node, most: int = 1) -> list[Node]:
         """Remove an evictable leaf and the ancestors that become evictable, `most` nodes in all.
 
@@ -253,7 +266,7 @@ class PrefixTree:
             count += 1
             pinned += node.pins > 0
             assert node.parent is not None and node in node.parent.children
-            assert node.depth == node.parent.depth + 1
+            assert node.depth == node.parent.depth + 1 or (not node.parent.depth and node.block == NO_BLOCK)
             assert node.pins >= sum(child.pins > 0 for child in node.children)
             assert node.condemned == (self._by_hash.get(node.hash) is not node)
             if node.checkpoint is not None:

@@ -31,6 +31,11 @@ class WindowBlock:
 WindowRuns: TypeAlias = tuple[tuple[WindowBlock, ...], ...]
 
 
+def ids_of(runs: WindowRuns) -> tuple[tuple[int, ...], ...]:
+    """Return where the blocks are in the arena now."""
+    return tuple(tuple(each.block for each in run) for run in runs)
+
+
 @dataclass(slots=True, eq=False)
 class WindowRow:
     """The blocks `[start, start + len(blocks))` of one window of a request, by their index in its table."""

@@ -17,7 +17,7 @@ from forkpoint.client.answer import Answer
 from forkpoint.client.protocol import Delta, Usage
 from forkpoint.config import EngineConfig
 from forkpoint.errors import RequestError, RequestFailedError, ServerError
-from forkpoint.obs.logs import wants_color
+from forkpoint.obs.logs import counted, wants_color
 from forkpoint.params import FinishReason
 
 HELP = "/reset starts over, Ctrl-C stops an answer, /exit or Ctrl-D ends"
@@ -124,7 +124,7 @@ class Conversation:
             print(f"error: an image cannot be read: {unreadable}", file=sys.stderr)
             return
         if count := num_images(content):
-            print(self._dimmed(f"({count} {'image' if count == 1 else 'images'})"))
+            print(self._dimmed(f"({counted(count, 'image')})"))
         self._messages.append({"role": "user", "content": content})
         answer, error = Answer(), None
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from forkpoint.cli.spellings import known_name
 from forkpoint.errors import ConfigError
 
 FLAG = "--config"
@@ -33,7 +34,7 @@ def file_arguments(path: str, flags: dict[str, argparse.Action], given: Containe
     """
     arguments: list[str] = []
     for key, value in _read(path).items():
-        flag = "--" + str(key).replace("_", "-")
+        flag = known_name("--" + str(key).replace("_", "-"), flags)
         action = flags.get(flag)
         if action is None or flag in (FLAG, "--help"):
             near = difflib.get_close_matches(flag, flags, n=1)

@@ -9,8 +9,10 @@ from typing import Final
 SCREEN: Final = 30  # --help of a parser with more options shows an overview
 # The options that the overview of a large parser shows, in this order.
 _FIRST: Final = """
---model --prompt --config --host --port --url --api-key --served-model-name --max-model-len --max-num-seqs --dtype
+--input-file --output-file --model --prompt --system-prompt --quick --config --host --port --url --base-url
+--api-key --served-model-name --max-model-len --max-num-seqs --dtype
 --kv-cache-dtype --gpu-memory-utilization --tensor-parallel-size --speculative-config --max-tokens --temperature
+--dataset-name --num-prompts --max-concurrency --request-rate
 """
 LIST, ALL = "listgroup", "all"
 
@@ -33,6 +35,8 @@ def about(parser: argparse.ArgumentParser, topic: str) -> str | None:
     """Return the help on a topic: `all`, `listgroup`, a group's name, or a word. None if nothing matches."""
     topic, groups = topic.strip().lower(), _groups(parser)
     if topic == ALL:
+        if len(_options(parser)) > SCREEN:
+            parser.usage = _usage(parser)
         return parser.format_help()
     if not topic:
         return overview(parser)
@@ -70,6 +74,13 @@ def _positionals(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return [action for action in parser._actions if not action.option_strings]
 
 
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """Return one line of usage: positional arguments, required options, and [options] for all others."""
+    names = [f"[{action.metavar}]" for action in _positionals(parser)]
+    needed = [f"{action.option_strings[0]} {action.metavar}" for action in _options(parser) if action.required]
+    return " ".join([parser.prog, *names, *needed, "[options]"])
+
+
 def _groups(parser: argparse.ArgumentParser) -> dict[str, tuple[str, list[argparse.Action]]]:
     """Return the title and the visible options of each group, by the first word of its title.
 
@@ -91,7 +102,7 @@ def _rendered(
 ) -> str:
     formatter = parser._get_formatter()
     if heading:
-        formatter.add_usage(parser.usage or f"{parser.prog} [options]", (), ())
+        formatter.add_usage(_usage(parser), (), ())
         formatter.add_text(parser.description)
     for title, actions in sections.items():
         formatter.start_section(title)

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from fractions import Fraction
+from functools import partial
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from forkpoint.checks import one_or_more
 from forkpoint.cli.config_file import file_arguments
 from forkpoint.cli.help import about, nearest, overview
+from forkpoint.cli.spellings import known_arguments, known_choice
 from forkpoint.config import CacheConfig, EngineConfig, SchedulerConfig
 from forkpoint.engine.generation_config import sampling_defaults
 from forkpoint.errors import ConfigError
@@ -28,7 +30,7 @@ GROUPS: Final = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports usage errors in one line, and takes --help=TOPIC, underscores in flags and --config.
+    """A parser that reports usage errors in one line, and takes --help=TOPIC, --config, and other spellings of flags.
 
     `fill` adds the flags of a subcommand when it is named, so that other commands do not import what these flags need.
     """
@@ -45,10 +47,13 @@ class Parser(argparse.ArgumentParser):
         """
         if args is None:
             args = sys.argv[1:]
-        args = [self._with_dashes(each) for each in args]
         if self.fill is not None:
             fill, self.fill = self.fill, None
             fill(self)
+        try:
+            args = known_arguments(args, self._option_string_actions)
+        except ConfigError as error:
+            self.error(str(error))
         topic = next((each.partition("=")[2] for each in args if each.startswith("--help=")), None)
         if topic is not None and self._subparsers is None:
             self._show_help(topic)
@@ -59,13 +64,14 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return self._with_file(found), unknown
 
-    def _with_dashes(self, argument: str) -> str:
-        """Return the argument; a flag of this parser that is spelled with underscores gets dashes."""
-        flag, *value = argument.split("=", 1)
-        dashed = flag.replace("_", "-")
-        if flag.startswith("--") and dashed in self._option_string_actions:
-            return "=".join([dashed, *value])
-        return argument
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise argparse.ArgumentError, with the most similar choice, if the value is not a choice of the action."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1)
+            error.message += "".join(f"; did you mean {each}?" for each in near)
+            raise
 
     def _with_file(self, found: argparse.Namespace) -> argparse.Namespace:
         """Add the flags of the file that --config names, unless they are given. SystemExit(2) for a wrong file."""
@@ -204,14 +210,14 @@ def _add_flag(
     if bool in kinds:
         extra = {"action": argparse.BooleanOptionalAction}
     elif choices:
-        extra = {"choices": choices}
+        extra = {"choices": choices, "type": partial(known_choice, name, choices)}
     elif any(get_origin(kind) in (tuple, Sequence) for kind in kinds):
         extra = {"nargs": "+", "action": _Gather, "metavar": "TEXT"}
     elif float in kinds:
         extra = {"type": float, "metavar": "FLOAT"}
     elif int in kinds and name.endswith("_bytes"):
         extra = {"type": num_bytes, "metavar": "BYTES"}
-    elif name == "max_model_len":
+    elif name in ("max_model_len", "max_num_batched_tokens"):
         extra = {"type": num_tokens, "metavar": "INT"}
     elif int in kinds:
         extra = {"type": int, "metavar": "INT"}

@@ -16,7 +16,7 @@ from forkpoint.params import SamplingParams
 from forkpoint.server.config import ServerConfig
 from forkpoint.version import installed_version
 
-MODEL_HELP: Final = "a model folder, or an id on the Hugging Face hub; default: the demo model of a checkout"
+MODEL_HELP: Final = "a model folder, or an id on the Hugging Face hub; default: the demo model of the checkout"
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 
 
@@ -39,7 +39,7 @@ def build_parser() -> Parser:
     add_engine_options(generate)
 
     chat = add("chat", "chat:chat", "talk to a model")
-    chat.add_argument("--system-prompt", help="the first message")
+    chat.add_argument("--system-prompt", metavar="TEXT", help="the first message")
     chat.add_argument("-q", "--quick", metavar="MESSAGE", help="answer this one message and exit")
     _add_server(chat).add_argument(
         "--model-name", metavar="TEXT", help="the server's model to use (default: the first)"
@@ -80,8 +80,7 @@ def _add_servers(add: Callable[..., Any]) -> None:
     serve = add(
         "serve",
         "serve:serve",
-        "serve a model over HTTP, with OpenAI's API",
-        usage="forkpoint serve [MODEL] [options]",
+        "serve a model over HTTP, with OpenAI's and Anthropic's APIs",
         epilog="vLLM's flags that change nothing here are accepted too; docs/server.md has the list.",
     )
     add_vllm_flags(serve)
@@ -90,7 +89,6 @@ def _add_servers(add: Callable[..., Any]) -> None:
         "deploy",
         "serve:deploy",
         "serve replicas of a model on Ray Serve",
-        usage="forkpoint deploy [MODEL] [options]",
         epilog="pip install 'forkpoint[ray]'; docs/deploy.md has examples.",
     )
     add_option_group(deploy, "replica options", FleetConfig)
@@ -99,6 +97,15 @@ def _add_servers(add: Callable[..., Any]) -> None:
         add_config_flag(command)
         add_option_group(command, "server options", ServerConfig)
         add_engine_options(command)
+
+    text = (
+        "Compile the kernels that `forkpoint serve` needs with the same engine options. Later starts on such a device "
+        "find them in Triton's cache folder (TRITON_CACHE_DIR). With --load-format dummy the model's "
+        "config.json is enough."
+    )
+    compile = add("compile", "compile:compile_kernels", "compile a model's kernels ahead of time", text)
+    compile.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    add_engine_options(compile)
 
 
 def _add_batch(add: Callable[..., Any]) -> None:

@@ -9,12 +9,16 @@ import os
 from forkpoint.cli.model import announce, with_model
 from forkpoint.cli.options import engine_options, option_values
 from forkpoint.cli.vllm_flags import notice_lines
+from forkpoint.cli.vllm_variables import API_KEY as VLLM_API_KEY
+from forkpoint.cli.vllm_variables import variable_lines
 from forkpoint.config import EngineConfig
 from forkpoint.demo.model import MODEL_NAME
 from forkpoint.errors import ConfigError
 from forkpoint.fleet.config import FleetConfig
+from forkpoint.fleet.handover import engine_of
 from forkpoint.json_options import KVEventsConfig
 from forkpoint.obs.logs import LOGGER
+from forkpoint.quick_imports import collection_paused
 from forkpoint.server.config import ServerConfig
 
 API_KEY_VARIABLE = "FORKPOINT_API_KEY"
@@ -24,10 +28,10 @@ def serve(options: argparse.Namespace) -> int:
     """Serve the model over HTTP until Ctrl-C. Return 1 if the engine died, otherwise 0."""
     config, server = _configs(options)
     announce(config.model, config.log_level)
-    for line in notice_lines(options):
+    for line in notice_lines(options) + variable_lines(os.environ):
         LOGGER.info(line)
-    from forkpoint.server.run import serve as run
-
+    with collection_paused():
+        from forkpoint.server.run import serve as run
     return run(config, server)
 
 
@@ -42,6 +46,8 @@ def deploy(options: argparse.Namespace) -> int:
         raise ConfigError(
             "kv_events_config is not allowed, because each replica publishes events at its own address; leave it out"
         )
+    if fleet.num_prefill_replicas:
+        engine_of(config, "kv_producer")  # raises for another connector
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("replicas run on Ray Serve, which is not installed: pip install 'forkpoint[ray]'")
     if server.uds is not None or server.ssl_certfile is not None:
@@ -57,7 +63,8 @@ def _configs(options: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     """Return the options of an engine and its server, with the model's folder, served name and API key filled in."""
     engine, given = engine_options(options), option_values(options, ServerConfig)
     given.setdefault("served_model_name", (options.model_tag or engine.get("model") or MODEL_NAME,))
-    if "api_key" not in given and os.environ.get(API_KEY_VARIABLE):
-        given["api_key"] = (os.environ[API_KEY_VARIABLE],)
+    key = os.environ.get(API_KEY_VARIABLE) or os.environ.get(VLLM_API_KEY)
+    if "api_key" not in given and key:
+        given["api_key"] = (key,)
     server = ServerConfig(**given)
     return EngineConfig.from_flat(**with_model(engine, options.model_tag)), server

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from forkpoint.client.answer import Answer
 from forkpoint.outputs import RequestOutput
+
+LEAST_DECODE_S: Final = 0.1  # the speed of a shorter time is chance: several tokens may arrive at once
 
 
 def cache_line(output: RequestOutput) -> str:
@@ -36,7 +40,7 @@ def _cached(num_cached: int, num_prompt: int, miss: str | None) -> str:
 
 
 def _rate(num_later_tokens: int, elapsed_s: float) -> float | None:
-    if num_later_tokens <= 0 or elapsed_s <= 0:
+    if num_later_tokens <= 0 or elapsed_s < LEAST_DECODE_S:
         return None
     return num_later_tokens / elapsed_s
 

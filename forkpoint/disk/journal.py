@@ -24,20 +24,23 @@ LEAST_REWRITTEN: Final = 4096  # dead records; a shorter journal costs less than
 class Journal:
     """Owns the file `path`. Its first batch holds the namespace alone, as a record's `hash`.
 
-    `entries` are the live records that the file had. `is_foreign` says whether it had records of another namespace,
-    which are dropped. A batch that is damaged, and all after it, count as never written. Methods raise OSError.
+    `entries` are the live records that the file had. Records of another namespace are dropped. A batch that is damaged,
+    and all after it, count as never written. Methods raise OSError.
     """
 
     def __init__(self, path: Path, namespace: bytes) -> None:
         self._path = path
         self._namespace = namespace
         self.window_start_s, self.window_bytes = 0.0, 0
-        self.is_foreign = False
         self._num_batches = 0
         self._num_records = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self.entries = self._load()
-        self.rewrite(self.entries)
+        try:
+            self.entries = self._load()
+            self.rewrite(self.entries)
+        except OSError:
+            os.close(self._fd)
+            raise
 
     def _load(self) -> Records:
         data = memoryview(os.pread(self._fd, os.fstat(self._fd).st_size, 0))
@@ -57,7 +60,6 @@ class Journal:
         if not batches or not len(batches[0]):
             return no_entries()
         if batches[0]["hash"][0].tobytes() != self._namespace:
-            self.is_foreign = True
             return no_entries()
         return newest(np.concatenate([batches[0][1:], *batches[1:]]))
 

@@ -17,7 +17,6 @@ from forkpoint.cache.disk_entries import EntryName
 FORMAT: Final = 1  # of slab and journal; a new one makes old files foreign
 WEIGHT_FILES: Final = "*.safetensors"
 NAMESPACE_BYTES: Final = 16
-PIECE_BYTES: Final = 2**20  # that are summed at once: other threads wait meanwhile
 
 
 def namespace_of(facts: Mapping[str, Any]) -> bytes:
@@ -51,8 +50,7 @@ def entry_sum(namespace: bytes, name: EntryName, data: memoryview) -> bytes:
     """
     numbers = (name.kind, name.depth, name.origin, int(name.decoded))
     found = xxhash.xxh3_128(namespace + name.hash + name.parent + repr(numbers).encode())
-    for start in range(0, len(data), PIECE_BYTES):
-        found.update(data[start : start + PIECE_BYTES])
+    found.update(data)  # other threads run meanwhile
     return found.digest()
 
 

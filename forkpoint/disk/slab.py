@@ -59,9 +59,14 @@ class Slab:
         flags = os.O_RDWR | os.O_CREAT
         fd = os.open(path, flags, 0o600)
         try:
-            if os.fstat(fd).st_size > num_bytes:
+            had = os.fstat(fd).st_size
+            if had > num_bytes:
                 os.ftruncate(fd, num_bytes)
-            os.posix_fallocate(fd, 0, num_bytes)
+            try:
+                os.posix_fallocate(fd, 0, num_bytes)
+            except OSError:
+                os.ftruncate(fd, min(had, num_bytes))  # it may have filled the disk
+                raise
         finally:
             os.close(fd)
         self._fd = _open_direct(path)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import mmap
 import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from forkpoint.cache.disk_entries import BLOCK, DAY_S, RECORD, SLOT, DiskFacts, EntryName, Records, TierNews
+from forkpoint.disk.folder import lock_file
 from forkpoint.disk.journal import Journal
 from forkpoint.disk.namespace import entry_sum
 from forkpoint.disk.slab import Slab, SlabLayout
 
-LOCK_WAIT_S: Final = 2.0  # for the process of an engine that was just killed
-FILE_NAMES: Final = ("slab", "journal")
 LOGGER: Final = logging.getLogger("forkpoint")
 
 
@@ -72,6 +72,7 @@ class DiskStore:
         self._num_live = len(entries)
         self.facts = DiskFacts(slab.num_pages, entries, journal.window_start_s, journal.window_bytes)
         self.writes = True
+        self.allocate: Callable[[int], mmap.mmap] = partial(mmap.mmap, -1)  # memory of so many bytes for a buffer
         self._changed = threading.Condition()  # guards all below
         self._jobs: deque[Job] = deque()
         self._num_reads = 0  # of the jobs
@@ -85,10 +86,8 @@ class DiskStore:
 
     # --- called by the worker's thread
 
-    def submit_write(self, name: EntryName, unit: int, data: memoryview, ticket: int) -> None:
-        """Copy `data` and queue its writing to `unit` as the entry `name`."""
-        buffer = self._buffer(name.kind)
-        buffer[: len(data)] = data
+    def submit_write(self, name: EntryName, unit: int, buffer: mmap.mmap, ticket: int) -> None:
+        """Queue the writing of `buffer`, which `buffer()` returned, to `unit` as the entry `name`."""
         self._submit(Job(name.kind, unit, name, buffer, ticket=ticket))
 
     def submit_read(self, name: EntryName, unit: int, ticket: int) -> None:
@@ -107,13 +106,21 @@ class DiskStore:
         with self._changed:
             self._news.failed.append(ticket)
 
-    def take(self, ticket: int, target: memoryview) -> None:
-        """Copy what a read found to `target`, and free its buffer. KeyError if the read has not arrived."""
+    def take(self, ticket: int) -> tuple[int, mmap.mmap]:
+        """Return the kind of what a read found and the buffer with it, for `give_back`.
+
+        KeyError if the read has not arrived.
+        """
         with self._changed:
-            kind, buffer = self._arrived.pop(ticket)
-        target[:] = memoryview(buffer)[: len(target)]
+            return self._arrived.pop(ticket)
+
+    def give_back(self, kind: int, buffer: mmap.mmap) -> None:
         with self._changed:
             self._buffers[kind].append(buffer)
+
+    def unit_bytes(self, kind: int) -> int:
+        """Return the bytes of a unit's contents, with which its buffer begins."""
+        return self._slab.layout.unit_bytes(kind)
 
     def discard(self, ticket: int) -> None:
         """Forget what a read found or will find."""
@@ -155,11 +162,12 @@ class DiskStore:
             self._num_reads += job.reads
             self._changed.notify_all()
 
-    def _buffer(self, kind: int) -> mmap.mmap:
+    def buffer(self, kind: int) -> mmap.mmap:
+        """Return memory for a unit of this kind."""
         with self._changed:
             if self._buffers[kind]:
                 return self._buffers[kind].pop()
-        return mmap.mmap(-1, self._slab.layout.stored_bytes(kind))
+        return self.allocate(self._slab.layout.stored_bytes(kind))
 
     # --- the disk's thread
 
@@ -190,7 +198,7 @@ class DiskStore:
 
     def _read(self, job: Job) -> None:
         assert job.name is not None
-        buffer = self._buffer(job.kind)
+        buffer = self.buffer(job.kind)
         record = self._records[job.kind][job.unit]
         is_right = False
         if record["live"] and record["hash"].tobytes() == job.name.hash:
@@ -262,7 +270,7 @@ class DiskStore:
         data = job.data
         if job.source is not None:
             source = self._records[job.kind][job.source : job.source + 1].copy()
-            data = self._buffer(job.kind)
+            data = self.buffer(job.kind)
             if not source["live"][0] or not self._slab.read(job.kind, job.source, data):
                 source, data = None, None
         self._make_way(job)
@@ -327,60 +335,40 @@ def open_store(
 ) -> DiskStore | None:
     """Open a rank's part of the disk tier in `folder`; None if that is not possible, which a warning explains.
 
-    The ranks share `max_bytes`. What the folder holds of another namespace is dropped, with one line in the log.
+    The ranks share `max_bytes`. The folder is the namespace's own. Entries of another one are dropped.
     """
     num_pages = max_bytes // num_ranks // layout.page_bytes
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = _lock(folder / f"lock.{rank}")
+        lock = lock_file(folder / f"lock.{rank}")
     except OSError as error:
         LOGGER.warning("the disk tier is off: %s", error)
         return None
     if lock is None:
-        LOGGER.warning("the disk tier is off: another engine uses %s; give each engine a folder of its own", folder)
+        LOGGER.warning(
+            "the disk tier is off: another engine of the same model and options uses %s; give each a folder of its own",
+            folder,
+        )
         return None
     try:
-        if rank == 0:
-            _remove_other_ranks(folder, num_ranks)
         slab = Slab(folder / f"slab.{rank}", layout, num_pages)
-        journal = Journal(folder / f"journal.{rank}", namespace)
     except OSError as error:
         os.close(lock)
         LOGGER.warning("the disk tier is off: %s cannot hold %d bytes: %s", folder, max_bytes, error)
         return None
-    if journal.is_foreign and rank == 0:
+    try:
+        journal = Journal(folder / f"journal.{rank}", namespace)
+    except OSError as error:
+        slab.close()
+        os.close(lock)
         LOGGER.warning(
-            "disk tier: %s held entries of another model, or of options that give other numbers; they are dropped",
+            "the disk tier is off: its journal in %s cannot be written: %s; entries of earlier runs stay there for the "
+            "next start",
             folder,
+            error,
         )
+        return None
     return DiskStore(journal, slab, lock, namespace)
-
-
-def _lock(path: Path) -> int | None:
-    """Lock a file until its descriptor, which is returned, is closed. None: another process has locked it.
-
-    Waits up to LOCK_WAIT_S. Raises OSError.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    until = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except BlockingIOError:
-            if time.monotonic() > until:
-                os.close(fd)
-                return None
-            time.sleep(0.05)
-
-
-def _remove_other_ranks(folder: Path, num_ranks: int) -> None:
-    """Remove the files of ranks that an engine of `num_ranks` ranks does not have, so that the folder stays bounded."""
-    for name in FILE_NAMES:
-        for path in folder.glob(f"{name}.*"):
-            number = path.name.removeprefix(f"{name}.")
-            if number.isdecimal() and int(number) >= num_ranks:
-                path.unlink(missing_ok=True)
 
 
 def _fitting(entries: Records, slab: Slab) -> Records:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
+from forkpoint.cache.peer_offers import chosen_lease
 from forkpoint.config import EngineConfig
 from forkpoint.engine import messages
 from forkpoint.engine.inputs import InputProcessor, Prompt
@@ -191,6 +192,15 @@ class AsyncEngine:
         if state is not None:
             self._observer.finished(state)
             self._open.pop(request_id).wake()
+
+    def end_offer(self, params: object) -> None:
+        """End the offer of a request that is refused, so that no other engine waits for its prompt.
+
+        `params` are its `kv_transfer_params`, which may be malformed.
+        """
+        lease = chosen_lease(params)
+        if lease is not None and self.config.links_peers and self._died is None:
+            self._process.send(messages.EndOffer(lease))
 
     async def call(self, name: Literal["stats", "reset_prefix_cache", "check_integrity"]) -> Any:
         """Call the engine between two steps and return what it answers: metrics by name, or True.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from forkpoint.cache.eviction import RecomputeCost
-from forkpoint.cache.policies import CAPTURE, EVICTION
 from forkpoint.cache.tiers import TierSizes
-from forkpoint.config import EngineConfig
+from forkpoint.config import MIN_CHUNK, EngineConfig
 from forkpoint.engine.chat import check_template
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.image_processor import ImageProcessor
@@ -53,7 +52,8 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
     drafter: Speculator | None = None
     if config.speculative_config is not None:
         drafter = Speculator.of(config.speculative_config)
-    scheduler = _make_scheduler(config, facts, drafter)
+    images = ImageProcessor.load(config)
+    scheduler = _make_scheduler(config, facts, drafter, has_images=images is not None)
     _log_plan(config, facts)
     events = None
     if config.kv_events_config.is_on:
@@ -67,6 +67,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
         drafts=drafter is not None,
         on_close=worker.release,
         check=worker.check,
+        prepare=worker.prepare,
         events=events,
         log=log,
     )
@@ -79,14 +80,15 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
         ),
         config.seed,
         structured_outputs=config.structured_outputs_config,
-        images=ImageProcessor.load(config),
+        images=images,
     )
     return core, inputs
 
 
-def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: Speculator | None) -> Scheduler:
-    """Return the scheduler of the worker's arena and tiers, with the policies that the options name."""
-    policy, capture = EVICTION.find(config.cache.eviction_policy), CAPTURE.find(config.cache.capture_policy)
+def _make_scheduler(
+    config: EngineConfig, facts: WorkerFacts, drafter: Speculator | None, *, has_images: bool
+) -> Scheduler:
+    """Return the scheduler of the worker's arena and tiers."""
     return Scheduler(
         facts.layout,
         facts.num_pages,
@@ -94,8 +96,6 @@ def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: Speculato
         facts.scheduler,
         deterministic=config.deterministic,
         cost=RecomputeCost(facts.flops_per_token, facts.flops_per_pair),
-        policy=policy(),
-        capture=capture(),
         drafter=drafter,
         tiers=TierSizes(
             facts.num_host_pages,
@@ -103,7 +103,10 @@ def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: Speculato
             config.disk_write_limit_bytes // config.tensor_parallel_size,
             facts.peers,
             streams=facts.host_streams,
+            weighs_disk=facts.host_streams,
         ),
+        state_write_interval=facts.state_write_interval,
+        has_images=has_images,
     )
 
 
@@ -115,6 +118,13 @@ def _log_plan(config: EngineConfig, facts: WorkerFacts) -> None:
         LOGGER.info(line)
     if config.deterministic:
         LOGGER.info("deterministic: cached and uncached runs agree bit for bit")
+    budget, num_rows = facts.scheduler.max_num_batched_tokens, facts.scheduler.max_num_seqs
+    if "max_num_seqs" not in config.scheduler and num_rows == budget - MIN_CHUNK + 1:
+        LOGGER.warning(
+            "max_num_batched_tokens=%d leaves room for max_num_seqs=%d: that many requests run at once, others wait",
+            budget,
+            num_rows,
+        )
     longest = layout.longest_request(facts.num_pages)
     if layout.has_kv and longest < limit:
         LOGGER.warning(

@@ -43,6 +43,8 @@ PARSERS: Final[Mapping[str, NotationName]] = {
     "olmo3": "olmo3",
     "kimi_k2": "kimi",
     "ling3": "ling",
+    "glm45": "ling",
+    "glm47": "ling",
     "qwen3_coder": "qwen_xml",
     "qwen3_xml": "qwen_xml",
     "granite": "granite",

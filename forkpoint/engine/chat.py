@@ -14,11 +14,11 @@ import numpy as np
 from forkpoint.config import EngineConfig
 from forkpoint.engine.bounded import OverLimitError, run_bounded
 from forkpoint.engine.call_writing import notation_name
-from forkpoint.engine.chat_images import ChatImages, has_images
+from forkpoint.engine.chat_images import ChatImages
 from forkpoint.engine.conversation import Message, TakeImage, last_text, read_message
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt, processor_kwargs
-from forkpoint.engine.media_urls import NONE_FETCHED
+from forkpoint.engine.media_urls import NONE_FETCHED, num_media
 from forkpoint.engine.rewriting import Rewrite, Rewriter, Rewritten
 from forkpoint.engine.template_traits import TemplateTraits, probe_traits
 from forkpoint.engine.tokenizer import Tokenizer
@@ -124,11 +124,13 @@ class ChatTemplate:
         check_text: Callable[[str], None] | None = None,
         fetched: Mapping[str, bytes] = NONE_FETCHED,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        media_io_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Render one conversation to a prompt, with a breakpoint at the end of the tools and each message.
 
         `variables` go to the template. `check_text` is called with the text before it is tokenised, and may raise.
-        `fetched` has the files of images that messages name by URL. `mm_processor_kwargs` bounds the size of images.
+        `fetched` has the files of images that messages name by URL. `mm_processor_kwargs` bounds the size of images,
+        and `media_io_kwargs` says how files are read.
         Raises InvalidPromptError without a template, for an empty or malformed conversation, and for one that the
         template refuses.
         """
@@ -145,8 +147,8 @@ class ChatTemplate:
             raise InvalidPromptError("the conversation is empty; give at least one message")
         images: ChatImages | None = None
         take_image: TakeImage | None = None
-        if self._images is not None and self._placeholder and has_images(messages):
-            processor = self._images.with_kwargs(processor_kwargs(mm_processor_kwargs))
+        if self._images is not None and self._placeholder and any(num_media(messages)):
+            processor = self._images.with_kwargs(processor_kwargs(mm_processor_kwargs), media_io_kwargs)
             images = ChatImages(messages, processor, self._tokenizer, fetched)
             take_image = images.take
         read = [read_message(message, in_parts=self._in_parts, take_image=take_image) for message in messages]

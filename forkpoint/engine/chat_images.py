@@ -15,10 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
+from forkpoint.checks import member
 from forkpoint.engine.conversation import VIDEO_PART, VIDEO_URL_PART, Message, content_texts, is_media
+from forkpoint.engine.frame_files import HEAD as FRAMES_HEAD
+from forkpoint.engine.frame_files import FrameFiles
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt, expanded
-from forkpoint.engine.media_urls import NONE_FETCHED, num_media
+from forkpoint.engine.media_urls import NONE_FETCHED, num_media, url_of
 from forkpoint.engine.pictures import detail_of, picture_of
 from forkpoint.engine.placeholders import image_expansions, video_expansions
 from forkpoint.engine.rewriting import Rewritten
@@ -27,7 +30,6 @@ from forkpoint.engine.video_files import VideoFile
 from forkpoint.engine.videos import SizedVideo, Video, check_videos
 from forkpoint.errors import InvalidPromptError
 
-MEDIA_FIELDS: Final = ("image_url", "image", "video", "video_url")  # of parts; their texts are not shown to the model
 PRIVATE_USE: Final = range(0xE000, 0xF900)  # characters that have no meaning of their own
 
 
@@ -60,7 +62,7 @@ class ChatImages:
         processor.check_count(*num_media(messages))  # before any is read
         self._processor, self._tokenizer, self._fetched = processor, tokenizer, fetched
         self._details: list[object] = []
-        used = set().union(*map(set, _texts(list(messages))))
+        used = set().union(*(set(text) for message in messages for text in _texts(_without_media(message))))
         unused = (character for character in map(chr, PRIVATE_USE) if character not in used)
         self._kinds: dict[str, _Kind] = {}
         for name, token_id in media_token_ids(processor).items():
@@ -93,6 +95,9 @@ class ChatImages:
     def _video_of(self, part: Mapping[str, Any]) -> SizedVideo:
         settings = self._processor.settings.video
         if part["type"] == VIDEO_URL_PART and settings is not None:
+            url = url_of(part)
+            if isinstance(url, str) and url[: len(FRAMES_HEAD)].lower() == FRAMES_HEAD:
+                return FrameFiles.of_url(url, settings.fps, self._processor.settings.background)
             return VideoFile.of_part(part, settings, self._fetched)
         return Video.read(part.get("video"))
 
@@ -189,16 +194,18 @@ def media_token_ids(processor: ImageProcessor) -> dict[str, int]:
     return found
 
 
-def has_images(messages: Sequence[Message]) -> bool:
-    """Return whether any message has an image or a video."""
-    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
-    return any(is_media(part) for content in contents if isinstance(content, list | tuple) for part in content)
+def _without_media(message: Message) -> Message:
+    """Return the message without its images and videos, whose data the model does not see as text."""
+    content = member(message, "content")
+    if not isinstance(content, list | tuple):
+        return message
+    return {**message, "content": [part for part in content if not is_media(part)]}
 
 
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (text for name, each in value.items() if name not in MEDIA_FIELDS for text in _texts(each))
+        yield from (text for each in value.values() for text in _texts(each))
     elif isinstance(value, list | tuple):
         yield from (text for each in value for text in _texts(each))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from forkpoint.checks import member
-from forkpoint.engine.image_processor import NO_IMAGES
+from forkpoint.engine.image_processor import why_no_images
 from forkpoint.errors import InvalidPromptError
 
 Message: TypeAlias = Mapping[str, Any]
@@ -15,6 +15,7 @@ Message: TypeAlias = Mapping[str, Any]
 # part type -> key of its text
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 IMAGE_PARTS = ("image_url", "input_image", "image", "image_pil")  # part types of images
+FILE_PARTS = ("file", "input_file", "document")  # part types of files, which are not read
 VIDEO_PART, VIDEO_URL_PART = "video", "video_url"  # part types of the frames of a video, and of a video file
 SPEAKERS = ("system", "developer", "user")  # roles whose messages need content
 TakeImage: TypeAlias = Callable[[Mapping[str, Any]], str]  # returns the text that stands for an image part
@@ -112,7 +113,7 @@ def _part(part: object, take_image: TakeImage | None) -> str:
         return part
     if isinstance(part, Mapping) and is_media(part):
         if take_image is None:
-            raise InvalidPromptError(f"a message may contain only text parts: {NO_IMAGES}")
+            raise InvalidPromptError(f"a message may contain only text parts: {why_no_images()}")
         return take_image(part)
     text = None
     if (name := TEXT_PARTS.get(str(member(part, "type")))) is not None:
@@ -121,6 +122,8 @@ def _part(part: object, take_image: TakeImage | None) -> str:
         given = f"{part!r:.{SHOWN}}"
         if isinstance(part, Mapping):  # its values may be data
             given = f"a part of the type {part.get('type')!r:.{SHOWN}} with {', '.join(map(str, part))!r:.{SHOWN}}"
+            if part.get("type") in FILE_PARTS:
+                given += "; send the text of a file, or its pages as images"
         raise InvalidPromptError(
             f"a message may contain only text parts and images, and videos of models that read them; given {given}"
         )

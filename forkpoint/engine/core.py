@@ -35,7 +35,7 @@ class EngineCore:
     plan may need the result. Step n+1 is then submitted at least before the result is returned. If a step raises, its
     requests are retried one at a time. A request whose own step raises ends with the error, and all others continue
     unaffected. `on_close` is called once, after the runner is closed and released. `check` raises EngineStoppedError if
-    the runner has died, which is not noticed otherwise while no steps run.
+    the runner has died, which is not noticed otherwise while no steps run. `prepare` is `Worker.prepare`.
     """
 
     def __init__(
@@ -47,12 +47,13 @@ class EngineCore:
         drafts: bool = False,
         on_close: Callable[[], None] = lambda: None,
         check: Callable[[], None] = lambda: None,
+        prepare: Callable[[], bool] = lambda: False,
         events: EventPublisher | None = None,
         log: RequestLog | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner: Runner | None = runner
-        self._on_close, self.check = on_close, check
+        self._on_close, self.check, self.prepare = on_close, check, prepare
         self._events, self._log = events, log
         self._depth = LOOK_AHEAD if async_scheduling else 1
         self._submits_early = async_scheduling and drafts
@@ -77,6 +78,12 @@ class EngineCore:
         if self._log is not None and request is not None:
             self._log.write(request, reason)
 
+    def end_offer(self, lease: int | None) -> None:
+        """Let no other engine wait for an offer under a lease that a proxy chose. None: it chose none."""
+        peers = self.scheduler.cache.peers
+        if peers is not None and lease is not None:
+            peers.end_lease(lease)
+
     def has_unfinished(self) -> bool:
         return bool(self._in_flight) or self.scheduler.has_unfinished()
 
@@ -95,14 +102,16 @@ class EngineCore:
             if meanwhile is not None:
                 meanwhile()
             updates = self._finish_oldest()
-            self._send_copies(self._runner)
+            if self.scheduler.cache.peers is not None:
+                self._send_copies(self._runner)
             if self._log is not None:
                 self._log.write_ends(updates)
             if self._submits_early:
                 self._submit_steps(self._runner)
         elif self.scheduler.has_unfinished():
             raise EngineStoppedError("the scheduler has unfinished requests but plans no step; the engine stops")
-        self._publish()
+        if self._events is not None:
+            self._events.publish()
         self._closed = False
         return updates
 
@@ -134,12 +143,9 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Let no later request find what is cached now, and publish that. Returns True."""
         done = self.scheduler.reset_prefix_cache()
-        self._publish()
-        return done
-
-    def _publish(self) -> None:
         if self._events is not None:
             self._events.publish()
+        return done
 
     def metrics(self) -> dict[str, Any]:
         """Return counters since the start and gauges as they are now, by name."""
@@ -163,7 +169,7 @@ class EngineCore:
         self._in_flight.clear()
         if self._runner is not None:
             self._runner.close()
-            self._runner = None
+            self._runner, self.prepare = None, lambda: False
             self._on_close()
             if self._events is not None:
                 self._events.close()
@@ -203,7 +209,8 @@ class EngineCore:
         self._in_flight.popleft()
         while self._in_flight:
             with suppress(Exception):  # they ran on the failed step's state, so only its error is reported
-                self.scheduler.note_tiers(self._in_flight.popleft()[1].result())
+                result = self._in_flight.popleft()[1].result()
+                self.scheduler.cache.apply_news(result.tier_news, result.fetched)
         described = str(error)
         if not isinstance(error, StepFailedError):
             described = f"{type(error).__name__}: {error}"

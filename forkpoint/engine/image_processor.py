@@ -14,23 +14,34 @@ from forkpoint.checks import shown
 from forkpoint.config import EngineConfig
 from forkpoint.engine.resized_pictures import Parts, PictureFile, ResizedPictures
 from forkpoint.errors import ConfigError, InvalidPromptError
+from forkpoint.image_families.media_io import with_media_io
 from forkpoint.image_families.settings import ImageSettings, View
-from forkpoint.images import ImageSpan
+from forkpoint.images import ImageSpan, PixelArray
 from forkpoint.media_limits import MAX_IMAGES
 from forkpoint.obs.logs import LOGGER
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-NO_IMAGES: Final = (
-    "the model reads no images; it has no vision tower that forkpoint runs, or was started with --language-model-only, "
-    "or Pillow is not installed"
-)
 MAX_SOURCE_PIXELS: Final = 1 << 26  # of a picture as it is given; decoding it takes four bytes a pixel
 MAX_REQUEST_PIXELS: Final = 1 << 28  # of all pictures of a prompt together
 LOW_DETAIL: Final = "low"
 FULL_DETAIL: Final = (None, "auto", "high", "original")
 GREY_16: Final = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # modes that hold 16-bit grey
+
+
+def why_no_images() -> str:
+    """Return the reason why a model without an image processor refuses images."""
+    if not _has_pillow():
+        return "images are refused: Pillow is not installed (pip install pillow)"
+    return (
+        "the model reads no images: it has no vision tower that forkpoint runs, or was started with "
+        "--language-model-only"
+    )
+
+
+def _has_pillow() -> bool:
+    return find_spec("PIL") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +62,8 @@ class ImageProcessor:
         settings = config.read_image_settings()
         if settings is None:
             return None
-        if find_spec("PIL") is None:
-            LOGGER.warning("images are refused: Pillow is not installed (pip install pillow)")
+        if not _has_pillow():
+            LOGGER.warning(why_no_images())
             return None
         return cls(settings, config.max_images, config.max_videos)
 
@@ -64,20 +75,20 @@ class ImageProcessor:
                     f"the prompt has {count} {kind}; at most {most} are allowed (--limit-mm-per-prompt)"
                 )
 
-    def with_kwargs(self, given: Mapping[str, Any] | None) -> ImageProcessor:
-        """Return a processor with a request's own image settings; itself if none are given.
+    def with_kwargs(self, given: Mapping[str, Any] | None, media_io: Mapping[str, Any] | None = None) -> ImageProcessor:
+        """Return a processor with a request's own settings of images and of reading files; itself without any.
 
         Raises InvalidPromptError for wrong ones, and for images larger than those that the engine has room for.
         """
-        if not given:
+        if not given and not media_io:
             return self
         try:
-            settings = self.settings.with_kwargs(given)
+            settings = with_media_io(self.settings.with_kwargs(given or {}), media_io or {})
         except ConfigError as error:
             raise InvalidPromptError(str(error)) from None
         if settings.max_pixels > self.settings.max_pixels:
             raise InvalidPromptError(
-                f"mm_processor_kwargs={shown(dict(given))} allows images of {settings.max_pixels} pixels; at most "
+                f"mm_processor_kwargs={shown(given)} allows images of {settings.max_pixels} pixels; at most "
                 f"{self.settings.max_pixels} are allowed, as the engine was started with --mm-processor-kwargs"
             )
         return replace(self, settings=settings)
@@ -118,21 +129,16 @@ class ImageProcessor:
         """
         if isinstance(picture, PictureFile):
             return self.kept.get(picture.digest, self.settings, partial(self._parts, picture.image))
-        from PIL.Image import Resampling
-
-        filtering = Resampling[self.settings.resampling]
-        try:
-            upright = _upright_rgb(picture)
-        except (OSError, SyntaxError, ValueError, EOFError) as error:
-            raise InvalidPromptError(f"an image cannot be decoded: {error}; send it again") from error
-        resized: dict[tuple[int, int], Image] = {}
+        upright = decoded_rgb(picture, self.settings.background)
+        resized: dict[tuple[int, int], PixelArray] = {}
         parts = list[ImageSpan | int]()
         for part in self.settings.layout(upright.height, upright.width):
             if isinstance(part, View):
                 size = (part.width, part.height)
                 if size not in resized:
-                    resized[size] = upright.resize(size, filtering)
-                pixels = np.array(resized[size].crop(part.box))
+                    resized[size] = _resized(upright, size, self.settings)
+                left, top, right, bottom = part.box
+                pixels = np.ascontiguousarray(resized[size][top:bottom, left:right])
                 parts.append(ImageSpan.of(0, pixels, self.settings.token_side))
             else:
                 parts.append(part)
@@ -157,15 +163,37 @@ def check_picture(picture: Any) -> int:
     return int(width * height)
 
 
-def _upright_rgb(picture: Image) -> Image:
-    """Return the first frame as RGB, turned as its EXIF data say, transparent parts white."""
+def _resized(picture: Image, size: tuple[int, int], settings: ImageSettings) -> PixelArray:
+    """Return the pixels `[height, width, 3]` of an RGB picture that is resized to `size`, its width and height."""
+    from PIL.Image import Resampling
+
+    filtering = Resampling[settings.resampling]
+    if settings.pixel_type == "uint8":
+        return np.array(picture.resize(size, filtering))
+    # Pillow resizes pictures of floating-point grey without rounding or clipping.
+    channels = [channel.convert("F").resize(size, filtering) for channel in picture.split()]
+    return np.stack([np.asarray(channel, np.float32) for channel in channels], axis=-1)
+
+
+def decoded_rgb(picture: Image, background: tuple[int, int, int]) -> Image:
+    """Return the first frame as RGB, turned as its EXIF data say, with a colour in the place of transparent parts.
+
+    Raises InvalidPromptError if it cannot be decoded.
+    """
+    try:
+        return _upright_rgb(picture, background)
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        raise InvalidPromptError(f"an image cannot be decoded: {error}; send it again") from error
+
+
+def _upright_rgb(picture: Image, background: tuple[int, int, int]) -> Image:
     from PIL import Image, ImageOps
 
     picture = ImageOps.exif_transpose(picture)
     if picture.mode in GREY_16:  # convert("RGB") would clip instead of scale
-        values = np.asarray(picture).astype(np.float64)
-        picture = Image.fromarray((values / 257).round().clip(0, 255).astype(np.uint8))
+        values = np.asarray(picture).clip(0, 65535).astype(np.int32)
+        picture = Image.fromarray(((values + 128) // 257).astype(np.uint8))  # 257 is odd, so there is no half to round
     if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
-        white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
-        picture = Image.alpha_composite(white, picture.convert("RGBA"))
+        behind = Image.new("RGBA", picture.size, (*background, 255))
+        picture = Image.alpha_composite(behind, picture.convert("RGBA"))
     return picture.convert("RGB")

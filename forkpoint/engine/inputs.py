@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forkpoint.checks import one_or_more, shown
-from forkpoint.engine.image_processor import NO_IMAGES, ImageProcessor
+from forkpoint.engine.image_processor import ImageProcessor, why_no_images
 from forkpoint.engine.placeholders import Expansion, expand, image_expansions, video_expansions
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.engine.videos import EXAMPLE as VIDEO_EXAMPLE
@@ -184,7 +184,7 @@ class InputProcessor:
         if not pictures and not videos:
             return self.prompt(inner, params)
         if self.images is None:
-            raise InvalidPromptError(NO_IMAGES)
+            raise InvalidPromptError(why_no_images())
         processor = self.images.with_kwargs(processor_kwargs(given.get("mm_processor_kwargs")))
         prompt, started_s = self.prompt(inner), time.perf_counter()
         expansions = list[Expansion]()

@@ -29,11 +29,14 @@ from forkpoint.engine.shared import Caller, SharedEngine
 from forkpoint.errors import ConfigError, InvalidParamsError, QueueFullError
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
+from forkpoint.quick_imports import collection_paused
 from forkpoint.worker.threads import wait_briefly
 
 
 class LLM:
     """A model with its cache and scheduler. Several threads may use it at once, each with several streams.
+
+    A process that is forked later cannot use it: its calls raise EngineStoppedError.
 
     `LLM("Qwen/Qwen3.5-9B", max_model_len=4096, ...)` takes a folder or a hub id, and the options of `EngineConfig`,
     `CacheConfig` and `SchedulerConfig` by name. Raises ConfigError, ModelFolderError or UnsupportedModelError. Call
@@ -42,8 +45,9 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         wait_briefly()
-        from forkpoint.engine.build import build_parts, load_tokenizer  # imports torch and the models
-        from forkpoint.engine.engine import Engine
+        with collection_paused():
+            from forkpoint.engine.build import build_parts, load_tokenizer  # imports torch and the models
+            from forkpoint.engine.engine import Engine
 
         self.config = with_folders(EngineConfig.from_flat(model=model, **options))
         self._defaults = sampling_defaults(self.config)
@@ -179,7 +183,12 @@ class LLM:
             return self._metrics()
 
     def close(self) -> None:
-        """Release the memory. Later calls raise EngineStoppedError, but `get_metrics` returns its last values."""
+        """Release the memory. Later calls raise EngineStoppedError, but `get_metrics` returns its last values.
+
+        Does nothing in a forked process.
+        """
+        if not self._shared.is_own:
+            return
         with self._shared.held() as engine:
             last = self._metrics()
             self._metrics = lambda: last

@@ -34,6 +34,12 @@ class EndSequences(Message, frozen=True):
     reason: FinishReason = FinishReason.ABORT
 
 
+class EndOffer(Message, frozen=True):
+    """Ends the offer of a refused request, under a lease that a proxy chose, so that no other engine waits for it."""
+
+    lease: int
+
+
 class Call(Message, frozen=True):
     """A question that is answered between two steps, by a CallReply with the same number."""
 
@@ -45,7 +51,7 @@ class Stop(Message, frozen=True):
     """Ends the process. Running sequences are dropped."""
 
 
-Command: TypeAlias = AddSequence | EndSequences | Call | Stop
+Command: TypeAlias = AddSequence | EndSequences | EndOffer | Call | Stop
 
 
 class Ready(Message, frozen=True):
@@ -54,6 +60,12 @@ class Ready(Message, frozen=True):
     vocab_size: int
     max_model_len: int
     stats: dict[str, Any]
+
+
+class ImagesTaken(Message, frozen=True):
+    """The engine has opened the pixels of the sequence `id`, so the API process need not keep them for it."""
+
+    id: str
 
 
 class SequenceNews(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
@@ -103,4 +115,4 @@ class Died(Message, frozen=True):
     failure: Failure
 
 
-Report: TypeAlias = Ready | StepReport | CallReply | Died
+Report: TypeAlias = Ready | ImagesTaken | StepReport | CallReply | Died

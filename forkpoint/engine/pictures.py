@@ -6,8 +6,8 @@ import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from forkpoint.engine.image_processor import check_picture
-from forkpoint.engine.media_urls import EXAMPLES, NONE_FETCHED, media_bytes, url_of
+from forkpoint.engine.image_processor import MAX_SOURCE_PIXELS, check_picture
+from forkpoint.engine.media_urls import EXAMPLES, NONE_FETCHED, media_bytes, source_of, url_of
 from forkpoint.engine.resized_pictures import PictureFile
 from forkpoint.errors import InvalidPromptError
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 EXAMPLE: Final = EXAMPLES["image"]
+START_OF_SCAN: Final = b"\xff\xda"  # never among a JPEG's compressed data
+MAX_SCANS: Final = 100  # of a JPEG. Each goes over all pixels, encoders write about 10, and 14 bytes suffice for one
 
 
 def picture_of(part: Mapping[str, Any], fetched: Mapping[str, bytes] = NONE_FETCHED) -> Image | PictureFile:
@@ -27,11 +29,13 @@ def picture_of(part: Mapping[str, Any], fetched: Mapping[str, bytes] = NONE_FETC
     if hasattr(given, "convert"):
         check_picture(given)
         return given
-    if given is None and part.get("file_id") is not None:
+    if given is None and source_of(part).get("file_id") is not None:
         raise InvalidPromptError(f"file_id is not supported: this server stores no files; give a data URL ({EXAMPLE})")
     if not isinstance(given, str):
-        raise InvalidPromptError(f"a part of the type {part.get('type')!r} needs image_url, a data URL ({EXAMPLE})")
-    return _open(media_bytes(given, fetched, "image"))
+        raise InvalidPromptError(
+            f"a part of the type {part.get('type')!r} needs image_url, a data URL ({EXAMPLE}), or a source with base64"
+        )
+    return opened_picture(media_bytes(given, fetched, "image"))
 
 
 def detail_of(part: Mapping[str, Any]) -> object:
@@ -42,17 +46,19 @@ def detail_of(part: Mapping[str, Any]) -> object:
     return part.get("detail")
 
 
-def _open(data: bytes) -> PictureFile:
+def opened_picture(data: bytes) -> PictureFile:
     """Return the picture of a file, of which only the header is read. Raises InvalidPromptError for one too large."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         found = Image.open(io.BytesIO(data), formats=FORMATS)
-    except Image.DecompressionBombError as error:
-        raise InvalidPromptError(f"an image is too large: {error}") from None
+    except Image.DecompressionBombError:  # of far more pixels than `check_picture` allows
+        raise InvalidPromptError(f"an image is too large: from 1 to {MAX_SOURCE_PIXELS} pixels are read") from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError):
         raise InvalidPromptError(
             f"an image of {len(data)} bytes is broken, or in none of the formats {', '.join(FORMATS)}"
         ) from None
     check_picture(found)
+    if found.format == "JPEG" and (num_scans := data.count(START_OF_SCAN)) > MAX_SCANS:
+        raise InvalidPromptError(f"a JPEG image has {num_scans} scans; at most {MAX_SCANS} are read: save it again")
     return PictureFile.of(found, data)

@@ -45,7 +45,8 @@ def image_expansions(
     at = _places(token_ids, token_id, places)
     _check_count("images", len(at), len(pictures), token_id)
     parts = processor.parts_of(pictures, details)
-    return [Expansion(place, place + 1, own, token_id) for place, own in zip(at, parts, strict=True)]
+    covered = (processor.settings.covered(token_ids, place) for place in at)
+    return [Expansion(*around, own, token_id) for around, own in zip(covered, parts, strict=True)]
 
 
 def _places(token_ids: IntArray, token_id: int, given: Sequence[int] | None) -> list[int]:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import zmq
 
+from forkpoint.cache.peer_offers import chosen_lease
 from forkpoint.config import EngineConfig
 from forkpoint.engine import messages
 from forkpoint.engine.core import EngineCore
@@ -15,6 +16,7 @@ from forkpoint.errors import EngineStoppedError, ForkpointError, RequestError, R
 from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.grammar.masks import TokenRules
 from forkpoint.obs.logs import LOGGER
+from forkpoint.quick_imports import collection_paused
 from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.worker.child import EXIT_FAILED, begin_child
 from forkpoint.worker.codec import Failure, decoder, encoder
@@ -31,7 +33,8 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
     After an error it sends a Died report and exits with code 1 (SystemExit). It ends at once when its parent does.
     """
     begin_child()  # the parent decides when the engine ends
-    from forkpoint.engine.build import build_parts, load_tokenizer  # imports torch, which the parent does not need
+    with collection_paused():
+        from forkpoint.engine.build import build_parts, load_tokenizer  # imports torch, which the parent does not need
 
     encode = encoder()
     with zmq.Context() as context, context.socket(zmq.PULL) as inbox, context.socket(zmq.PUSH) as outbox:
@@ -93,6 +96,8 @@ class EngineLoop:
         died.
         """
         is_idle = not self._core.has_unfinished() and not self._refused
+        while is_idle and not self._inbox.poll(0) and self._core.prepare():
+            pass  # the worker has recorded another graph
         if is_idle and not self._inbox.poll(STARTING_POLL_MS if self._starting else IDLE_POLL_MS):
             self._core.check()
         until = time.perf_counter() + MAX_TAKING_S
@@ -107,9 +112,13 @@ class EngineLoop:
             self._carry_out(command)
         return True
 
-    def _carry_out(self, command: messages.AddSequence | messages.EndSequences | messages.Call) -> None:
+    def _carry_out(
+        self, command: messages.AddSequence | messages.EndSequences | messages.EndOffer | messages.Call
+    ) -> None:
         match command:
             case messages.AddSequence(request):
+                if request.images:
+                    self._outbox.send(self._encode(messages.ImagesTaken(request.id)))
                 if request.params.restricts_tokens:
                     start = self._compilers.submit(self._grammars.start, request.params, request.stop_token_ids)
                     self._starting[request.id] = (request, start)
@@ -117,6 +126,8 @@ class EngineLoop:
                     self._queue(request)
             case messages.EndSequences():
                 self._end(command)
+            case messages.EndOffer(lease):
+                self._core.end_offer(lease)
             case messages.Call():
                 self._send(self._answer(command))
 
@@ -129,7 +140,7 @@ class EngineLoop:
             try:
                 request.grammar = grammar.result()
             except Exception as error:
-                self._refuse(name, error)
+                self._refuse(request, error)
             else:
                 self._queue(request)
 
@@ -139,21 +150,24 @@ class EngineLoop:
         except EngineStoppedError:
             raise
         except Exception as error:
-            self._refuse(request.id, error)
+            self._refuse(request, error)
         else:
             self._open[request.id] = False
 
-    def _refuse(self, name: str, error: Exception) -> None:
+    def _refuse(self, request: Request, error: Exception) -> None:
         """Refuse a sequence with the next report. Any error that one sequence raises ends only that sequence."""
         if not isinstance(error, RequestError):
             LOGGER.error("a request could not be processed", exc_info=error)
             error = RequestFailedError(f"the request could not be processed: {type(error).__name__}: {error}")
-        self._refused.append((name, Failure.of(error)))
+        self._core.end_offer(chosen_lease(request.params.kv_transfer_params))
+        self._refused.append((request.id, Failure.of(error)))
 
     def _end(self, command: messages.EndSequences) -> None:
         for name in command.ids:
             if name in self._starting:
-                self._starting.pop(name)[1].cancel()
+                request, grammar = self._starting.pop(name)
+                grammar.cancel()
+                self._core.end_offer(chosen_lease(request.params.kv_transfer_params))
             elif name in self._open:  # otherwise it has ended by itself in the meantime
                 self._core.end(name, command.reason)
                 del self._open[name]

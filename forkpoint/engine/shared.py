@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import TypeVar
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.outputs import RequestState
+from forkpoint.errors import EngineStoppedError
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
 
@@ -26,17 +28,34 @@ class Caller:
 
 
 class SharedEngine:
-    """Serialises calls from several threads. Threads that wait take turns."""
+    """Serialises calls from several threads. Threads that wait take turns.
+
+    The engine works in the process that created it alone. A forked process has neither its threads nor its locks, and
+    would take answers of the ranks that its parent waits for.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._pid = engine, os.getpid()
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._callers: dict[str, Caller] = {}  # by the id of each open request
         self._left: deque[Caller] = deque()  # callers whose requests have to be aborted
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process created the engine."""
+        return os.getpid() == self._pid
+
     @contextmanager
     def held(self) -> Iterator[Engine]:
-        """Give this thread exclusive use of the engine, in its turn. Requests of callers that left end after it."""
+        """Give this thread exclusive use of the engine, in its turn. Requests of callers that left end after it.
+
+        Raises EngineStoppedError in a forked process.
+        """
+        if not self.is_own:
+            raise EngineStoppedError(
+                f"this engine works only in process {self._pid}, which created it, and not in process {os.getpid()}, "
+                "which was forked from that one; create an engine in each process"
+            )
         with self._turn:  # otherwise a thread that steps repeatedly would keep the others out
             self._lock.acquire()
         try:
@@ -76,7 +95,7 @@ class SharedEngine:
 
         The engine may be in use by this very thread, if a generator is collected in the middle of a step.
         """
-        if caller.open:
+        if caller.open and self.is_own:
             self._left.append(caller)
             self._abort_if_free()
 

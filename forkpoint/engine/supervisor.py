@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import SpawnProcess
 
 import zmq
 
 from forkpoint.config import EngineConfig
 from forkpoint.engine.core import SAVE_S
-from forkpoint.engine.messages import Command, Died, Report, Stop
+from forkpoint.engine.messages import AddSequence, Command, Died, ImagesTaken, Report, Stop
 from forkpoint.engine.process import run_engine
 from forkpoint.errors import ConfigError, EngineStoppedError, ForkpointError
+from forkpoint.images import ImageSpan
 from forkpoint.obs.logs import LOGGER
 from forkpoint.worker.child import how_it_ended, start_child
 from forkpoint.worker.codec import decoder, encoder
@@ -41,6 +42,7 @@ class EngineProcess:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
         self._is_ending = False  # it has sent Died
+        self._untaken: dict[str, Sequence[ImageSpan]] = {}  # images in shared memory that the engine has to open
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Spawn the process and read its reports in `loop`. Raises ConfigError without a writable folder."""
@@ -65,6 +67,8 @@ class EngineProcess:
         self._receive()
 
     def send(self, command: Command) -> None:
+        if isinstance(command, AddSequence) and command.request.images:
+            self._untaken[command.request.id] = command.request.images
         self._commands.send(self._encode(command))
 
     async def stop(self, *, gently: bool) -> None:
@@ -98,7 +102,10 @@ class EngineProcess:
             try:
                 report = self._decode(data)
                 self._is_ending = self._is_ending or isinstance(report, Died)
-                self._on_report(report)
+                if isinstance(report, ImagesTaken):
+                    self._untaken.pop(report.id, None)
+                else:
+                    self._on_report(report)
             except Exception as error:  # this side can no longer know the state of each request
                 LOGGER.exception("a report of the engine could not be processed")
                 self._on_exit(EngineStoppedError(f"a report of the engine could not be processed: {error!r}"))

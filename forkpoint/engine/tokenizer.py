@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn
 from forkpoint.checks import first_line, member, one_or_more, read_config, read_json
 from forkpoint.engine.token_bytes import TokenBytes
 from forkpoint.errors import InvalidPromptError, ModelFolderError
+from forkpoint.quick_imports import import_transformers
 
 # Tokens that open a tool call in the models' answers: Qwen, Granite and Nemotron; LFM2; Jamba; Kimi.
 TOOL_CALL_OPENINGS: Final = ("<tool_call>", "<|tool_call_start|>", "<tool_calls>", "<|tool_calls_section_begin|>")
@@ -33,11 +34,12 @@ class Tokenizer:
     def load(cls, folder: str) -> Tokenizer:
         """Read the tokenizer of a local folder, without running any code of the folder.
 
-        Raises ModelFolderError if there is none that can stream. If config.json is the cause, raises what `load_config`
-        raises.
+        Raises ModelFolderError if there is none that can encode texts and stream. If config.json is the cause, raises
+        what `load_config` raises.
         """
         if not Path(folder).is_dir():
             raise ModelFolderError(f"there is no model folder {folder!r}; give the path of a downloaded checkpoint")
+        import_transformers()
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:
@@ -47,7 +49,17 @@ class Tokenizer:
                 hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             except Exception:
                 cls._refuse(folder, error)
-        return cls.wrap(hf)
+        found = cls.wrap(hf)
+        try:  # some wrong fields are read only now
+            found.encode("a")
+            found.encode_with_offsets("a")
+        except Exception as error:
+            raise ModelFolderError(
+                f"the tokenizer in {folder} cannot encode a text: {first_line(error)}; correct its "
+                "tokenizer_config.json, name another folder with --tokenizer, or pass token ids with "
+                "--skip-tokenizer-init"
+            ) from error
+        return found
 
     @staticmethod
     def _refuse(folder: str, error: Exception) -> NoReturn:

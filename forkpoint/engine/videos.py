@@ -12,15 +12,15 @@ from forkpoint.checks import shown
 from forkpoint.engine.image_processor import MAX_REQUEST_PIXELS
 from forkpoint.engine.resized_pictures import Parts
 from forkpoint.errors import InvalidPromptError
-from forkpoint.image_families.settings import VideoSettings
+from forkpoint.image_families.settings import MAX_FRAMES, VideoSettings
 from forkpoint.images import ImageSpan, PixelArray
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_FRAMES: Final = 768  # of all videos of a prompt
 MAX_DECODED_PIXELS: Final = 1 << 32  # of all frames of a prompt's files: about 10 s of one core
 DEFAULT_FPS: Final = 2.0  # frames a second that the model's own processor samples
+MAX_SHOWN_NAME: Final = 64  # characters of a text in an error message; a longer one may be the data of a file
 EXAMPLE: Final = "an array [frames, height, width, 3] of uint8, a list of frames, or (frames, {'fps': 2.0})"
 
 
@@ -144,6 +144,17 @@ def check_videos(videos: Sequence[SizedVideo]) -> None:
         )
 
 
+def _described(given: object) -> str:
+    """Return what was given as a video for an error message, which never shows the data of files or frames."""
+    if isinstance(given, np.ndarray):
+        return f"an array of shape {list(given.shape)} and dtype {given.dtype}"
+    if isinstance(given, list | tuple):
+        return f"a {type(given).__name__} of {len(given)} items"
+    if isinstance(given, str) and len(given) > MAX_SHOWN_NAME:
+        return f"a text of {len(given)} characters"
+    return shown(given)
+
+
 def _frames(given: object) -> PixelArray:
     if isinstance(given, list | tuple) and given and all(hasattr(frame, "convert") for frame in given):
         given = [np.asarray(frame.convert("RGB")) for frame in given[: MAX_FRAMES + 1]]
@@ -152,7 +163,7 @@ def _frames(given: object) -> PixelArray:
     except ValueError:
         raise InvalidPromptError(f"the frames of a video differ in size; give {EXAMPLE}") from None
     if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not frames.size:
-        raise InvalidPromptError(f"{shown(given)} is not a video; give {EXAMPLE}")
+        raise InvalidPromptError(f"{_described(given)} is not a video; give {EXAMPLE}")
     return frames
 
 

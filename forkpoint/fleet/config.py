@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forkpoint.checks import Bounds, Checker, checked_fields, option
+from forkpoint.checks import MAX_INTEGER, Bounds, Checker, checked_fields, option
 from forkpoint.config import mapping_option
 from forkpoint.errors import ConfigError
 from forkpoint.json_options import json_object
 
 MAX_REPLICAS = 4096
 MAX_ONGOING = 1 << 20
+PREFILL_MIN_TOKENS = 2048  # of which computing takes longer than the way over another engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,16 @@ class FleetConfig:
     """Options of a fleet. Names are Ray Serve's if it has the option. Raises ConfigError, naming the wrong option."""
 
     num_replicas: int = option(1, "number of engines, each with its own cache", Bounds(1, MAX_REPLICAS))
+    num_prefill_replicas: int = option(
+        0,
+        "number of further engines that only compute long prompts, which the others then fetch and continue",
+        Bounds(0, MAX_REPLICAS),
+    )
+    prefill_min_tokens: int = option(
+        PREFILL_MIN_TOKENS,
+        "tokens from which on a prompt is computed by a prefill replica; shorter ones go to the others at once",
+        Bounds(1, MAX_INTEGER),
+    )
     router: Literal["prefix-aware", "least-loaded", "round-robin"] = option(
         "prefix-aware",
         "where a request goes: to the replica that can restore most of its prompt, minus the cost of waiting there; to "

@@ -17,6 +17,7 @@ from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
 from forkpoint.fleet.config import FleetConfig
 from forkpoint.fleet.gateway import Gateway
+from forkpoint.fleet.handover import engine_of
 from forkpoint.fleet.replica import Replica
 from forkpoint.fleet.router import RestorableRouter
 from forkpoint.obs.logs import LOGGER
@@ -29,33 +30,41 @@ HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 10.0
 
 def application(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> Any:
     """Return the application for `serve.run`. Ray must be connected."""
-    drain_s = server.shutdown_timeout_s
-    resources = dict(fleet.ray_actor_options) or _devices(engine.tensor_parallel_size)
     count: dict[str, Any] = {"num_replicas": fleet.num_replicas}
     if fleet.autoscaling_config:
         count = {"autoscaling_config": dict(fleet.autoscaling_config)}
-    replicas = serve.deployment(
-        Replica,
-        name="Replica",
-        ray_actor_options=resources,
-        max_ongoing_requests=fleet.max_ongoing_requests,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        graceful_shutdown_timeout_s=drain_s,
-        request_router_config=RequestRouterConfig(
-            request_router_class=RestorableRouter, request_router_kwargs={"router": fleet.router}
-        ),
-        **count,
-    )
+    prefill: Any = None
+    if fleet.num_prefill_replicas:
+        first, engine = engine_of(engine, "kv_producer"), engine_of(engine, "kv_consumer")
+        prefill = _replicas("PrefillReplica", first, server, fleet, num_replicas=fleet.num_prefill_replicas)
+    replicas = _replicas("Replica", engine, server, fleet, **count)
     gateway = serve.deployment(
         Gateway,
         name="Gateway",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MAX_WAITING,
         health_check_period_s=HEALTH_PERIOD_S,
-        graceful_shutdown_timeout_s=drain_s,
+        graceful_shutdown_timeout_s=server.shutdown_timeout_s,
     )
-    return gateway.bind(replicas.bind(engine, server, fleet.ray_address is None), fleet.router == "prefix-aware")
+    return gateway.bind(replicas, fleet.router == "prefix-aware", prefill, fleet.prefill_min_tokens)
+
+
+def _replicas(name: str, engine: EngineConfig, server: ServerConfig, fleet: FleetConfig, **count: Any) -> Any:
+    """Return a deployment of replicas, bound to their options."""
+    deployment = serve.deployment(
+        Replica,
+        name=name,
+        ray_actor_options=dict(fleet.ray_actor_options) or _devices(engine.tensor_parallel_size),
+        max_ongoing_requests=fleet.max_ongoing_requests,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=server.shutdown_timeout_s,
+        request_router_config=RequestRouterConfig(
+            request_router_class=RestorableRouter, request_router_kwargs={"router": fleet.router}
+        ),
+        **count,
+    )
+    return deployment.bind(engine, server, fleet.ray_address is None)
 
 
 def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ray.exceptions import RayError
@@ -13,6 +13,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from forkpoint.config import BLOCK_SIZE
+from forkpoint.fleet.handover import SPLIT, decode_half, early_offer, new_lease, offer_of, prefill_half
 from forkpoint.fleet.messages import ForwardedRequest, Head, RoutingHint
 from forkpoint.fleet.metrics import joined_metrics
 from forkpoint.obs.logs import LOGGER
@@ -64,12 +66,25 @@ class ReplicaAnswer:
 
 
 class Gateway:
-    """The ingress of the application. It keeps no state between requests."""
+    """The ingress of the application. It keeps no state between requests.
 
-    def __init__(self, replicas: DeploymentHandle, asks_prefix: bool) -> None:
+    With `prefill` replicas, prompts of at least `min_tokens` tokens are computed there and continued by `replicas`.
+    """
+
+    def __init__(
+        self,
+        replicas: DeploymentHandle,
+        asks_prefix: bool,
+        prefill: DeploymentHandle | None = None,
+        min_tokens: int = 0,
+    ) -> None:
         self._replicas = replicas.options(stream=True)
         self._prefixes = replicas
-        self._asks_prefix = asks_prefix
+        self._prefill: DeploymentHandle | None = None
+        if prefill is not None:
+            self._prefill = prefill.options(stream=True)
+        self._min_tokens = min_tokens
+        self._asks_prefix = asks_prefix or prefill is not None
 
     async def __call__(self, request: Request) -> Response:
         headers = tuple(request.headers.items())
@@ -86,11 +101,19 @@ class Gateway:
         have stopped, the request may be the cause, and that answer is returned.
         """
         route = RoutingHint(await self._prefix(forwarded))
+        forwarded, computing = await self._with_computed_prompt(route, forwarded)
+        try:
+            return await self._answer_of_one(route, forwarded)
+        finally:
+            if computing is not None:
+                computing.cancel()  # the answer is on its way, or nobody wants it
+
+    async def _answer_of_one(self, route: RoutingHint, forwarded: ForwardedRequest) -> ReplicaAnswer:
         last: ReplicaAnswer | None = None
         stopped = set[str]()
         for number in range(MAX_TRIES):
             try:
-                answer = await self._open(route, forwarded)
+                answer = await self._open(self._replicas, route, forwarded)
             except RayError as error:
                 LOGGER.warning("a replica was lost before it answered: %s", _last_line(error))
                 await asyncio.sleep(number * PAUSE_S)
@@ -110,9 +133,36 @@ class Gateway:
             last, route = answer, RoutingHint(route.block_hashes, route.tried | {answer.head.replica})
         return last or _lost()
 
-    async def _open(self, route: RoutingHint, forwarded: ForwardedRequest) -> ReplicaAnswer:
+    async def _with_computed_prompt(
+        self, route: RoutingHint, forwarded: ForwardedRequest
+    ) -> tuple[ForwardedRequest, asyncio.Task[None] | None]:
+        """Let a prefill replica compute a long prompt, and return the request that continues it.
+
+        The request can be sent at once if the replica has said where its prompts are fetched. The task then waits for
+        the replica's answer. If the prompt is not computed, whichever replica gets the request computes it.
+        """
+        num_tokens = len(route.block_hashes or ()) * BLOCK_SIZE
+        if self._prefill is None or num_tokens < self._min_tokens or forwarded.path not in SPLIT:
+            return forwarded, None
+        lease = new_lease()
+        half = prefill_half(forwarded.body, lease)
+        if half is None:
+            return forwarded, None
+        pieces = self._prefill.compute_prompt.remote(route, replace(forwarded, body=half))
+        try:
+            earlier: dict[str, Any] | None = await anext(pieces)
+            if earlier is None:
+                offer = offer_of(await _computed(pieces))
+                return replace(forwarded, body=decode_half(forwarded.body, offer)), None
+        except RayError as error:
+            _log_lost_prompt(error)
+            return forwarded, None
+        body = decode_half(forwarded.body, early_offer(earlier, lease))
+        return replace(forwarded, body=body), asyncio.create_task(_follow(pieces))
+
+    async def _open(self, replicas: DeploymentHandle, route: RoutingHint, forwarded: ForwardedRequest) -> ReplicaAnswer:
         """Send the request and wait for the head of the answer. Raises RayError if the replica is lost before."""
-        pieces = self._replicas.answer.remote(route, forwarded)
+        pieces = replicas.answer.remote(route, forwarded)
         head: Head = await anext(pieces)
         body: bytes = await anext(pieces, b"")
         if not head.is_stream:
@@ -134,18 +184,38 @@ class Gateway:
         That is the one with the highest status; 503 if a replica is lost.
         """
         answers: dict[str, ReplicaAnswer] = {}
-        while True:
-            try:
-                answer = await self._open(RoutingHint(tried=frozenset(answers)), forwarded)
-            except RayError:
-                return _lost().response()
-            if answer.head.replica in answers:
-                break
-            answers[answer.head.replica] = answer
+        for replicas in filter(None, (self._replicas, self._prefill)):
+            while True:
+                try:
+                    answer = await self._open(replicas, RoutingHint(tried=frozenset(answers)), forwarded)
+                except RayError:
+                    return _lost().response()
+                if answer.head.replica in answers:
+                    break
+                answers[answer.head.replica] = answer
         worst = max(answers.values(), key=lambda found: found.head.status)
         if forwarded.path == "/metrics" and worst.head.status == 200:
             worst.body = joined_metrics({name: found.body.decode() for name, found in answers.items()}).encode()
         return worst.response()
+
+
+async def _computed(pieces: Any) -> bytes:
+    """Return the answer of a prefill replica; nothing if that is an error. Raises RayError."""
+    head: Head = await anext(pieces)
+    body: bytes = await anext(pieces, b"")
+    return body if head.status == 200 else b""
+
+
+async def _follow(pieces: Any) -> None:
+    """Wait for the answer of a prefill replica. A decode replica that fetches its prompt learns of a failure itself."""
+    try:
+        await _computed(pieces)
+    except RayError as error:
+        _log_lost_prompt(error)
+
+
+def _log_lost_prompt(error: RayError) -> None:
+    LOGGER.warning("a prefill replica was lost, and another replica computes its prompt: %s", _last_line(error))
 
 
 def _lost() -> ReplicaAnswer:

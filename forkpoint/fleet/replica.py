@@ -13,6 +13,7 @@ from ray import serve
 
 from forkpoint.config import EngineConfig
 from forkpoint.errors import EngineStoppedError
+from forkpoint.fleet.handover import offer_of, reachable
 from forkpoint.fleet.messages import ForwardedRequest, Head, Headers, RoutingHint
 from forkpoint.fleet.server_process import LOOPBACK, free_ports, placed, run_server
 from forkpoint.server.config import ServerConfig
@@ -36,8 +37,13 @@ class Replica:
         ports = free_ports()
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._url = f"http://{LOOPBACK}:{ports[0]}"
+        self._offer: dict[str, Any] | None = None  # of the last prompt that was computed for another replica
         address = LOOPBACK if on_one_machine else ray.util.get_node_ip_address()
         self._events = {"endpoint": f"tcp://{address}:{ports[1]}", "replay_endpoint": f"tcp://{address}:{ports[2]}"}
+        nodes: tuple[str, ...] = ()
+        if not on_one_machine:
+            nodes = tuple(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
+        engine = reachable(engine, address, nodes)
         self._process = start_child(run_server, *placed(engine, server, ports, address), name="server")
         # No limits, because the router counts the requests, and an answer may take long.
         self._session = aiohttp.ClientSession(
@@ -85,6 +91,22 @@ class Replica:
             yield Head(self._name, response.status, _kept(response.headers.items()))
             async for piece in response.content.iter_any():
                 yield piece
+
+    async def compute_prompt(
+        self, route: RoutingHint, forwarded: ForwardedRequest
+    ) -> AsyncIterator[dict[str, Any] | Head | bytes | None]:
+        """Yield the offer of an earlier prompt, which says where prompts are fetched; None if there is none yet.
+
+        The head of this prompt's answer and all of its body follow when it is computed.
+        """
+        yield self._offer
+        pieces = self.answer(route, forwarded)
+        head = await anext(pieces)
+        assert isinstance(head, Head)
+        body = b"".join([piece async for piece in pieces if isinstance(piece, bytes)])
+        self._offer = offer_of(body) or self._offer
+        yield head
+        yield body
 
     def _send(self, forwarded: ForwardedRequest, path: str) -> Any:
         url = self._url + path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Collection
 from copy import copy
@@ -114,9 +115,7 @@ def _ids_of(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _is_cut(text: bytes) -> bool:
-    """Return whether UTF-8 text ends within a character."""
-    for size in range(1, min(len(text), MAX_CHARACTER_BYTES - 1) + 1):
-        byte = text[-size]
-        if byte & 0xC0 != 0x80:  # the first byte of a character
-            return byte >= 0xC0 and size < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
-    return False
+    """Return whether UTF-8 text ends within a character. Bytes that begin no character do not count."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(text[1 - MAX_CHARACTER_BYTES :])
+    return bool(decoder.getstate()[0])

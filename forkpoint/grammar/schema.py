@@ -148,7 +148,11 @@ class _Rewriter:
         values = values_of(rules)
         self._strings(rules, path)
         if isinstance(values, list):
-            found["properties"] = {name: rest for name in values if isinstance(name, str)}
+            listed = [name for name in values if isinstance(name, str)]
+            if listed and {"minProperties", "maxProperties"} & set(found):  # llguidance counts no optional properties
+                found["patternProperties"] = {f"^({'|'.join(map(re.escape, listed))})$": rest}
+            else:
+                found["properties"] = dict.fromkeys(listed, rest)
         elif set(rules) == {"pattern"}:
             found["patternProperties"] = {rules["pattern"]: rest}
         elif rules and set(rules) <= {"minLength", "maxLength"}:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, Self
 
 from forkpoint.checks import read_json
 from forkpoint.errors import ConfigError, InvalidPromptError, ModelFolderError
-from forkpoint.image_families.settings import MAX_SIDE, ImageSettings, Values, View, check_aspect
+from forkpoint.image_families.settings import MAX_SIDE, ImageSettings, Values, View, added_tokens, check_aspect, fitted
 
 MAX_VIEW_TOKENS: Final = 4096
 MAX_TILES: Final = 100
@@ -59,7 +59,7 @@ class Lfm2VlImages(ImageSettings):
             max_tiles=processor.integer("max_tiles", 10, MAX_TILES),
             tile_size=processor.integer("tile_size", 512, MAX_SIDE),
             tolerance=processor.number("max_pixels_tolerance", 2.0),
-            special_ids=_special_ids(folder) if _uses_special_tokens(folder) else {},
+            special_ids=added_tokens(folder, (START, END, THUMBNAIL)) if _uses_special_tokens(folder) else {},
         )
         if found.tile_size % found.token_side or found.min_tiles > found.max_tiles:
             raise ModelFolderError(
@@ -87,7 +87,8 @@ class Lfm2VlImages(ImageSettings):
 
     def layout(self, height: int, width: int) -> list[View | int]:
         check_aspect(height, width)
-        whole = View.whole(*self._resized(height, width))
+        side = self.token_side
+        whole = View.whole(*fitted(height, width, side, self.min_pixels, self.max_pixels, least=side))
         parts: list[View | int] = [whole]
         if self.do_image_splitting and self._is_large(height, width):
             parts = self._tiles(*self._grid(height, width))
@@ -135,18 +136,6 @@ class Lfm2VlImages(ImageSettings):
                 best, least = (rows, columns), distance
         return best
 
-    def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width of a view of the whole picture: multiples of a token's side within the bounds."""
-        side = self.token_side
-        new_height, new_width = (max(side, round(length / side) * side) for length in (height, width))
-        if new_height * new_width > self.max_pixels:
-            scale = math.sqrt(height * width / self.max_pixels)
-            new_height, new_width = (max(side, math.floor(n / scale / side) * side) for n in (height, width))
-        elif new_height * new_width < self.min_pixels:
-            scale = math.sqrt(self.min_pixels / (height * width))
-            new_height, new_width = (math.ceil(n * scale / side) * side for n in (height, width))
-        return new_height, new_width
-
 
 def _tile_token(row: int, column: int) -> str:
     return f"<|img_row_{row}_col_{column}|>"
@@ -157,17 +146,3 @@ def _uses_special_tokens(folder: Path) -> bool:
     path = folder / "processor_config.json"
     values = Values(read_json(path) if path.is_file() else {}, str(path))
     return values.flag("use_image_special_tokens", True)
-
-
-def _special_ids(folder: Path) -> dict[str, int]:
-    """Return the ids of the tokenizer's added tokens, by text. Raises ModelFolderError without those around images."""
-    found: dict[str, int] = {}
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        found = {token["content"]: token["id"] for token in read_json(path).get("added_tokens", [])}
-    missing = [token for token in (START, END, THUMBNAIL) if token not in found]
-    if missing:
-        raise ModelFolderError(
-            f"{path} has no token {missing[0]!r}, which stands next to images; copy the tokenizer of the model's folder"
-        )
-    return found

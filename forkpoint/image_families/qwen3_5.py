@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from forkpoint.image_families.settings import (
     VideoSettings,
     View,
     check_aspect,
+    fitted,
     read_processor,
 )
 
@@ -77,22 +77,5 @@ class Qwen35Images(ImageSettings):
         return replace(found, video=replace(self.video, max_frame_pixels=found.max_pixels))
 
     def layout(self, height: int, width: int) -> list[View | int]:
-        return [View.whole(*self.resized(height, width))]
-
-    def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width that an image is resized to: multiples of a token's side within the bounds.
-
-        Raises InvalidPromptError for an image that is too narrow.
-        """
-        side = self.token_side
         check_aspect(height, width)
-        new_height, new_width = round(height / side) * side, round(width / side) * side
-        if new_height * new_width > self.max_pixels:
-            scale = math.sqrt(height * width / self.max_pixels)
-            new_height = max(side, math.floor(height / scale / side) * side)
-            new_width = max(side, math.floor(width / scale / side) * side)
-        elif new_height * new_width < self.min_pixels:
-            scale = math.sqrt(self.min_pixels / (height * width))
-            new_height = math.ceil(height * scale / side) * side
-            new_width = math.ceil(width * scale / side) * side
-        return new_height, new_width
+        return [View.whole(*fitted(height, width, self.token_side, self.min_pixels, self.max_pixels))]

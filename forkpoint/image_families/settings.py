@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeAlias
 
 from forkpoint.checks import read_json, shown
 from forkpoint.errors import ConfigError, InvalidPromptError, ModelFolderError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAX_PIXELS: Final = 1 << 24  # of a resized image: 16,384 tokens, more than a second of a GPU
 MAX_SIDE: Final = 1024  # of a patch; wider ones are a broken file
 LOW_DETAIL_TOKENS: Final = 256  # the most tokens of an image with low detail
 MAX_ASPECT: Final = 200  # of the longer side to the shorter one, as in Qwen's own processor
-HALVES: Final = (0.5, 0.5, 0.5)
+MAX_FRAMES: Final = 768  # of all videos of a prompt
+WHITE: Final = (255, 255, 255)
+Channels: TypeAlias = tuple[float, float, float]
+HALVES: Final[Channels] = (0.5, 0.5, 0.5)
+CLIP_MEAN: Final[Channels] = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD: Final[Channels] = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,32 @@ class View:
     @classmethod
     def whole(cls, height: int, width: int) -> View:
         return cls(height, width, (0, 0, width, height))
+
+
+def fitted(
+    height: int,
+    width: int,
+    side: int,
+    min_pixels: int,
+    max_pixels: int,
+    *,
+    least: int = 0,
+    count: int = 1,
+    padded: int = 1,
+) -> tuple[int, int]:
+    """Return the height and width that a picture, or each of `count` frames, is resized to.
+
+    They are the multiples of `side` nearest to the picture's size, or `least` if that is more. If `padded` of them have
+    more or fewer pixels than the bounds allow, the picture is scaled until `count` of them fit.
+    """
+    new_height, new_width = (max(least, round(length / side) * side) for length in (height, width))
+    if padded * new_height * new_width > max_pixels:
+        scale = math.sqrt(count * height * width / max_pixels)
+        new_height, new_width = (max(side, math.floor(n / scale / side) * side) for n in (height, width))
+    elif padded * new_height * new_width < min_pixels:
+        scale = math.sqrt(min_pixels / (count * height * width))
+        new_height, new_width = (math.ceil(n * scale / side) * side for n in (height, width))
+    return new_height, new_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +109,7 @@ class VideoSettings:
         count = max(count, self.num_frames)
         padded = round(count / self.num_frames) * self.num_frames
         most = min(self.max_pixels, self.max_frame_pixels * count)
-        new_height, new_width = round(height / side) * side, round(width / side) * side
-        if padded * new_height * new_width > most:
-            scale = math.sqrt(count * height * width / most)
-            new_height, new_width = (max(side, math.floor(n / scale / side) * side) for n in (height, width))
-        elif padded * new_height * new_width < self.min_pixels:
-            scale = math.sqrt(self.min_pixels / (count * height * width))
-            new_height, new_width = (math.ceil(n * scale / side) * side for n in (height, width))
-        return new_height, new_width
+        return fitted(height, width, side, self.min_pixels, most, count=count, padded=padded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +123,15 @@ class ImageSettings(ABC):
     architectures: ClassVar[Sequence[str]]  # of config.json
     kwargs: ClassVar[Sequence[str]]  # the names of `mm_processor_kwargs`
     resampling: ClassVar[str]  # the name of Pillow's filter
+    pixel_type: ClassVar[Literal["uint8", "float32"]] = "uint8"  # of resized pixels; float32 ones are not rounded
     image_token_id: int
     patch_size: int
     merge_size: int
     min_pixels: int
     max_pixels: int
-    mean: tuple[float, float, float] = HALVES
-    std: tuple[float, float, float] = HALVES
+    mean: Channels = HALVES
+    std: Channels = HALVES
+    background: tuple[int, int, int] = WHITE  # takes the place of transparent parts
     video: VideoSettings | None = None  # None: the model reads no videos
 
     @property
@@ -124,6 +154,10 @@ class ImageSettings(ABC):
 
         Raises InvalidPromptError for a picture that cannot be shown to the model.
         """
+
+    def covered(self, token_ids: npt.NDArray[np.int32], place: int) -> tuple[int, int]:
+        """Return the range of a prompt's tokens that `layout` takes the place of, for the placeholder at `place`."""
+        return place, place + 1
 
     def low_detail(self) -> Self:
         """Return the settings for an image that is given with low detail, which becomes fewer tokens."""
@@ -186,9 +220,9 @@ class Values:
             raise ModelFolderError(f"{self.where} has {name}={shown(value)}; true or false is needed")
         return value
 
-    def channels(self, name: str, above: float = -1e6) -> tuple[float, float, float]:
+    def channels(self, name: str, above: float = -1e6, default: Channels = HALVES) -> Channels:
         value = self.values.get(name)
-        value = list(HALVES) if value is None else value
+        value = list(default) if value is None else value
         fits = isinstance(value, list) and len(value) == 3
         if not fits or not all(type(each) in (int, float) and above < each < 1e6 for each in value):
             raise ModelFolderError(f"{self.where} has {name}={shown(value)}; a list of 3 numbers is needed")
@@ -203,6 +237,20 @@ class Values:
             raise ModelFolderError(f"{self.where} has {name}={shown(value)}; an object is needed")
         given = {key: each for key, each in value.items() if each is not None}
         return Values({**(defaults or {}), **given}, f"{self.where}: {name}")
+
+
+def added_tokens(folder: Path, needed: Collection[str]) -> dict[str, int]:
+    """Return the ids of the tokenizer's added tokens, by text. Raises ModelFolderError if one of `needed` is absent."""
+    found: dict[str, int] = {}
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        found = {token["content"]: token["id"] for token in read_json(path).get("added_tokens", [])}
+    missing = [token for token in needed if token not in found]
+    if missing:
+        raise ModelFolderError(
+            f"{path} has no token {missing[0]!r}, which stands next to images; copy the tokenizer of the model's folder"
+        )
+    return found
 
 
 def check_aspect(height: int, width: int) -> None:

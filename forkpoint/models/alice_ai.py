@@ -19,6 +19,8 @@ from forkpoint.models.gated_delta_net import layer_types
 from forkpoint.models.kimi_linear import KDAConfig
 from forkpoint.models.layers import RMSNorm
 from forkpoint.models.moe import MoEConfig, read_wide
+from forkpoint.models.mtp import draft_layer
+from forkpoint.models.qwen3_next import MTP_NAMES
 from forkpoint.ops.parameters import RouteRule
 
 
@@ -69,7 +71,7 @@ class MixedLayer:
 
 class AliceAI(Model):
     """`AliceAIForCausalLM`. transformers has no class for it. The defaults are those of vLLM's configuration class,
-    which extends Qwen3-Next's. The MTP head is not run."""
+    which extends Qwen3-Next's. The MTP head is that of Qwen3-Next, with this family's experts and one residual."""
 
     architectures: ClassVar = ("AliceAIForCausalLM",)
     centred_norms: ClassVar = True
@@ -109,7 +111,10 @@ class AliceAI(Model):
         )
         layers = [(mixers[kind], experts) for kind in layer_types(fields)]
         size = fields.integer("block_attn_res_block_size")
-        return ModelConfig.of(fields, layers, fields.rotary(attention.head_dim, 0.25), residual_block=size)
+        drafts = draft_layer(fields, attention, experts)
+        rotary = fields.rotary(attention.head_dim, 0.25)
+        more = {"residual_block": size, "draft_layer": drafts, "mtp_names": MTP_NAMES}
+        return ModelConfig.of(fields, layers, rotary, **more)
 
     def build_layer(self, build: Build, layer: int) -> Layer:
         return MixedLayer(build, layer, self.normed_blocks(build, layer, self.norms))

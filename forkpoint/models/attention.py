@@ -12,11 +12,12 @@ from torch import Tensor
 from forkpoint.cache.layout import KVSpec, LayerSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import ROWS, Cut, rows, share, sharing
+from forkpoint.models.cuts import ROWS, Cut, check_context, rows, share, sharing
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel, join_projections, read_projection
 from forkpoint.models.rotary import Rotary
 from forkpoint.ops.activation.reference import sigmoid_mul
+from forkpoint.ops.attention.dealt import attend
 from forkpoint.ops.parameters import KVScales, QKNorm
 from forkpoint.ops.ranks import Ranks
 
@@ -29,11 +30,9 @@ class AttentionConfig(PartConfig):
     """One layer's attention. With `window` each token attends only to the last `window` tokens.
 
     `bias`: q, k, v and o have one. `gated`: each head's query rows are followed by as many gate rows, and the output is
-
     multiplied by the gate's sigmoid. `head_gated`: `g_proj` computes one gate for each head instead. `qk_norm`:
-    normalise
-
-    each head, all heads together, or nothing. `centred`: see RMSNorm. Head counts are those of one rank after `cut`.
+    normalise each head, all heads together, or nothing. `centred`: see RMSNorm. Head counts are those of one rank after
+    `cut`.
     """
 
     num_heads: int
@@ -70,7 +69,9 @@ class AttentionConfig(PartConfig):
     def cut(self, ranks: Ranks) -> AttentionConfig:
         heads = share(self.num_heads, "query heads", ranks)
         kv_heads = share(self.num_kv_heads, "KV heads", ranks, shared=self.qk_norm != "all")
-        return replace(self, num_heads=heads, num_kv_heads=kv_heads, sharing=sharing(self.num_kv_heads, ranks))
+        copies = sharing(self.num_kv_heads, ranks)
+        check_context(copies, f"{self.num_kv_heads} KV heads", ranks)
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, sharing=copies)
 
     @property
     def rows(self) -> dict[str, Cut]:
@@ -146,9 +147,9 @@ class Attention:
     def attend(self, x: Tensor, q: Tensor, gate: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Attend with queries `q[T, heads, dim]` of hidden states `x[T, H]` to the stored keys; return `[T, heads,
         dim]`."""
-        cache, window, attend = ctx.caches[self._layer], self._config.window, self._build.ops.paged_attention
+        cache, window = ctx.caches[self._layer], self._config.window
         index, scales = ctx.attention_of(window), KVScales.of(cache)
-        return attend(q, cache["k"], cache["v"], index, self._scale, window, gate, scales)
+        return attend(self._build.ops, q, cache["k"], cache["v"], index, self._scale, window, gate, scales)
 
     def write(self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """Store keys and values `[T, heads * dim]`, and return the normalised and rotated queries `[T, heads, dim]`."""

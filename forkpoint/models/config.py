@@ -9,12 +9,13 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec, keys_in_fp8
+from forkpoint.cache.layout import LayerSpec, StateSpec, keys_in_fp8
 from forkpoint.errors import ConfigError
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import WeightFormat
 from forkpoint.models.rotary import NO_POSITIONS, Rotary
+from forkpoint.models.states import LayerState
 from forkpoint.models.vision import VisionConfig
 from forkpoint.models.weights import WeightSource
 from forkpoint.ops.ranks import Ranks
@@ -69,6 +70,7 @@ class MTPNames:
     norm: str  # after the last part
     blocks: tuple[tuple[str, str], ...]
     centred: bool = False
+    unused: tuple[str, ...] = ()  # starts of names of weights that the head has and drafting does not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,13 @@ class Build:
             table = rotary.table(self.config.max_model_len)
             self._rope_tables[rotary] = table.to(self.weights.device)
         return self._rope_tables[rotary]
+
+    def state(self, layer: int, name: str) -> LayerState:
+        """Return the state tensor `name` of layer `layer`; the MTP head's layer comes after the others."""
+        parts = (*self.config.layers, self.config.draft_layer)[layer]
+        specs = (spec for part in parts for spec in part.kept(self.config.dtype, self.config.state_dtype))
+        tensors = {tensor.name: tensor for spec in specs if isinstance(spec, StateSpec) for tensor in spec.tensors}
+        return LayerState(self.ops, layer, tensors[name])
 
     @property
     def ranks(self) -> Ranks:

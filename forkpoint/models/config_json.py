@@ -27,10 +27,11 @@ SHARED: Final[tuple[str, ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """A multimodal architecture of which forkpoint runs the text part alone.
+    """The text part of a multimodal architecture, which runs as a text model of its own.
 
     `object` is the field of config.json that describes the text model. `others` maps the starts of canonical names of
-    weights to the parts that do not run. `default_type` is the text's model_type if config.json has none.
+    weights to parts that do not run; a part called TOWER runs if images are read. `default_type` is the text's
+    model_type if config.json has none.
     """
 
     others: Mapping[str, str]
@@ -38,7 +39,8 @@ class TextPart:
     default_type: str | None = None
 
 
-TOWER: Final = "the vision tower, which forkpoint does not run for this model"
+TOWER: Final = "the vision tower"
+IDLE_TOWER: Final = "the vision tower, which forkpoint does not run for this model"
 SOUND: Final = "the sound encoder"
 NEMOTRON: Final = TextPart(
     {
@@ -54,7 +56,7 @@ NEMOTRON: Final = TextPart(
     default_type="nemotron_h",
 )
 MINICPM_V: Final = TextPart(
-    {name + part: TOWER for part in ("merger.", "vision_tower.", "vpm.") for name in ("model.", "")},
+    {name + part: IDLE_TOWER for part in ("merger.", "vision_tower.", "vpm.") for name in ("model.", "")},
     default_type="qwen3_5_text",
 )
 TEXT_PARTS: Final[Mapping[str, TextPart]] = {
@@ -63,9 +65,13 @@ TEXT_PARTS: Final[Mapping[str, TextPart]] = {
         default_type="bailing_hybrid",
     ),
     "InternS2PreviewForConditionalGeneration": TextPart(
-        {"model.visual.": TOWER, "visual.": TOWER}
+        {"model.visual.": IDLE_TOWER, "visual.": IDLE_TOWER}
         | {name + "time_series.": "the encoder of time series" for name in ("model.", "")},
         default_type="qwen3_5_moe_text",
+    ),
+    "Lfm3VlForConditionalGeneration": TextPart(
+        {name + part: IDLE_TOWER for part in ("multi_modal_projector.", "vision_tower.") for name in ("model.", "")},
+        default_type="lfm3",
     ),
     "MiniCPMV4_6ForConditionalGeneration": MINICPM_V,
     "MiniCPMV4_7ForConditionalGeneration": MINICPM_V,
@@ -78,9 +84,13 @@ TEXT_PARTS: Final[Mapping[str, TextPart]] = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigJson:
-    """The fields of the text model. `other_parts` maps starts of names of weights to parts that do not run."""
+    """The fields of the text model, and those of the whole config.json, `outer`.
+
+    `other_parts` maps starts of names of weights to parts that do not run, and to TOWER.
+    """
 
     fields: Fields
+    outer: Fields
     other_parts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -107,11 +117,13 @@ def read_config_json(
     if not isinstance(inner, dict):
         raise ModelFolderError(f"{where} has {name}={inner!r}; an object with the text model's fields is needed")
     if part is None:
-        return ConfigJson(_merged(outer, inner, {"architectures": named}, where))
+        fields = _merged(outer, inner, {"architectures": named}, where)
+        return ConfigJson(fields, fields)
     kind = inner.get("model_type") or part.default_type
     named = named_by_type(kind, architectures) or [str(kind)]
     shared = {name: outer[name] for name in SHARED if name in outer}
-    return ConfigJson(_merged(shared, inner, {"architectures": named}, where), part.others)
+    fields = _merged(shared, inner, {"architectures": named}, where)
+    return ConfigJson(fields, Fields(outer, where), part.others)
 
 
 def _merged(outer: Mapping[str, Any], inner: Mapping[str, Any], more: Mapping[str, Any], where: str) -> Fields:

@@ -41,8 +41,8 @@ class ForwardContext:
     `decode` and `prefill` map the name of each state operator to its slots. They differ between operators only where an
     operator cannot write to another slot than it reads, and its states were copied beforehand. `caches[i]` belongs to
     layer i. If `verify` is set, decode rows may have several tokens, and `verify` says which states and records the
-    operators read and write for them. If `record` is set, states are written only every few tokens. `windows` is by
-    width, and has the blocks of layers with such a window.
+    operators read and write for them. If `record` is set, states are written only every few tokens. LayerState chooses
+    between these indexes. `windows` is by width, and has the blocks of layers with such a window.
     """
 
     positions: Tensor  # [T] int64: the line of cos and sin that rotates each token

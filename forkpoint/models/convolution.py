@@ -8,25 +8,24 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec, StateSpec, TensorSpec
+from forkpoint.cache.layout import LayerSpec, Recording, StateSpec, TensorSpec
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import ROWS, rows, share
 from forkpoint.models.layers import RowParallel, read_projection
+from forkpoint.models.states import LayerState, StateCall
 from forkpoint.ops.parameters import ConvTaps
 from forkpoint.ops.ranks import Ranks
-from forkpoint.ops.table import OpTable
 
 CONV: Final = "conv"  # name of the window of a layer's first convolution
+WINDOW: Final = "window"  # name of the window of a layer's LastInputs
 
 
 class Convolution:
-    """Convolve with `taps[D, W]` and `bias[D]` over the window `name` of layer `layer`, then apply SiLU if `silu`."""
+    """Convolve with `taps[D, W]` and `bias[D]` over a layer's `window`, then apply SiLU if `silu`."""
 
-    def __init__(
-        self, ops: OpTable, layer: int, taps: Tensor, bias: Tensor | None, silu: bool = True, name: str = CONV
-    ) -> None:
-        self._ops, self._layer, self._name = ops, layer, name
+    def __init__(self, window: LayerState, taps: Tensor, bias: Tensor | None, silu: bool = True) -> None:
+        self.window = window
         # stored tap by tap, the order in which kernels read them
         self.taps = ConvTaps(taps.t().contiguous().t(), bias, silu)
 
@@ -36,29 +35,24 @@ class Convolution:
         if split == 0:
             return self.prefill(x, ctx)
         if split == x.shape[0]:
-            return self.decode(x, ctx)
-        return torch.cat((self.decode(x[:split], ctx), self.prefill(x[split:], ctx)))
+            return self.decode(x, self.window.decode(ctx))
+        return torch.cat((self.decode(x[:split], self.window.decode(ctx)), self.prefill(x[split:], ctx)))
 
-    def decode(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Convolve the tokens `[T, D]` of decode rows, drafts included. Update windows, or write records to verify."""
-        cache = ctx.caches[self._layer]
-        if ctx.verify is not None:
-            records = (cache[_inputs_of(self._name)],)
-            return self._ops.conv_verify(x, self.taps, cache[self._name], ctx.verify, records)
-        rows = ctx.decode["conv_update"]
-        return self._ops.conv_update(x, self.taps, cache[self._name], rows)
+    def decode(self, x: Tensor, call: StateCall) -> Tensor:
+        """Convolve the tokens `[T, D]` of decode rows, drafts included, by the window's call for them."""
+        return call.operator(x, self.taps, *call.args)
 
     def prefill(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Convolve the tokens `[T, D]` of prefill segments, and write the windows at their ends."""
-        pool, segments = ctx.caches[self._layer][self._name], ctx.prefill["conv_prefill"]
-        return self._ops.conv_prefill(x, self.taps, pool, segments)
+        call = self.window.prefill(ctx)
+        return call.operator(x, self.taps, *call.args)
 
 
 class LastInputs:
-    """Takes each token's last W inputs; earlier ones are the state `window` of layer `layer`."""
+    """Takes each token's last W inputs; earlier ones are a layer's state `window`."""
 
-    def __init__(self, ops: OpTable, layer: int) -> None:
-        self._ops, self._layer = ops, layer
+    def __init__(self, window: LayerState) -> None:
+        self._window = window
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Map inputs `x[T, D]` to `[T, W, D]`, the token's own input last, and update the windows.
@@ -68,34 +62,26 @@ class LastInputs:
         split = ctx.num_decodes
         parts = []
         if split:
-            parts.append(self._decode(x[:split], ctx))
+            operator, args = self._window.decode(ctx)
+            parts.append(operator(x[:split], *args))
         if split < len(x):
-            cache, segments = ctx.caches[self._layer], ctx.prefill["window_prefill"]
-            parts.append(self._ops.window_prefill(x[split:], cache["window"], segments))
+            operator, args = self._window.prefill(ctx)
+            parts.append(operator(x[split:], *args))
         return torch.cat(parts)
-
-    def _decode(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        cache = ctx.caches[self._layer]
-        if ctx.verify is not None:
-            return self._ops.window_verify(x, cache["window"], ctx.verify, (cache["window_inputs"],))
-        return self._ops.window_update(x, cache["window"], ctx.decode["window_update"])
-
-
-def _inputs_of(window: str) -> str:
-    """Return the name of the records of a window."""
-    return "inputs" if window == CONV else f"{window}_inputs"
 
 
 def kept_window(channels: int, width: int, dtype: str, name: str = CONV) -> TensorSpec:
-    """Return the spec of a convolution's state: the last `width - 1` inputs; its records are those of drafts."""
-    inputs = (TensorSpec(_inputs_of(name), (channels,), dtype, single=True),)
-    return TensorSpec(name, (width - 1, channels), dtype, ("conv_update", "conv_prefill"), "conv_fold", inputs)
+    """Return the spec of a convolution's state: the last `width - 1` inputs."""
+    inputs = (TensorSpec("inputs" if name == CONV else f"{name}_inputs", (channels,), dtype, single=True),)
+    drafts = Recording("conv_verify", "conv_fold", inputs)
+    return TensorSpec(name, (width - 1, channels), dtype, ("conv_update", "conv_prefill"), drafts)
 
 
 def kept_inputs(channels: int, width: int, dtype: str) -> TensorSpec:
-    """Return the spec of the state of `LastInputs` for windows of `width` inputs; its records are those of drafts."""
+    """Return the spec of the state of `LastInputs` for windows of `width` inputs."""
     inputs = (TensorSpec("window_inputs", (channels,), dtype, single=True),)
-    return TensorSpec("window", (width - 1, channels), dtype, ("window_update", "window_prefill"), "conv_fold", inputs)
+    drafts = Recording("window_verify", "conv_fold", inputs)
+    return TensorSpec(WINDOW, (width - 1, channels), dtype, ("window_update", "window_prefill"), drafts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +98,8 @@ class ShortConvConfig(PartConfig):
         size, hidden, bias = self.channels, build.config.hidden_size, self.bias
         project = read_projection(build, f"{name}.in_proj", 3 * size, hidden, bias, cut=rows(size, size, size))
         taps = build.weights.get(f"{name}.conv.weight", (size, 1, self.width), cut=ROWS).squeeze(1)
-        conv = Convolution(build.ops, layer, taps, build.weights.bias(f"{name}.conv", size, bias, ROWS), silu=False)
+        own_bias = build.weights.bias(f"{name}.conv", size, bias, ROWS)
+        conv = Convolution(build.state(layer, CONV), taps, own_bias, silu=False)
         out = RowParallel(build, f"{name}.out_proj", hidden, size, bias)
 
         def block(x: Tensor, ctx: ForwardContext) -> Tensor:

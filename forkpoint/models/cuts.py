@@ -145,6 +145,31 @@ def sharing(count: int, ranks: Ranks) -> int:
     return max(1, ranks.size // count)
 
 
+def refuse_context(what: str, ranks: Ranks) -> None:
+    """Raise ConfigError if the tokens of a layer with `what` would have to be dealt to ranks."""
+    if ranks.context.size > 1:
+        raise ConfigError(
+            f"decode_context_parallel_size={ranks.context.size} is not possible for this model: {what} needs all keys "
+            "on each rank; leave it out"
+        )
+
+
+def check_context(copies: int, what: str, ranks: Ranks) -> None:
+    """Raise ConfigError if the ranks that would keep tokens in turn do not all hold the same heads.
+
+    Without context parallelism, `copies` neighbouring ranks hold the same keys and values of a model's `what`.
+    """
+    size = ranks.context.size
+    if copies % size:
+        remedy = "leave it out: each rank has KV heads of its own"
+        if copies > 1:
+            remedy = f"give a size that divides {copies}, the ranks that hold the same KV head"
+        raise ConfigError(
+            f"decode_context_parallel_size={size} is not possible with tensor_parallel_size={ranks.size} and {what}: "
+            f"{remedy}"
+        )
+
+
 def rows(*lengths: int) -> Cut:
     """Return the cut of rows in one section for each of `lengths`, the rows of one rank."""
     return Cut(0, tuple((length, 1) for length in lengths))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -21,7 +23,7 @@ from forkpoint.models.field_rules import ROTARY, unknown_fields
 from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.head import OutputHead
 from forkpoint.models.layers import RMSNorm
-from forkpoint.models.mtp import MTPHead
+from forkpoint.models.mtp import DraftHead, MTPHead
 from forkpoint.models.vision import VisionConfig, VisionTower
 
 # Maps `x` and `residual`, both `[T, H]`, to the same pair. The hidden state is `x + residual`, and the next norm adds
@@ -85,7 +87,9 @@ class Model(ABC):
     weight_names: ClassVar[Sequence[tuple[str, str]]] = ()  # (part of a stored name, its replacement)
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     defers_sums: ClassVar[bool] = True  # only norms read hidden states, so that they may do the all-reduce
-    recordable: ClassVar[bool] = True  # a CUDA graph can record its operators on a GPU
+    # operators whose torch functions wait for the device, so that no graph can record a step with them
+    waiting: ClassVar[Collection[str]] = ()
+    needs_host: ClassVar[bool] = False  # the last tests on devices with memory of their own failed
 
     def __init__(self, build: Build) -> None:
         config, weights = build.config, build.weights
@@ -93,7 +97,7 @@ class Model(ABC):
         # A token has three positions. Each column of cos and sin is looked up by one of them, which is kept here.
         axes: tuple[int, ...] = ()
         if config.vision is not None:
-            self.vision, axes = config.vision.build(weights), config.vision.axes
+            self.vision, axes = config.vision.build(weights, build.ops), config.vision.axes
         self._rope_axes = torch.tensor(axes * 2, dtype=torch.int64, device=weights.device)
         self._cos_sin = build.rope_table(config.rotary)
         self.layer_specs: tuple[LayerSpec, ...] = config.layer_specs
@@ -102,7 +106,7 @@ class Model(ABC):
         self.fold_constants = build.fold_constants
         self._layers = [self.build_layer(build, layer) for layer in range(len(config.layers))]
         self._finish = self.build_end(build)
-        self._drafts = MTPHead(build) if config.draft_layer else None
+        self._drafts = self.build_drafts(build) if config.draft_layer else None
         head = self._read_head(build)
         self.head = OutputHead(build.ops, build.ranks, head, config.vocab_size, guesses=self._drafts is not None)
 
@@ -158,7 +162,8 @@ class Model(ABC):
     def read_vision(cls, fields: Fields, config: ModelConfig, settings: ImageSettings) -> VisionConfig:
         """Read the sizes of the vision tower, for a family that has one (others: NotImplementedError).
 
-        Raises ModelFolderError and UnsupportedModelError.
+        `fields` are those of the whole config.json, and `config` is what `read` returned for the text model. Raises
+        ModelFolderError and UnsupportedModelError.
         """
         raise NotImplementedError(f"{cls.__name__} has no vision tower")
 
@@ -172,6 +177,10 @@ class Model(ABC):
         norm.weight = norm.weight * build.config.logits_scale
         return lambda x, residual: norm.add(x, residual)[0]
 
+    def build_drafts(self, build: Build) -> DraftHead:
+        """Read the weights of the MTP head."""
+        return MTPHead(build)
+
     def normed_blocks(self, build: Build, layer: int, names: Sequence[str]) -> list[tuple[RMSNorm, Block]]:
         """Build the parts of layer `layer`, each with the norm of the same index in `names`."""
         name, parts = f"model.layers.{layer}", build.config.layers[layer]
@@ -181,27 +190,48 @@ class Model(ABC):
         blocks = [part.build(build, f"{name}.{part.name}", layer) for part in parts]
         return list(zip(norms, blocks, strict=True))
 
+    @contextmanager
+    def few_layers(self) -> Iterator[None]:
+        """Leave out layers that launch the kernels of others, for passes whose results do not matter.
+
+        The first layer, which adds no residual, and the last one stay, as do the first two layers of each kind.
+        """
+        every, kinds = self._layers, Counter[Any]()
+        self._layers = []
+        for layer, parts in zip(every, self.config.layers, strict=True):
+            kinds[parts] += 1
+            if kinds[parts] <= 2 or layer is every[-1]:
+                self._layers.append(layer)
+        try:
+            yield
+        finally:
+            self._layers = every
+
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute normed hidden states `[T, H]` from `token_ids[T]` int64. Writes the caches that `ctx` names."""
         images, draft_ctx = ctx.images, ctx
         if images is not None and images.rope is not None:
             draft_ctx = self._with_rope_table(ctx, images.rope.draft_at, images.rope.draft_positions)
             ctx = self._with_rope_table(ctx, images.at, images.rope.positions)
-        x = self.enter(self._embed(token_ids, images))
+        x = self._embed(token_ids, images)
+        if self.config.streams is not None:  # all streams begin as the embeddings
+            x = x.unsqueeze(1).expand(-1, self.config.streams.count, -1)
         residual: Tensor | None = None
         for layer in self._layers:
             x, residual = layer(x, residual, ctx)
         hidden = self._finish(x, residual)
         if self._drafts is not None:
             # embedded again, because norms may have added to the first embeddings in place
-            self._drafts.keep(self._embed(token_ids, images), hidden, draft_ctx)
+            own = x.flatten(1) if self._drafts.reads_streams else hidden
+            self._drafts.keep(self._embed(token_ids, images), own, draft_ctx)
         return hidden
 
-    def draft(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Run the MTP head on the newest token of each row, `[B]` int64, and the hidden state before it, `[B, H]`.
+    def draft(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Run the MTP head on the newest token of each row, `[B]` int64, and the hidden state before it.
 
-        `hidden` comes from `forward` or from the last `draft`. Returns hidden states `[B, H]`, whose `logits` predict
-        the token after the newest one. Writes the head's keys. Needs `config.draft_layer`.
+        `hidden` is the window that `forward` stores, or what the last `draft` returned second. Returns hidden states
+        `[B, H]`, whose `logits` predict the token after the newest one, and the `hidden` of the next draft. Writes the
+        head's keys. Needs `config.draft_layer`.
         """
         assert self._drafts is not None, "the model was loaded without its MTP layer"
         return self._drafts.draft(self._embed(token_ids), hidden, ctx)
@@ -223,12 +253,10 @@ class Model(ABC):
         positions = ctx.positions.expand(3, -1).clone()
         positions[:, at] = rope
         lines = positions.index_select(0, self._rope_axes).T  # [T, R]: column r of token t is looked up in this line
-        table = self._cos_sin.gather(0, lines)
+        table = self._cos_sin.gather(0, lines.abs())
+        sin = slice(table.shape[1] // 2, None)
+        table[:, sin] = torch.where(lines[:, sin] < 0, -table[:, sin], table[:, sin])  # cos(-x) is cos(x)
         return replace(ctx, rope_table=table, positions=torch.arange(len(table), device=table.device))
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Return the first layer's input from embeddings `[T, H]`, here the embeddings."""
-        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits `[R, vocab_size]`, in the model's dtype, from `hidden[R, H]`. Ranks must call it together."""

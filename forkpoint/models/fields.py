@@ -11,6 +11,7 @@ from typing import Any
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.rotary import Rotary, frequencies, llama3, proportional, yarn, yarn_gain
+from forkpoint.quick_imports import import_transformers
 
 ROPE_THETA = 10000.0  # default if config.json has no rope_theta
 # Bounds far above those of any published model. A config.json beyond them is broken, and would exhaust memory.
@@ -57,6 +58,7 @@ def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     UnsupportedModelError if the installed transformers does not have the class's module.
     """
     module, name = place.split(".")
+    import_transformers()
     try:
         found = getattr(import_module(f"transformers.models.{module}.configuration_{module}"), name)
     except ModuleNotFoundError as error:
@@ -168,6 +170,15 @@ class Fields:
             name, [1.0] * count, lambda v: _is_list(v, lambda by: _is_number(by) and by > 0) and len(v) == count, needed
         )
         return [float(by) for by in found]
+
+    def limit_of_layer(self, name: str, layer: int) -> float:
+        """Return entry `layer` of a list of numbers of 0 or more; 0 for an entry that is null or absent."""
+
+        def is_limit(value: Any) -> bool:
+            return value is None or (_is_number(value) and bool(value >= 0))
+
+        found = self._checked(name, [], lambda v: _is_list(v, is_limit), "a list of numbers of 0 or more")
+        return float(found[layer] or 0.0) if layer < len(found) else 0.0
 
     def indices(self, name: str) -> list[int] | None:
         """Return a list of non-negative integers; None if the field is absent."""

@@ -8,24 +8,26 @@ hyper-connections (mHC, Xie et al. 2026).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
-from forkpoint.models.config import Build, ModelConfig, PartConfig, StreamsConfig
+from forkpoint.models.config import Build, ModelConfig, StreamsConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.field_rules import unknown_fields
 from forkpoint.models.fields import Fields
-from forkpoint.models.indexed_latent_attention import IndexedLatentConfig
-from forkpoint.models.key_index import IndexConfig
-from forkpoint.models.kimi_linear import KDAConfig, sparse_mlp
+from forkpoint.models.indexed_latent_attention import IndexedLatentConfig, RecentLatentConfig
+from forkpoint.models.key_index import POOL_OPERATORS, IndexConfig
+from forkpoint.models.kimi_linear import KDAConfig, mlps, mtp_names_of, sparse_mlp
 from forkpoint.models.layers import MLPConfig, Projection, RMSNorm
-from forkpoint.models.streams import Mixer, StreamLayer, repeated, weighted
+from forkpoint.models.mtp import draft_layer
+from forkpoint.models.streams import Mixer, StreamLayer, weighted
 from forkpoint.ops.activation.reference import sigmoid
 from forkpoint.ops.norm.reference import rmsnorm
+from forkpoint.ops.parameters import GateLimits
 
 LINEAR: Final = "linear_attention"
 ATTENTION: Final = ("indexed_attention", "full_attention", "deepseek_sparse_attention")  # names of one kind of layer
@@ -52,7 +54,7 @@ class Glm5Next(Model):
         (".hc_ffn_", ".ffn_hc."),
     )
     defers_sums: ClassVar = False  # streams are read by more than norms
-    recordable: ClassVar = False  # pools are chosen by lengths that the host has
+    waiting: ClassVar = POOL_OPERATORS
 
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:
@@ -63,20 +65,27 @@ class Glm5Next(Model):
         if fields.integer("qk_rope_head_dim", 0, low=0):
             raise UnsupportedModelError(f"{fields.where} has qk_rope_head_dim above 0; forkpoint runs GLM-5.3 with 0")
         kinds, limit = fields.layer_types((LINEAR, *ATTENTION), _default_kind), fields.real("swiglu_limit")
+        limits = GateLimits(limit, limit)
+        blocks = mlps(fields, 3, MLPConfig.read(fields, limits), lambda layer: (limits, limits))
         _require_own_indexes(fields, kinds)
-        first = fields.integer("first_k_dense_replace", 3, low=0)
-        listed = fields.replaced({"layer_types": fields.values.get("mlp_layer_types")})
-        mlps = listed.layer_types(("dense", "sparse"), lambda i: "dense" if i < first else "sparse")
-        experts = sparse_mlp(fields, limit=limit)
-        found: dict[str, PartConfig] = {"dense": MLPConfig.read(fields, limit), "sparse": experts}
-        found |= {LINEAR: _recurrence(fields), **dict.fromkeys(ATTENTION, _attention(fields))}
-        layers = [(found[kind], found[mlp]) for kind, mlp in zip(kinds, mlps, strict=True)]
+        mixers = {LINEAR: _recurrence(fields), **dict.fromkeys(ATTENTION, _attention(fields))}
+        layers = [(mixers[kind], mlp) for kind, mlp in zip(kinds, blocks, strict=True)]
         streams = HyperConnections(
             fields.integer("hc_mult"), fields.real("hc_eps"), fields.integer("hc_sinkhorn_iters")
         )
         inner, where = fields.inner("linear_attn_config"), f"{fields.where}: linear_attn_config"
         unknown = unknown_fields(inner, fields.values.read, {}, cls.unneeded_fields, where)
-        return ModelConfig.of(fields, layers, streams=streams, unknown_fields=unknown)
+        name, drafting = f"model.layers.{len(layers)}", _attention(fields, RecentLatentConfig)
+        return ModelConfig.of(
+            fields,
+            layers,
+            streams=streams,
+            unknown_fields=unknown,
+            draft_layer=draft_layer(fields, drafting, sparse_mlp(fields, (limits, limits))),
+            mtp_names=replace(
+                mtp_names_of(name), norm=f"{name}.shared_head.norm", unused=(f"{name}.self_attn.indexer.",)
+            ),
+        )
 
     def build_layer(self, build: Build, layer: int) -> StreamLayer:
         name, streams = f"model.layers.{layer}", build.config.streams
@@ -93,10 +102,6 @@ class Glm5Next(Model):
             return norm(mean.to(streams.dtype))
 
         return finish
-
-    def enter(self, x: Tensor) -> Tensor:
-        assert self.config.streams is not None, "the family has streams"
-        return repeated(x, self.config.streams.count)
 
 
 def _default_kind(layer: int) -> str:
@@ -136,13 +141,13 @@ def _recurrence(fields: Fields) -> KDAConfig:
     )
 
 
-def _attention(fields: Fields) -> IndexedLatentConfig:
+def _attention(fields: Fields, kind: type[IndexedLatentConfig] = IndexedLatentConfig) -> IndexedLatentConfig:
     num_heads = fields.integer("num_attention_heads")
     if fields.integer("num_key_value_heads", num_heads) != num_heads:
         raise ModelFolderError(f"{fields.where}: num_key_value_heads must equal num_attention_heads={num_heads}")
     num_keys, size = fields.integer("index_topk"), fields.integer("index_kpool")
     heads, dim = fields.integer("index_n_heads"), fields.integer("index_head_dim")
-    return IndexedLatentConfig(
+    return kind(
         num_heads=num_heads,
         key_dim=fields.integer("qk_nope_head_dim"),
         value_dim=fields.integer("v_head_dim"),

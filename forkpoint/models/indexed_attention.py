@@ -11,9 +11,12 @@ from forkpoint.cache.layout import KVSpec, LayerSpec, StateSpec
 from forkpoint.models.attention import Attention, AttentionConfig
 from forkpoint.models.config import Build
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.convolution import LastInputs, kept_inputs
+from forkpoint.models.convolution import WINDOW, LastInputs, kept_inputs
+from forkpoint.models.cuts import refuse_context
 from forkpoint.models.key_index import IndexConfig, PoolKeys
 from forkpoint.models.layers import RMSNorm, read_projection
+from forkpoint.ops.parameters import KVScales
+from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.rope.reference import rotate
 
 
@@ -27,9 +30,13 @@ class IndexedAttentionConfig(AttentionConfig):
         return IndexedAttention(build, name, layer, self)
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
-        spec = KVSpec.of(self.num_kv_heads, self.head_dim, self.head_dim, dtype)
-        window = kept_inputs(self.index.dim, self.index.rule.size, dtype)
-        return replace(spec, tensors=(*spec.tensors, self.index.kept(dtype))), StateSpec((window,))
+        spec = KVSpec.of(self.num_kv_heads, self.head_dim, self.head_dim, dtype, takes_fp8=True)
+        index, window = self.index.kept(dtype), kept_inputs(self.index.dim, self.index.rule.size, dtype)
+        return replace(spec, tensors=(*spec.tensors, index), exact=(index.name,)), StateSpec((window,))
+
+    def cut(self, ranks: Ranks) -> AttentionConfig:
+        refuse_context("attention to chosen keys", ranks)
+        return super(IndexedAttentionConfig, self).cut(ranks)
 
     def num_weights(self, hidden_size: int) -> int:
         own = super(IndexedAttentionConfig, self).num_weights(hidden_size)
@@ -46,7 +53,7 @@ class MeanIndex:
 
     def __init__(self, build: Build, name: str, layer: int, config: IndexConfig, cos_sin: Tensor) -> None:
         self._config, self._cos_sin, dim = config, cos_sin, config.dim
-        self._keys, self._inputs = PoolKeys(build, layer, config.rule), LastInputs(build.ops, layer)
+        self._keys, self._inputs = PoolKeys(build, layer, config.rule), LastInputs(build.state(layer, WINDOW))
         self._project = read_projection(
             build, f"{name}.index_qk_proj", (config.num_heads + 1) * dim, build.config.hidden_size
         )
@@ -75,9 +82,9 @@ class IndexedAttention(Attention):
         self._index = MeanIndex(build, f"{name}.indexer", layer, config.index, self._table)
 
     def attend(self, x: Tensor, q: Tensor, gate: Tensor | None, ctx: ForwardContext) -> Tensor:
-        cache, ops = ctx.caches[self._layer], self._build.ops
-        chosen = self._index(x, ctx)
-        return ops.pool_attention(q, cache["k"], cache["v"], ctx.attention, self._scale, chosen, self._rule, gate)
+        cache, attend = ctx.caches[self._layer], self._build.ops.pool_attention
+        places = (cache["k"], cache["v"], ctx.attention, self._scale, self._index(x, ctx), self._rule)
+        return attend(q, *places, gate, KVScales.of(cache))
 
 
 def _mean(inputs: Tensor) -> Tensor:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from forkpoint.cache.layout import KVSpec, LayerSpec, StateSpec, TensorSpec
 from forkpoint.models.config import Build, PartConfig
-from forkpoint.models.context import ForwardContext
-from forkpoint.models.convolution import LastInputs, kept_inputs
-from forkpoint.models.cuts import ROWS, share
+from forkpoint.models.context import ForwardContext, LayerCache
+from forkpoint.models.convolution import WINDOW, LastInputs, kept_inputs
+from forkpoint.models.cuts import ROWS, refuse_context, share
 from forkpoint.models.key_index import IndexConfig, PoolKeys
 from forkpoint.models.latent_attention import read_dense
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel, read_projection
 from forkpoint.ops.norm.reference import layernorm
+from forkpoint.ops.parameters import KVScales
 from forkpoint.ops.ranks import Ranks
 
 INDEX_NORM_EPS = 1e-6  # fixed in the architecture
@@ -29,7 +32,7 @@ class LatentIndex:
         self._config, self._keys, self._inputs = (
             config,
             PoolKeys(build, layer, config.rule),
-            LastInputs(build.ops, layer),
+            LastInputs(build.state(layer, WINDOW)),
         )
         self._queries = read_projection(build, f"{name}.wq_b", heads * dim, query_rank)
         self._key = read_projection(build, f"{name}.wk", dim, hidden)
@@ -83,11 +86,12 @@ class IndexedLatentConfig(PartConfig):
         return IndexedLatentAttention(build, name, layer, self)
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
-        latent, index = TensorSpec("latent", (1, self.rank), dtype), self.index
-        window = kept_inputs(2 * index.dim, index.rule.size, dtype)
-        return KVSpec((latent, index.kept(dtype))), StateSpec((window,))
+        latent, index = TensorSpec("latent", (1, self.rank), dtype), self.index.kept(dtype)
+        window = kept_inputs(2 * self.index.dim, self.index.rule.size, dtype)
+        return KVSpec((latent, index), takes_fp8=True, exact=(index.name,)), StateSpec((window,))
 
     def cut(self, ranks: Ranks) -> IndexedLatentConfig:
+        refuse_context("attention to chosen keys", ranks)
         return replace(self, num_heads=share(self.num_heads, "heads", ranks))
 
     def num_weights(self, hidden_size: int) -> int:
@@ -99,6 +103,24 @@ class IndexedLatentConfig(PartConfig):
     def flops_per_pair(self) -> int:
         """Return the operations of the index alone, because a token attends to a bounded number of keys."""
         return 2 * self.index.num_heads * self.index.dim // self.index.rule.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecentLatentConfig(IndexedLatentConfig):
+    """The attention of an MTP head without its index: to the newest keys, as many as the index would choose.
+
+    So drafts need neither index keys nor their states. They differ from the head's own behind that many tokens.
+    """
+
+    def build(self, build: Build, name: str, layer: int) -> RecentLatentAttention:
+        return RecentLatentAttention(build, name, layer, self)
+
+    def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
+        return (KVSpec((TensorSpec("latent", (1, self.rank), dtype),), takes_fp8=True),)
+
+
+# Maps hidden states `[T, H]` and latents of queries to the pools that each token attends to.
+Chooser: TypeAlias = Callable[[Tensor, Tensor, ForwardContext], Tensor]
 
 
 class IndexedLatentAttention:
@@ -116,16 +138,49 @@ class IndexedLatentAttention:
         keys, values = torch.split(up.view(heads, -1, rank), [config.key_dim, config.value_dim], dim=1)
         self._to_latent = build.ops.prepare_linear_heads(keys.transpose(1, 2))
         self._from_latent = build.ops.prepare_linear_heads(values)
-        self._index = LatentIndex(build, f"{name}.indexer", layer, config.index, config.query_rank)
+        self._choose = self._chooser(build, f"{name}.indexer", layer)
         self._out = RowParallel(build, f"{name}.o_proj", hidden, heads * config.value_dim)
+
+    def _chooser(self, build: Build, name: str, layer: int) -> Chooser:
+        return LatentIndex(build, name, layer, self._config.index, self._config.query_rank)
+
+    def keep(self, x: Tensor, ctx: ForwardContext) -> None:
+        """Store the latents of `x[T, H]`."""
+        ops, kept, slots = self._ops, ctx.caches[self._layer], ctx.attention.slot_mapping
+        latents, cache, scales = self._norm(self._latents(x)).unsqueeze(1), kept["latent"], _scales(kept)
+        if scales is None:
+            ops.store_rows(latents, cache, slots)
+        else:  # a latent is key and value
+            ops.qk_norm_rope_write(latents, latents, latents, None, None, ctx.positions, cache, cache, slots, scales)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend: `x[T, H] -> [T, H]`, after storing the tokens' latents and index keys."""
-        ops, config, cache = self._ops, self._config, ctx.caches[self._layer]["latent"]
-        ops.store_rows(self._norm(self._latents(x)).unsqueeze(1), cache, ctx.attention.slot_mapping)
+        self.keep(x, ctx)
+        ops, config, kept = self._ops, self._config, ctx.caches[self._layer]
+        cache, scales = kept["latent"], _scales(kept)
         narrow = self._query_norm(self._narrow(x))
-        chosen = self._index(x, narrow, ctx)
+        chosen = self._choose(x, narrow, ctx)
         own = torch.unflatten(self._queries(narrow), 1, (config.num_heads, -1))
         queries, scale = ops.linear_heads(own, self._to_latent), config.key_dim**-0.5
-        out = ops.pool_attention(queries, cache, cache, ctx.attention, scale, chosen, config.index.rule)
+        places = (cache, cache, ctx.attention, scale, chosen, config.index.rule)
+        out = ops.pool_attention(queries, *places, scales=scales)
         return self._out(ops.linear_heads(out, self._from_latent).flatten(1))
+
+
+class RecentLatentAttention(IndexedLatentAttention):
+    """The attention of an MTP head to the newest keys."""
+
+    def _chooser(self, build: Build, name: str, layer: int) -> Chooser:
+        rule = self._config.index.rule
+
+        def newest(x: Tensor, queries: Tensor, ctx: ForwardContext) -> Tensor:
+            complete = (ctx.positions.unsqueeze(1) + 1) // rule.size
+            pools = (complete - rule.most).clamp(min=0) + torch.arange(rule.most, device=x.device)
+            return torch.where(pools < complete, pools, -1).int()
+
+        return newest
+
+
+def _scales(kept: LayerCache) -> KVScales | None:
+    """Return the scales of latents in 8 bits."""
+    return KVScales(kept["latent_scale"], kept["latent_scale"]) if "latent_scale" in kept else None

@@ -7,6 +7,7 @@ inputs of the pool that is not complete yet are a state of the sequence. Every r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from forkpoint.models.config import Build
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.fields import Fields
 from forkpoint.ops.parameters import PoolRule
+
+# operators of layers with an index, which wait for the device in torch
+POOL_OPERATORS: Final = ("choose_pools", "pool_attention", "store_rows", "window_prefill", "window_update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,16 @@ has the same layers with bounded decays, positions and a gate in attention, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
+from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.config import Build, ModelConfig, MTPNames, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import ROWS, rows, whole
@@ -22,12 +24,16 @@ from forkpoint.models.field_rules import unknown_fields
 from forkpoint.models.fields import Fields
 from forkpoint.models.latent_attention import LatentAttentionConfig
 from forkpoint.models.layers import MLPConfig, Projection, join_projections, read_projection
+from forkpoint.models.ling_vision import LingVisionConfig
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.mtp import draft_layer
 from forkpoint.models.recurrence import Project, RecurrentConfig
-from forkpoint.ops.parameters import Recurrence
+from forkpoint.models.vision import VisionConfig
+from forkpoint.ops.parameters import GateLimits, Recurrence
 
 KINDS = ("linear_attention", "full_attention")  # of layers, as transformers names them
+ExpertLimits: TypeAlias = tuple[GateLimits | None, GateLimits | None]  # of a layer's routed experts and shared one
+NO_LIMITS: Final = (None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +126,10 @@ class BailingHybrid(Model):
     )
 
     @classmethod
+    def read_vision(cls, fields: Fields, config: ModelConfig, settings: ImageSettings) -> VisionConfig:
+        return LingVisionConfig.read_ling(fields, config, settings)
+
+    @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:
         bound = fields.number("kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else None
         recurrence = KDAConfig.of(
@@ -133,14 +143,25 @@ class BailingHybrid(Model):
         kinds = fields.layer_types(KINDS, lambda i: KINDS[(i + 1) % every == 0])
         attention = LatentAttentionConfig.read(fields, rotated=True, gated=True)
         fields.rope().require("rope_type", "default")
-        parts = layers(fields, kinds, recurrence, attention)
+        limits_of = partial(_limits, fields)
+        parts = layers(fields, kinds, recurrence, attention, limits_of)
         return ModelConfig.of(
             fields,
             parts,
             fields.rotary(attention.shared_dim),
-            draft_layer=draft_layer(fields, attention, sparse_mlp(fields)),
+            draft_layer=draft_layer(fields, attention, sparse_mlp(fields, limits_of(len(parts)))),
             mtp_names=mtp_names_of(f"model.layers.{len(parts)}"),
         )
+
+
+def _limits(fields: Fields, layer: int) -> ExpertLimits:
+    """Read a layer's limits of silu(gate(x)) and of the size of up(x), which are 0 in layers without.
+
+    Raises as Fields does.
+    """
+    routed = fields.limit_of_layer("expert_swiglu_limit_list", layer)
+    shared = fields.limit_of_layer("share_expert_swiglu_limit_list", layer)
+    return GateLimits.of_silu(routed) if routed else None, GateLimits.of_silu(shared) if shared else None
 
 
 def mtp_names_of(name: str) -> MTPNames:
@@ -154,30 +175,38 @@ def mtp_names_of(name: str) -> MTPNames:
     )
 
 
-def sparse_mlp(fields: Fields, limit: float | None = None) -> PartConfig:
-    """Read experts that are chosen by sigmoid scores, and a shared one. `limit`: see MoEConfig.
-
-    Raises as Fields does.
-    """
-    shared = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1)
-    return MoEConfig.read_grouped(fields, shared_intermediate_size=shared, limit=limit)
+def sparse_mlp(fields: Fields, limits: ExpertLimits = NO_LIMITS) -> PartConfig:
+    """Read experts that are chosen by sigmoid scores, and a shared one. Raises as Fields does."""
+    size = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1)
+    routed, shared = limits
+    return MoEConfig.read_grouped(fields, shared_intermediate_size=size, limits=routed, shared_limits=shared)
 
 
 def layers(
-    fields: Fields, kinds: Sequence[str], recurrence: PartConfig, attention: PartConfig
+    fields: Fields,
+    kinds: Sequence[str],
+    recurrence: PartConfig,
+    attention: PartConfig,
+    limits_of: Callable[[int], ExpertLimits] = lambda layer: NO_LIMITS,
 ) -> list[tuple[PartConfig, ...]]:
-    """Return the parts of layers of the given KINDS. Raises as Fields does.
-
-    The first layers (or the listed ones) have dense MLPs. The others choose experts by sigmoid scores and add a shared
-    one.
-    """
+    """Return the parts of layers of the given KINDS. Raises as Fields does."""
     fields.require("moe_router_activation_func", "sigmoid")
-    first = fields.integer("first_k_dense_replace", 1, low=0)
+    mixers = dict(zip(KINDS, (recurrence, attention), strict=True))
+    found = mlps(fields, 1, MLPConfig.read(fields), limits_of)
+    return [(mixers[kind], mlp) for kind, mlp in zip(kinds, found, strict=True)]
+
+
+def mlps(
+    fields: Fields, num_dense: int, dense: PartConfig, limits_of: Callable[[int], ExpertLimits]
+) -> list[PartConfig]:
+    """Return each layer's MLP: `dense` in the first layers (by default `num_dense`), or in the listed ones.
+
+    The others choose experts by sigmoid scores and add a shared one. Raises as Fields does.
+    """
+    first = fields.integer("first_k_dense_replace", num_dense, low=0)
     listed = fields.replaced({"layer_types": fields.values.get("mlp_layer_types")})
-    mlps = listed.layer_types(("dense", "sparse"), lambda i: "dense" if i < first else "sparse")
-    names, found = ("dense", "sparse", *KINDS), (MLPConfig.read(fields), sparse_mlp(fields), recurrence, attention)
-    parts: dict[str, PartConfig] = dict(zip(names, found, strict=True))
-    return [(parts[kind], parts[mlp]) for kind, mlp in zip(kinds, mlps, strict=True)]
+    kinds = listed.layer_types(("dense", "sparse"), lambda i: "dense" if i < first else "sparse")
+    return [dense if kind == "dense" else sparse_mlp(fields, limits_of(i)) for i, kind in enumerate(kinds)]
 
 
 def _attends(given: Fields, count: int) -> list[bool]:

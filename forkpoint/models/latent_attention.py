@@ -18,12 +18,13 @@ from torch import Tensor
 from forkpoint.cache.layout import KVSpec, LayerSpec, TensorSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import ROWS, WHOLE, Cut, share
+from forkpoint.models.cuts import ROWS, WHOLE, Cut, check_context, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel, read_projection
 from forkpoint.ops.activation.reference import sigmoid_mul
+from forkpoint.ops.attention.dealt import attend_parts, gather_keys, joined
 from forkpoint.ops.linear.scaled import dense
-from forkpoint.ops.metadata import AttentionIndex
+from forkpoint.ops.metadata import AttentionIndex, GatheredRows
 from forkpoint.ops.ranks import Ranks
 
 EXPANDED_FROM = 256  # new tokens of a row from which on its keys and values are computed
@@ -71,6 +72,7 @@ class LatentAttentionConfig(PartConfig):
         return (KVSpec((TensorSpec("latent", (1, self.rank + self.shared_dim), dtype),)),)
 
     def cut(self, ranks: Ranks) -> LatentAttentionConfig:
+        check_context(ranks.size, "latents", ranks)
         return replace(self, num_heads=share(self.num_heads, "heads", ranks))
 
     def num_weights(self, hidden_size: int) -> int:
@@ -145,21 +147,39 @@ class LatentAttention:
     def _write(self, shared: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Store the latents of `x[T, H]`, and return the queries' shared dims `[T, heads, shared_dim]`, rotated."""
         norm, cache = self._norm, ctx.caches[self._layer]["latent"]
-        rotation, slots = (self._cos_sin, ctx.positions), ctx.attention.slot_mapping
+        table = self._cos_sin if ctx.rope_table is None else ctx.rope_table
+        rotation, slots = (table, ctx.positions), ctx.attention.slot_mapping
         return self._ops.latent_write(shared, self._latents(x), norm.weight, norm.eps, *rotation, cache, slots)
 
     def _attend(self, own: Tensor, shared: Tensor, cache: Tensor, index: AttentionIndex) -> Tensor:
-        """Return what the queries read from the cache, `[T, heads, value_dim]`.
+        """Return what the queries read from the cache, `[T, heads, value_dim]`."""
+        dealt, rank = index.dealt, self._config.rank
+        if dealt is None:
+            return self._attend_whole(own, shared, cache, index)
+
+        def whole(rows: GatheredRows) -> Tensor:
+            at = rows.tokens
+            return self._attend_whole(own[at], shared[at], gather_keys(cache, rows, dealt), rows.index)
+
+        def part(count: int) -> Tensor:
+            queries = self._absorbed(own[:count], shared[:count])
+            out = attend_parts(self._ops, queries, cache, cache[..., :rank], dealt, self._scale)
+            return self._ops.linear_heads(out, self._from_latent)
+
+        return joined(dealt, part, whole)
+
+    def _attend_whole(self, own: Tensor, shared: Tensor, cache: Tensor, index: AttentionIndex) -> Tensor:
+        """Return what the queries read from a cache that has all keys.
 
         Rows with at least EXPANDED_FROM new tokens use keys and values computed from the latents, if the table has an
         operator for that. Other rows use the latents.
         """
         long = [row for row, count in enumerate(index.query_lens) if count >= EXPANDED_FROM]
         if self._expand is None or not long:
-            return self._absorbed(own, shared, cache, index)
+            return self._attend_absorbed(own, shared, cache, index)
         starts = list(accumulate(index.query_lens, initial=0))
         if sum(index.query_lens[row] for row in long) < own.shape[0]:
-            out = self._absorbed(own, shared, cache, index.without(long)).contiguous()
+            out = self._attend_absorbed(own, shared, cache, index.without(long)).contiguous()
         else:
             out = own.new_empty(*own.shape[:2], self._config.value_dim)
         assert self._ops.latent_prefill is not None
@@ -170,11 +190,14 @@ class LatentAttention:
             )
         return out
 
-    def _absorbed(self, own: Tensor, shared: Tensor, cache: Tensor, index: AttentionIndex) -> Tensor:
-        ops = self._ops
-        queries = torch.cat((ops.linear_heads(own, self._to_latent), shared), dim=-1)
-        out = ops.paged_attention(queries, cache, cache[..., : self._config.rank], index, self._scale, None)
-        return ops.linear_heads(out, self._from_latent)
+    def _absorbed(self, own: Tensor, shared: Tensor) -> Tensor:
+        """Return queries of latents, `[T, heads, rank + shared_dim]`."""
+        return torch.cat((self._ops.linear_heads(own, self._to_latent), shared), dim=-1)
+
+    def _attend_absorbed(self, own: Tensor, shared: Tensor, cache: Tensor, index: AttentionIndex) -> Tensor:
+        queries, values = self._absorbed(own, shared), cache[..., : self._config.rank]
+        out = self._ops.paged_attention(queries, cache, values, index, self._scale, None)
+        return self._ops.linear_heads(out, self._from_latent)
 
 
 def read_dense(build: Build, name: str, rows: int, columns: int, cut: Cut = WHOLE) -> Tensor:

@@ -16,6 +16,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.joints import join_rows
 from forkpoint.ops.activation.reference import relu_squared, silu_mul
 from forkpoint.ops.linear.scaled import Matrix, dense, multiplied, take_rows
+from forkpoint.ops.parameters import GateLimits
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import Linear, OpTable
 from forkpoint.ops.unmade import Unmade
@@ -178,8 +179,8 @@ class RMSNorm:
 class MLPConfig(PartConfig):
     """One layer's dense MLP: `down(silu(gate(x)) * up(x))`, or without a gate `down(relu(up(x)) ** 2)`.
 
-    `fused`: gate and up are stored in one matrix. The scales multiply gate(x) and the MLP's output. `limit` clamps
-    gate(x) and up(x), see `silu_mul`.
+    `fused`: gate and up are stored in one matrix. The scales multiply gate(x) and the MLP's output. `limits` clamp
+    gate(x) and up(x).
     """
 
     intermediate_size: int
@@ -188,13 +189,13 @@ class MLPConfig(PartConfig):
     fused: bool = False
     gate_scale: float = 1.0
     down_scale: float = 1.0
-    limit: float | None = None
+    limits: GateLimits | None = None
 
     @classmethod
-    def read(cls, fields: Fields, limit: float | None = None) -> MLPConfig:
-        """Read the field names that most config.json use, for this `limit`. Raises as Fields does."""
+    def read(cls, fields: Fields, limits: GateLimits | None = None) -> MLPConfig:
+        """Read the field names that most config.json use. Raises as Fields does."""
         fields.require("hidden_act", "silu")
-        return cls(fields.integer("intermediate_size"), limit=limit)
+        return cls(fields.integer("intermediate_size"), limits=limits)
 
     def build(self, build: Build, name: str, layer: int) -> Block:
         """Build the MLP `x[T, H] -> [T, H]`, with gate and up in one product. It does not read the context."""
@@ -205,9 +206,9 @@ class MLPConfig(PartConfig):
             return lambda x, ctx: down(relu_squared(only(x)))
         parts = {"gate_up": rows(size, size)} if self.fused else {"gate": rows(size), "up": rows(size)}
         scale = None if self.gate_scale == 1.0 else torch.tensor([self.gate_scale, 1.0]).repeat_interleave(size)
-        joined, limit = join_projections(build, name, parts, hidden, scale=scale), self.limit
-        if limit is not None:
-            return lambda x, ctx: down(silu_mul(joined(x), limit))
+        joined, limits = join_projections(build, name, parts, hidden, scale=scale), self.limits
+        if limits is not None:
+            return lambda x, ctx: down(silu_mul(joined(x), limits))
         gate_up = joined.packed
         return lambda x, ctx: down(ops.linear_silu_mul(x, gate_up))
 

@@ -15,8 +15,17 @@ from forkpoint.models.config import ModelConfig
 from forkpoint.models.field_rules import unknown_fields
 from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.lfm2 import Lfm2, Lfm2Moe
-from forkpoint.models.vision import WITHOUT_TOWER, Operator, TowerLayer, TowerReader, VisionConfig, VisionTower
+from forkpoint.models.vision import (
+    WITHOUT_TOWER,
+    Operator,
+    TowerLayer,
+    TowerReader,
+    VisionConfig,
+    VisionTower,
+    run_layers,
+)
 from forkpoint.models.weights import WeightSource
+from forkpoint.ops.table import OpTable
 
 PREFIXES: Final = ("model.vision_tower.vision_model.", "model.vision_tower.", "vision_tower.vision_model.")
 PROJECTORS: Final = ("model.multi_modal_projector.", "multi_modal_projector.")
@@ -87,8 +96,8 @@ class Lfm2VisionConfig(VisionConfig):
         unknown_fields(given, {*vision.values.read, "patch_size"}, defaults, ("vision_use_head",), where)
         return config
 
-    def build(self, weights: WeightSource) -> VisionTower:
-        return Lfm2Tower(weights, self)
+    def build(self, weights: WeightSource, ops: OpTable) -> VisionTower:
+        return Lfm2Tower(weights, self, ops)
 
 
 class Lfm2Vl(Lfm2):
@@ -121,10 +130,11 @@ def _layer(reader: TowerReader, name: str, config: Lfm2VisionConfig) -> TowerLay
     hidden, inner, eps = config.hidden_size, config.intermediate_size, config.eps
     return TowerLayer(
         num_heads=config.num_heads,
-        before_attention=reader.layer_norm(f"{name}.layer_norm1", hidden, eps),
+        attention=reader.ops.image_attention,
+        before_attention=reader.sum_norm(f"{name}.layer_norm1", hidden, eps),
         qkv=[reader.linear(f"{name}.self_attn.{part}_proj", hidden, hidden) for part in "qkv"],
         out=reader.linear(f"{name}.self_attn.o_proj", hidden, hidden),  # stored as out_proj
-        before_mlp=reader.layer_norm(f"{name}.layer_norm2", hidden, eps),
+        before_mlp=reader.sum_norm(f"{name}.layer_norm2", hidden, eps),
         up=reader.linear(f"{name}.mlp.fc1", inner, hidden),
         down=reader.linear(f"{name}.mlp.fc2", hidden, inner),
     )
@@ -135,16 +145,16 @@ class Lfm2Tower(VisionTower):
 
     config: Lfm2VisionConfig
 
-    def __init__(self, weights: WeightSource, config: Lfm2VisionConfig) -> None:
+    def __init__(self, weights: WeightSource, config: Lfm2VisionConfig, ops: OpTable) -> None:
         """Read the weights. Raises ModelFolderError for ones that are missing or of a wrong shape."""
         super().__init__(weights, config)
         settings, hidden, bias = config.settings, config.hidden_size, config.projector_bias
-        reader = TowerReader.find(weights, PREFIXES, f"{PATCHES}.weight")
+        reader = TowerReader.find(weights, ops, PREFIXES, f"{PATCHES}.weight")
         self._patches = reader.linear(PATCHES, hidden, 3 * settings.patch_size**2)
         self._positions = reader.get("embeddings.position_embedding.weight", config.grid_side**2, hidden)
         self._layers = [_layer(reader, f"encoder.layers.{layer}", config) for layer in range(config.num_layers)]
-        self._norm = reader.layer_norm("post_layernorm", hidden, config.eps)
-        projector = TowerReader.find(weights, PROJECTORS, "linear_1.weight")
+        self._norm = reader.sum_norm("post_layernorm", hidden, config.eps)
+        projector = TowerReader.find(weights, ops, PROJECTORS, "linear_1.weight")
         merged = hidden * settings.merge_size**2
         self._before_join: Operator | None = None
         if config.projector_norm:
@@ -160,9 +170,11 @@ class Lfm2Tower(VisionTower):
         cut = self.normalised(pixels).view(num_rows, patch, num_columns, patch, 3).transpose(1, 2)
         x = self._patches(cut.reshape(num_rows * num_columns, -1).to(self.dtype))
         x = x + self._resampled_positions(num_rows, num_columns)
-        for layer in self._layers:
-            x = layer(x)
-        x = self._norm(x).view(num_rows // merge, merge, num_columns // merge, merge, -1).transpose(1, 2)
+        x = (
+            run_layers(self._layers, x, self._norm)
+            .view(num_rows // merge, merge, num_columns // merge, merge, -1)
+            .transpose(1, 2)
+        )
         joined = x.reshape((num_rows // merge) * (num_columns // merge), -1)
         if self._before_join is not None:
             joined = self._before_join(joined)

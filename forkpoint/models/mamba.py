@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec, StateSpec, TensorSpec
+from forkpoint.cache.layout import LayerSpec, Recording, StateSpec, TensorSpec
 from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.convolution import Convolution, kept_window
+from forkpoint.models.convolution import CONV, Convolution, kept_window
 from forkpoint.models.cuts import ROWS, rows, share
 from forkpoint.models.decoder import BACKBONE, Model
 from forkpoint.models.fields import Fields
@@ -22,7 +22,7 @@ from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_D, DUMMY_DT_BIAS
 from forkpoint.ops.parameters import ScanInputs, ScanParams
 from forkpoint.ops.ranks import Ranks
 
-RECORDS: Final = ("values", "steps", "keys")  # in the order that scan_verify takes them
+SCAN: Final = "scan"  # name of the state
 SCAN_OPERATIONS: Final = 7  # operations of the scan for each token and state value
 UNLIMITED: Final = 1 << 20  # max_model_len of a model without positions
 
@@ -68,12 +68,12 @@ class MambaConfig(PartConfig):
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         """Return the spec of the stored state: the convolution's window and the state of all channels."""
-        state, sizes = (self.channels, self.values), (self.channels, self.channels, self.values)
-        pairs = zip(RECORDS, sizes, strict=True)
-        records = tuple(TensorSpec(name, (size,), dtype, single=name != "keys") for name, size in pairs)
+        state = (self.channels, self.values)
+        values, steps = (TensorSpec(name, (self.channels,), dtype, single=True) for name in ("values", "steps"))
+        drafts = Recording("scan_verify", "scan_fold", (values, steps, TensorSpec("keys", (self.values,), dtype)))
         tensors = (
             kept_window(self.channels, self.conv_width, dtype),
-            TensorSpec("scan", state, state_dtype, ("scan_decode", "scan_prefill"), "scan_fold", records),
+            TensorSpec(SCAN, state, state_dtype, ("scan_decode", "scan_prefill"), drafts),
         )
         return (StateSpec(tensors, SCAN_OPERATIONS * math.prod(state)),)
 
@@ -88,14 +88,14 @@ class Mamba:
     """The scan of layer `layer`: projection, short convolution, selection of step, b and c, scan, projection."""
 
     def __init__(self, build: Build, name: str, layer: int, config: MambaConfig) -> None:
-        self._ops, self._layer, self._config = build.ops, layer, config
+        self._ops, self._config, self._state = build.ops, config, build.state(layer, SCAN)
         get, fp32, hidden = build.weights.get, torch.float32, build.config.hidden_size
         channels, values, rank = config.channels, config.values, config.rank
         into = rows(channels, channels)
         self._input = read_projection(build, f"{name}.in_proj", 2 * channels, hidden, config.bias, cut=into)
         taps = get(f"{name}.conv1d.weight", (channels, 1, config.conv_width), cut=ROWS).squeeze(1)
         bias = build.weights.bias(f"{name}.conv1d", channels, config.conv_bias, ROWS)
-        self._conv = Convolution(build.ops, layer, taps, bias)
+        self._conv = Convolution(build.state(layer, CONV), taps, bias)
         self._selection = RowParallel(replace(build, defers=False), f"{name}.x_proj", rank + 2 * values, channels)
         self._step = read_projection(build, f"{name}.dt_proj", channels, rank, cut=ROWS)
         self._params = ScanParams(
@@ -103,7 +103,7 @@ class Mamba:
             get(f"{name}.dt_proj.bias", (channels,), fp32, DUMMY_DT_BIAS, ROWS),
             get(f"{name}.D", (channels,), fp32, DUMMY_D, ROWS),
         )
-        build.fold_constants[layer, "scan"] = (self._params.A, self._params.dt_bias)
+        build.fold_constants[layer, SCAN] = (self._params.A, self._params.dt_bias)
         self._norm_eps, self._norms = config.norm_eps or build.config.rms_norm_eps, list[Tensor]()
         normed = {"dt": rank, "b": values, "c": values}.items()
         if config.norm_eps is not None:
@@ -114,7 +114,7 @@ class Mamba:
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Run the layer: `x[T, H] -> [T, H]`. Reads and writes the slots that `ctx` names."""
-        config, cache, split = self._config, ctx.caches[self._layer], ctx.num_decodes
+        config, split = self._config, ctx.num_decodes
         x, z = self._input(x).chunk(2, dim=-1)
         x = self._conv(x, ctx)
         dt, b, c = torch.split(self._selection(x), [config.rank, config.values, config.values], dim=-1)
@@ -124,19 +124,12 @@ class Mamba:
         inputs = ScanInputs(x, self._step(dt), b, c, z)
         out = torch.empty_like(x)
         if split:
-            self._decode(ScanInputs(*(value[:split] for value in inputs)), ctx, out[:split])
+            operator, args = self._state.decode(ctx)
+            operator(ScanInputs(*(value[:split] for value in inputs)), self._params, *args, out[:split])
         if split < x.shape[0]:
-            rest = ScanInputs(*(value[split:] for value in inputs))
-            self._ops.scan_prefill(rest, self._params, cache["scan"], ctx.prefill["scan_prefill"], out[split:])
+            operator, args = self._state.prefill(ctx)
+            operator(ScanInputs(*(value[split:] for value in inputs)), self._params, *args, out[split:])
         return self._out(out)
-
-    def _decode(self, inputs: ScanInputs, ctx: ForwardContext, out: Tensor) -> None:
-        cache = ctx.caches[self._layer]
-        if ctx.verify is None:
-            self._ops.scan_decode(inputs, self._params, cache["scan"], ctx.decode["scan_decode"], out)
-        else:
-            records = [cache[name] for name in RECORDS]
-            self._ops.scan_verify(inputs, self._params, cache["scan"], ctx.verify, records, out)
 
 
 class MambaModel(Model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -22,9 +23,9 @@ from forkpoint.models.quantization import FP8, Form, common_form
 from forkpoint.models.weights import WeightSource
 from forkpoint.ops.linear.packed import PER_WORD
 from forkpoint.ops.linear.scaled import BLOCK, Matrix, dense, take_columns, take_rows
-from forkpoint.ops.moe.reference import LimitedExperts
-from forkpoint.ops.parameters import RouteRule
+from forkpoint.ops.parameters import GateLimits, RouteRule
 from forkpoint.ops.ranks import Ranks
+from forkpoint.ops.table import Experts
 
 ALIGNED = 8  # rows of the router's output are padded to a multiple of this, see `_aligned`
 DUMMY_BIAS = (-0.1, 0.1)  # range of random correction biases
@@ -48,7 +49,8 @@ class MoEConfig(PartConfig):
     shared_name: str = "shared_expert"
     wide_router: bool = False  # compute scores in fp32; routers with sigmoid scores always do
     latent_size: int = 0  # size of the routed experts' inputs and outputs, between two projections; 0: the hidden size
-    limit: float | None = None  # clamps gate(x) and up(x), see `silu_mul`
+    limits: GateLimits | None = None  # of the routed experts
+    shared_limits: GateLimits | None = None  # of the shared expert
     name: str = "mlp"
 
     @classmethod
@@ -135,10 +137,7 @@ class SparseMLP:
             build = replace(build, defers=False)
         self._all_ranks = over_ranks(build, moe.latent_size or build.config.hidden_size)
         left = build.ops.experts_parts if build.leaves_parts else None
-        self._apply, prepare = left or build.ops.experts, build.ops.prepare_experts
-        if moe.limit is not None:
-            limited = LimitedExperts(build.ops.prepare_linear, build.ops.linear, moe.limit)
-            self._apply, prepare = limited, limited.prepare
+        self._apply, prepare = limited(left or build.ops.experts, moe.limits), build.ops.prepare_experts
         rows = {f"{name}.gate": moe.num_experts}
         if moe.rule.shared == "gated":
             rows[f"{name}.{moe.shared_name}_gate"] = 1
@@ -169,13 +168,13 @@ class SparseMLP:
             if build.ranks.cuts_rows(moe.latent_size or hidden):
                 self._out_cut = Cut(-2)
         routed, shared = self._forms(build, name)
-        joins = not moe.rule.num_shared or routed == shared
+        joins = not moe.rule.num_shared or (routed == shared and moe.limits == moe.shared_limits)
         self._experts: Any = prepare(*self._read_experts(build, name, routed, joins))
-        # experts in two forms need two operations
+        # experts in two forms, or with two limits, need two operations
         self._shared: Any = None
+        self._apply_shared = limited(build.ops.experts, moe.shared_limits)
         if not joins:
-            if moe.limit is None:
-                self._apply = build.ops.experts
+            self._apply = limited(build.ops.experts, moe.limits)
             self._shared = prepare(*self._read_shared_apart(build, name, shared))
 
     def _given_size(self, build: Build) -> int:
@@ -270,7 +269,12 @@ class SparseMLP:
         top_k = self._moe.rule.top_k
         routed = self._apply(narrow, self._experts, weights[:, :top_k].contiguous(), ids[:, :top_k].contiguous())
         own = (weights[:, top_k:].contiguous(), (ids[:, top_k:] - self._moe.num_experts).contiguous())
-        return self._widen(self._all_ranks(routed + self._apply(narrow, self._shared, *own)))
+        return self._widen(self._all_ranks(routed + self._apply_shared(narrow, self._shared, *own)))
+
+
+def limited(experts: Experts, limits: GateLimits | None) -> Experts:
+    """Return the operator with limits."""
+    return experts if limits is None else partial(experts, limits=limits)
 
 
 def within(form: Form | None, *widths: int) -> Form | None:

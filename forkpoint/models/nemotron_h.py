@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from forkpoint.errors import ModelFolderError
+from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import ModelConfig, MTPNames, ParallelConfig, PartConfig
 from forkpoint.models.decoder import BACKBONE, Model
@@ -13,6 +14,8 @@ from forkpoint.models.layers import MLPConfig
 from forkpoint.models.mamba2 import Mamba2Config
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.mtp import draft_layer
+from forkpoint.models.radio_vision import RadioVisionConfig
+from forkpoint.models.vision import VisionConfig
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 # Fields of parts that only some of the models have.
@@ -76,6 +79,10 @@ class NemotronH(Model):
             draft_layer=draft_layer(fields, *draft_parts) if drafting else (),
             mtp_names=_mtp_names(len(drafting)) if drafting else None,
         )
+
+    @classmethod
+    def read_vision(cls, fields: Fields, config: ModelConfig, settings: ImageSettings) -> VisionConfig:
+        return RadioVisionConfig.read(fields, config, settings)
 
     @staticmethod
     def draft_kinds(fields: Fields) -> list[str]:

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.cache.layout import LayerSpec, StateSpec
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.convolution import Convolution, LastInputs, kept_inputs, kept_window
+from forkpoint.models.convolution import WINDOW, Convolution, LastInputs, kept_inputs, kept_window
 from forkpoint.models.cuts import WHOLE, Cut
 from forkpoint.models.layers import read_projection
 from forkpoint.ops.activation.reference import sigmoid
@@ -112,9 +111,9 @@ class NGramTable:
                 )
         else:
             names, counts = [f"{stored}.weight"], [config.num_rows]
-        shards = zip(names, counts, strict=True)
-        self._shards = [source.get(shard, (count, width), cut=cut).cpu() for shard, count in shards]
-        self._first = torch.tensor([0, *accumulate(counts)]).cpu()
+        shards = (source.get(name, (count, width), cut=cut) for name, count in zip(names, counts, strict=True))
+        self._rows = build.ops.prepare_host_rows(shards, source.device)
+        self._look_up = build.ops.host_rows
         self._multipliers, self._sizes = torch.tensor(config.multipliers), torch.tensor(config.sizes)
         self._offsets = torch.tensor([0, *accumulate(config.sizes)][:-1])
 
@@ -138,22 +137,11 @@ class NGramTable:
             mixed = mixed ^ (torch.where(ended, config.end_token, token) * self._multipliers[distance])
             own = slice((distance - 1) * config.heads, distance * config.heads)
             hashes.append(mixed[:, None] % self._sizes[own] + self._offsets[own])
-        found = self._rows(torch.cat(hashes, dim=1).cpu().flatten()).to(last.device)
+        found = self._look_up(self._rows, torch.cat(hashes, dim=1)).flatten(1)
         if not self._is_cut:
-            return found.view(len(last), -1)
-        whole = self._ranks.gather(found.view(len(last), -1))
+            return found
+        whole = self._ranks.gather(found)
         return whole.view(len(last), self._ranks.size, config.num_heads, -1).transpose(1, 2).flatten(1)
-
-    def _rows(self, ids: Tensor) -> Tensor:
-        """Look up rows of the table on the host."""
-        if len(self._shards) == 1:
-            return F.embedding(ids, self._shards[0])
-        out = self._shards[0].new_empty(len(ids), self._shards[0].shape[1])
-        places = torch.bucketize(ids, self._first, right=True) - 1
-        for shard in sorted(set(places.tolist())):
-            at = places == shard
-            out[at] = self._shards[shard][ids[at] - self._first[shard]]
-        return out
 
 
 class NGrams:
@@ -164,7 +152,7 @@ class NGrams:
     """
 
     def __init__(self, build: Build, name: str, layer: int, config: NGramConfig) -> None:
-        self._config, self._eps, self._last = config, build.config.rms_norm_eps, LastInputs(build.ops, layer)
+        self._config, self._eps, self._last = config, build.config.rms_norm_eps, LastInputs(build.state(layer, WINDOW))
         count, hidden, source = config.num_streams, config.hidden_size, build.weights
         self._table = NGramTable(build, f"{name}.ple_embedding", config)
         self._key = read_projection(build, f"{name}.key_proj", count * hidden, config.dim)
@@ -176,7 +164,7 @@ class NGrams:
         taps = source.get(f"{name}.conv1d.weight", (count * hidden, 1, config.conv_width)).squeeze(1)
         wide = taps.new_zeros(len(taps), (config.conv_width - 1) * config.longest + 1)
         wide[:, :: config.longest] = taps
-        self._conv = Convolution(build.ops, layer, wide, None, name=CONV)
+        self._conv = Convolution(build.state(layer, CONV), wide, None)
 
     def __call__(self, streams: Tensor, ctx: ForwardContext) -> Tensor:
         assert ctx.token_ids is not None, "the family gives its layers the tokens"

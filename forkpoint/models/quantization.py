@@ -28,6 +28,7 @@ MODELOPT_NAME: Final = "hf_quant_config.json"
 # Small matrices that matter much for quality. Published FP8 models leave them unquantised.
 KEPT_PLAIN: Final = ("lm_head", r"re:.*\.gate$", r"re:.*_gate$", r"re:.*\.(in_proj_(ba|b|a)|[ab]_proj)$")
 Scales = Literal["block", "row", "tensor"]
+FINEST_FIRST: Final[tuple[Scales, ...]] = ("block", "row", "tensor")
 Kind = Literal["fp8", "integer", "float"]
 # modelopt's algorithm -> what shares a scale
 MODELOPT_FP8: Final[Mapping[str, Scales]] = {
@@ -84,7 +85,9 @@ class WeightFormat:
     """How a folder stores its quantised matrices.
 
     `methods`: the values of --quantization that name this format. `scales`: what shares a scale of a matrix in FP8, if
-    there are any: a block of 128x128, a row or the whole matrix. `packing`: how matrices in 4 bits are packed, if there
+    there are any: a block of 128x128, a row or the whole matrix. `coarser_scales`: what shares a scale in some other
+    matrices of the folder. Those with one scale for the whole matrix are kept like the first kind, and those with a
+    scale for each row are widened, if the first kind is blocks. `packing`: how matrices in 4 bits are packed, if there
     are any, with `group_size` columns for each scale (0: a whole row). `plain` names modules that are not quantised, in
     the notation of config.json. `on_load`: the folder is not quantised, and its matrices are quantised when they are
     read.
@@ -92,6 +95,7 @@ class WeightFormat:
 
     methods: tuple[str, ...] = ("fp8",)
     scales: Scales | None = "block"
+    coarser_scales: tuple[Scales, ...] = ()
     packing: Packing | None = None
     group_size: int = 128
     plain: tuple[str, ...] = KEPT_PLAIN
@@ -113,14 +117,31 @@ class WeightFormat:
         module = name.removesuffix(".weight")
         return not any(_names(entry, module) for entry in self.plain)
 
-    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the stored scales of a matrix `[..., N, K]` in FP8."""
-        *lead, rows, columns = shape
-        if self.scales == "tensor":
-            return (*lead, 1, 1)
-        if self.scales == "row":
-            return (*lead, rows, 1)
-        return (*lead, -(-rows // BLOCK), -(-columns // BLOCK))
+    def kind_of_scales(self, found: Sequence[int], shape: Sequence[int]) -> Scales | None:
+        """Return what shares a scale in a matrix `[..., N, K]` in FP8 whose stored scales have the shape `found`.
+
+        None: a shape that config.json does not name. Dims of 1 may be left out.
+        """
+        assert self.scales is not None, "the folder holds matrices in FP8"
+        given = [size for size in found if size > 1]
+        kinds = (self.scales, *self.coarser_scales)
+        return next((kind for kind in kinds if given == [size for size in scale_shape(kind, shape) if size > 1]), None)
+
+
+def scale_shape(kind: Scales, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the scales of a matrix `[..., N, K]` in FP8."""
+    *lead, rows, columns = shape
+    if kind == "tensor":
+        return (*lead, 1, 1)
+    if kind == "row":
+        return (*lead, rows, 1)
+    return (*lead, -(-rows // BLOCK), -(-columns // BLOCK))
+
+
+def _scales_of(found: Iterable[Scales]) -> tuple[Scales | None, tuple[Scales, ...]]:
+    """Return `scales` and `coarser_scales` of a format with these kinds of scales."""
+    kinds = sorted(set(found), key=FINEST_FIRST.index)
+    return (kinds[0] if kinds else None), tuple(kinds[1:])
 
 
 def read_format(fields: Fields, folder: Path, wanted: str | None) -> WeightFormat | None:
@@ -201,15 +222,17 @@ def _read_modelopt(found: Mapping[str, Any], where: str) -> WeightFormat:
         named = {str(member(layer, "quant_algo") or UNQUANTIZED).upper() for layer in said} - {UNQUANTIZED}
         named = named or {"FP8", "NVFP4"}
         own = "modelopt_mixed"
-    scales = {MODELOPT_FP8[each] for each in named if each in MODELOPT_FP8}
+    scales, coarser = _scales_of(MODELOPT_FP8[each] for each in named if each in MODELOPT_FP8)
     other = sorted(named - MODELOPT_FP8.keys() - set(MODELOPT_FP4))
-    if other or len(scales) > 1:
-        raise refused(where, f"modelopt's {' and '.join(other or sorted(named))}")
+    if other:
+        hint = ", which multiplies inputs by a pre_quant_scale (modelopt writes NVFP4 and FP8 without one)"
+        raise refused(where, f"modelopt's {' and '.join(other)}" + hint * any("AWQ" in each for each in other))
     in_four = bool(named.intersection(MODELOPT_FP4))
     return WeightFormat(
         ("modelopt", own) if in_four else ("modelopt",),
-        next(iter(scales), None),
-        "modelopt" if in_four else None,
+        scales,
+        coarser,
+        packing="modelopt" if in_four else None,
         group_size=16,
         plain=names_of(given, where, "ignore", "exclude_modules"),
     )
@@ -230,7 +253,7 @@ def _read_gptq(found: Mapping[str, Any], where: str) -> WeightFormat:
         elif member(change, "bits") not in (None, 4):
             raise refused(where, f"quant_method 'gptq' of {member(change, 'bits')} bits in {pattern!r}")
     packing: Packing = "gptq_v2" if form == "gptq_v2" else "gptq"
-    return WeightFormat(("gptq", "gptq_marlin"), None, packing, _group_size(found), tuple(plain))
+    return WeightFormat(("gptq", "gptq_marlin"), None, (), packing, _group_size(found), tuple(plain))
 
 
 def _read_awq(found: Mapping[str, Any], where: str) -> WeightFormat:
@@ -239,7 +262,7 @@ def _read_awq(found: Mapping[str, Any], where: str) -> WeightFormat:
     if version != "gemm":
         raise refused(where, f"quant_method 'awq' of version {version!r}")
     plain = names_of(found, where, "modules_to_not_convert")
-    return WeightFormat(("awq", "awq_marlin"), None, "awq", _group_size(found), plain)
+    return WeightFormat(("awq", "awq_marlin"), None, (), "awq", _group_size(found), plain)
 
 
 def _read_auto_round(found: Mapping[str, Any], where: str) -> WeightFormat:
@@ -257,7 +280,7 @@ def _read_auto_round(found: Mapping[str, Any], where: str) -> WeightFormat:
             plain.append(name)
         elif bits not in (None, 4):
             raise refused(where, f"quant_method 'auto-round' of {bits} bits in {name!r}")
-    return WeightFormat(("auto-round", "inc"), None, packing, _group_size(found), tuple(plain))
+    return WeightFormat(("auto-round", "inc"), None, (), packing, _group_size(found), tuple(plain))
 
 
 def _require_four_bits(found: Mapping[str, Any], where: str, method: str, *keys: str) -> None:
@@ -279,14 +302,12 @@ def _read_compressed(found: Mapping[str, Any], where: str) -> WeightFormat:
             f"{where} has compressed-tensors without config_groups; an object with at least one group is needed"
         )
     kinds = {_kind(group, found, where) for group in groups.values()}
-    scales = [COMPRESSED_FP8[kind] for kind in sorted(kinds) if kind in COMPRESSED_FP8]
-    if len(scales) > 1:
-        raise refused(where, f"compressed-tensors with scales by {' and '.join(sorted(kinds))} in one model")
+    scales, coarser = _scales_of(COMPRESSED_FP8[kind] for kind in kinds if kind in COMPRESSED_FP8)
     packing: Packing | None = None
     if kinds - COMPRESSED_FP8.keys():  # the tensors themselves say which of the two they are
         packing = "floats" if "floats" in kinds else "integers"
     plain = names_of(found, where, "ignore")
-    return WeightFormat(("compressed-tensors",), scales[0] if scales else None, packing, plain=plain)
+    return WeightFormat(("compressed-tensors",), scales, coarser, packing, plain=plain)
 
 
 def _kind(group: Any, found: Mapping[str, Any], where: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,17 @@ from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.field_rules import ROTARY, unknown_fields
 from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.rotary import Rotary, frequencies, interleaved_axes
-from forkpoint.models.vision import WITHOUT_TOWER, Operator, TowerLayer, TowerReader, VisionConfig, VisionTower
+from forkpoint.models.vision import (
+    WITHOUT_TOWER,
+    Operator,
+    TowerLayer,
+    TowerReader,
+    VisionConfig,
+    VisionTower,
+    run_layers,
+)
 from forkpoint.models.weights import WeightSource
+from forkpoint.ops.table import OpTable
 
 PREFIXES: Final = ("model.visual.", "visual.")  # of the tower's weights; the second in older folders
 PATCHES: Final = "patch_embed.proj"
@@ -36,6 +45,20 @@ class Qwen35VisionConfig(VisionConfig):
 
         `rotary` is the text model's. Raises ModelFolderError and UnsupportedModelError.
         """
+        sizes, out_size = cls._sizes(fields, config_class)
+        if out_size != fields.integer("hidden_size"):
+            raise ModelFolderError(
+                f"{fields.where}: vision_config has out_hidden_size={out_size}; forkpoint needs the hidden size of the "
+                f"text model; {WITHOUT_TOWER}"
+            )
+        return cls(settings=settings, out_size=out_size, axes=_axes(fields, rotary), **sizes)
+
+    @staticmethod
+    def _sizes(fields: Fields, config_class: str, *own: str) -> tuple[dict[str, Any], int]:
+        """Return the sizes in `vision_config`, and its `out_hidden_size`.
+
+        `own` are further fields that the family reads. Raises ModelFolderError and UnsupportedModelError.
+        """
         given = fields.inner("vision_config")
         defaults, pairs = class_defaults(config_class)
         where = f"{fields.where}: vision_config"
@@ -47,34 +70,31 @@ class Qwen35VisionConfig(VisionConfig):
                 f"{WITHOUT_TOWER}"
             )
         table, width = vision.integer("num_position_embeddings"), vision.integer("hidden_size")
-        heads, out_size = vision.integer("num_heads"), vision.integer("out_hidden_size")
+        heads = vision.integer("num_heads")
         side = round(table**0.5)
-        if side * side != table or width % heads or (width // heads) % 4 or out_size != fields.integer("hidden_size"):
+        if side * side != table or width % heads or (width // heads) % 4:
             raise ModelFolderError(
-                f"{where} has num_position_embeddings={table}, hidden_size={width}, num_heads={heads} and "
-                f"out_hidden_size={out_size}; forkpoint needs a square, heads of a multiple of 4 dims, and the text "
-                f"model's hidden size; {WITHOUT_TOWER}"
+                f"{where} has num_position_embeddings={table}, hidden_size={width} and num_heads={heads}; forkpoint "
+                f"needs a square, and heads of a multiple of 4 dims; {WITHOUT_TOWER}"
             )
         rope = vision.replaced(vision.inner("rope_parameters"))
         rope.require("rope_type", "axial", "default")
-        config = cls(
-            settings=settings,
-            num_layers=vision.integer("depth"),
-            hidden_size=width,
-            num_heads=heads,
-            intermediate_size=vision.integer("intermediate_size"),
-            num_frames=vision.integer("temporal_patch_size"),
-            grid_side=side,
-            theta=rope.real("rope_theta", 10000.0),
-            out_size=out_size,
-            axes=_axes(fields, rotary),
-        )
-        own = {*vision.values.read, "patch_size", "spatial_merge_size", *ROTARY}
-        unknown_fields(given, own, defaults, (), where)
-        return config
+        sizes = {
+            "num_layers": vision.integer("depth"),
+            "hidden_size": width,
+            "num_heads": heads,
+            "intermediate_size": vision.integer("intermediate_size"),
+            "num_frames": vision.integer("temporal_patch_size"),
+            "grid_side": side,
+            "theta": rope.real("rope_theta", 10000.0),
+        }
+        out_size = vision.integer("out_hidden_size")
+        read = {*vision.values.read, "patch_size", "spatial_merge_size", *ROTARY, *own}
+        unknown_fields(given, read, defaults, (), where)
+        return sizes, out_size
 
-    def build(self, weights: WeightSource) -> VisionTower:
-        return Qwen35Tower(weights, self)
+    def build(self, weights: WeightSource, ops: OpTable) -> VisionTower:
+        return Qwen35Tower(weights, self, ops)
 
 
 def _axes(fields: Fields, rotary: Rotary) -> tuple[int, ...]:
@@ -97,10 +117,11 @@ def _layer(reader: TowerReader, name: str, config: VisionConfig) -> TowerLayer:
     hidden, inner = config.hidden_size, config.intermediate_size
     return TowerLayer(
         num_heads=config.num_heads,
-        before_attention=reader.layer_norm(f"{name}.norm1", hidden, EPS),
+        attention=reader.ops.image_attention,
+        before_attention=reader.sum_norm(f"{name}.norm1", hidden, EPS),
         qkv=(reader.linear(f"{name}.attn.qkv", 3 * hidden, hidden),),
         out=reader.linear(f"{name}.attn.proj", hidden, hidden),
-        before_mlp=reader.layer_norm(f"{name}.norm2", hidden, EPS),
+        before_mlp=reader.sum_norm(f"{name}.norm2", hidden, EPS),
         up=reader.linear(f"{name}.mlp.linear_fc1", inner, hidden),
         down=reader.linear(f"{name}.mlp.linear_fc2", hidden, inner),
     )
@@ -111,10 +132,10 @@ class Qwen35Tower(VisionTower):
 
     config: Qwen35VisionConfig
 
-    def __init__(self, weights: WeightSource, config: Qwen35VisionConfig) -> None:
+    def __init__(self, weights: WeightSource, config: Qwen35VisionConfig, ops: OpTable) -> None:
         """Read the weights. Raises ModelFolderError for ones that are missing or of a wrong shape."""
         super().__init__(weights, config)
-        reader = TowerReader.find(weights, PREFIXES, f"{PATCHES}.weight")
+        reader = TowerReader.find(weights, ops, PREFIXES, f"{PATCHES}.weight")
         settings, hidden = config.settings, config.hidden_size
         shape = (hidden, 3, config.num_frames, settings.patch_size, settings.patch_size)
         # A convolution whose kernels do not overlap is one matrix product.
@@ -122,10 +143,14 @@ class Qwen35Tower(VisionTower):
         self._patch_bias = reader.get(f"{PATCHES}.bias", hidden)
         self._positions = reader.get("pos_embed.weight", config.grid_side**2, hidden)
         self._layers = [_layer(reader, f"blocks.{layer}", config) for layer in range(config.num_layers)]
-        merged = hidden * settings.merge_size**2
-        self._norm = reader.layer_norm("merger.norm", hidden, EPS)
-        self._join = reader.linear("merger.linear_fc1", merged, merged)
-        self._out = reader.linear("merger.linear_fc2", config.out_size, merged)
+        self._norm = reader.sum_norm("merger.norm", hidden, EPS)
+        self._join, self._out = self._projector(reader)
+
+    def _projector(self, reader: TowerReader) -> tuple[Operator, Operator]:
+        """Read the two products that follow the merger's norm."""
+        merged = self.config.hidden_size * self.config.settings.merge_size**2
+        join = reader.linear("merger.linear_fc1", merged, merged)
+        return join, reader.linear("merger.linear_fc2", self.config.out_size, merged)
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
@@ -139,10 +164,8 @@ class Qwen35Tower(VisionTower):
         row, column = places.transpose(1, 2).reshape(-1, 2).to(self.device).unbind(1)
         x = F.linear(self._cut(pixels, num_rows, num_columns), self._patches, self._patch_bias)
         x = x + self._learned(row, num_rows, column, num_columns)
-        rotate = self._rotation(row, column)
-        for layer in self._layers:
-            x = layer(x, rotate)
-        joined = self._norm(x).view(-1, self.config.hidden_size * merge**2)
+        normed = run_layers(self._layers, x, self._norm, self._rotation(row, column))
+        joined = normed.view(-1, self.config.hidden_size * merge**2)
         return self._out(F.gelu(self._join(joined)))
 
     def _cut(self, pixels: Tensor, num_rows: int, num_columns: int) -> Tensor:
@@ -172,23 +195,12 @@ class Qwen35Tower(VisionTower):
         lower = table[bottom * side + left] * (1 - along) + table[bottom * side + right] * along
         return (upper * (1 - down) + lower * down).to(self.dtype)
 
-    def _rotation(self, row: Tensor, column: Tensor) -> Operator:
-        """Return what rotates heads `[heads, patches, head_dim]` in fp32 by these places `[patches]`.
+    def _rotation(self, row: Tensor, column: Tensor) -> Tensor:
+        """Return cos and sin `[patches, head_dim]` fp32 of these places `[patches]`.
 
         The first half of the pairs turns by rows, the other by columns.
         """
         head_dim = self.config.hidden_size // self.config.num_heads
         turns = frequencies(head_dim // 2, self.config.theta).to(self.device)
         angles = torch.cat((row.unsqueeze(1) * turns, column.unsqueeze(1) * turns), dim=1)
-        cos, sin = angles.cos(), angles.sin()
-
-        def rotate(x: Tensor) -> Tensor:
-            first, second = x.chunk(2, dim=-1)
-            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            below, above = out.chunk(2, dim=-1)
-            # The products are in fp32, as `cos` is. Sums are rounded as they are written, without further passes.
-            torch.sub(first * cos, second * sin, out=below)
-            torch.add(second * cos, first * sin, out=above)
-            return out
-
-        return rotate
+        return torch.cat((angles.cos(), angles.sin()), dim=1)

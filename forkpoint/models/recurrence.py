@@ -11,14 +11,22 @@ from typing import ClassVar, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import DELTA_RULE_OPERATIONS, STATE_SPACE_OPERATIONS, LayerSpec, StateSpec, TensorSpec
+from forkpoint.cache.layout import (
+    DELTA_RULE_OPERATIONS,
+    STATE_SPACE_OPERATIONS,
+    LayerSpec,
+    Recording,
+    StateSpec,
+    TensorSpec,
+)
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.convolution import Convolution, kept_window
+from forkpoint.models.convolution import CONV, Convolution, kept_window
 from forkpoint.models.cuts import ROWS, WHOLE, Cut, rows, share
 from forkpoint.models.layers import RMSNorm, RowParallel
-from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams, into
+from forkpoint.models.states import LayerState
+from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
 
@@ -26,21 +34,17 @@ from forkpoint.ops.table import OpTable
 DUMMY_A_LOG = (-4.0, -1.0)
 DUMMY_DT_BIAS = (-3.0, -1.0)
 DUMMY_D = (0.5, 1.5)
-RECORDS = ("updates", "keys", "decays")  # in the order that recurrence_verify takes them
-SPACED = ("updates", "keys", "scales", "decays")  # in the order that recurrence_record takes them
+MATRIX = "matrix"  # name of the state
 
 # Maps `x[T, H]` to `mixed`, `a` and `b` of the recurrence, and the gate `[T, HV * V]`.
 Project: TypeAlias = Callable[[Tensor, ForwardContext], tuple[Tensor, Tensor, Tensor | None, Tensor]]
 
 
 class ConvRecurrence:
-    """The recurrence of layer `layer`, after a convolution if there is one.
+    """The recurrence over a layer's state `matrix`, after a convolution if there is one."""
 
-    Their states are a `matrix` and the window `conv`.
-    """
-
-    def __init__(self, ops: OpTable, layer: int, conv: Convolution | None, params: RecurrenceParams) -> None:
-        self._ops, self._layer, self._params, self._conv = ops, layer, params, conv
+    def __init__(self, ops: OpTable, matrix: LayerState, conv: Convolution | None, params: RecurrenceParams) -> None:
+        self._ops, self._matrix, self._conv, self._params = ops, matrix, conv, params
 
     def __call__(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Compute `[T, HV, V]` from `mixed[T, mixed_dim]` and `a`, `b` `[T, HV]`.
@@ -63,31 +67,23 @@ class ConvRecurrence:
         return out
 
     def _decode(self, raw: RecurrenceInputs, ctx: ForwardContext, out: Tensor | None) -> Tensor:
-        cache, slots = ctx.caches[self._layer], ctx.decode
-        state = (self._params, cache["matrix"])
-        # states with a decay for each key are not spaced
-        if ctx.record is not None and not self._params.spec.per_key:
-            recorded = (*state, ctx.record, [cache[name] for name in SPACED], out)
-            if self._conv is not None and ctx.verify is None and self._ops.conv_record is not None:
-                rows = slots["conv_update"]
-                found = self._ops.conv_record(raw, self._conv.taps, cache["conv"], rows, *recorded)
+        operator, args = self._matrix.decode(ctx)
+        if self._conv is not None:
+            window, ops = self._conv.window.decode(ctx), self._ops
+            if operator is ops.recurrence_record and window.operator is ops.conv_update and ops.conv_record is not None:
+                (windows, rows), (pool, index, records) = window.args, args
+                states = (self._params, pool, index, records)
+                found = ops.conv_record(raw, self._conv.taps, windows, rows, *states, out)
                 if found is not None:
                     return found
-            return self._ops.recurrence_record(self._convolved(raw, ctx), *recorded)
-        inputs = self._convolved(raw, ctx)
-        if ctx.verify is not None:
-            records = [cache[name] for name in RECORDS]
-            return into(out, self._ops.recurrence_verify(inputs, *state, ctx.verify, records))
-        return self._ops.recurrence_decode(inputs, *state, slots["recurrence_decode"], out)
-
-    def _convolved(self, raw: RecurrenceInputs, ctx: ForwardContext) -> RecurrenceInputs:
-        """Return the decode rows' inputs after the convolution, if there is one, and update its state."""
-        return raw if self._conv is None else raw._replace(mixed=self._conv.decode(raw.mixed, ctx))
+            raw = raw._replace(mixed=self._conv.decode(raw.mixed, window))
+        return operator(raw, self._params, *args, out)
 
     def _prefill(self, raw: RecurrenceInputs, ctx: ForwardContext, out: Tensor | None) -> Tensor:
-        index = ctx.prefill["recurrence_prefill"]
-        inputs = raw if self._conv is None else raw._replace(mixed=self._conv.prefill(raw.mixed, ctx))
-        return self._ops.recurrence_prefill(inputs, self._params, ctx.caches[self._layer]["matrix"], index, out)
+        operator, args = self._matrix.prefill(ctx)
+        if self._conv is not None:
+            raw = raw._replace(mixed=self._conv.prefill(raw.mixed, ctx))
+        return operator(raw, self._params, *args, out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +121,9 @@ class RecurrentConfig(PartConfig):
         project, finish = self.project(build, name), self.finish(build, name)
         conv: Convolution | None = None
         if self.conv_width:
-            conv = Convolution(build.ops, layer, *self.taps(build, name))
-        recurrence = ConvRecurrence(build.ops, layer, conv, self.params(build, name, layer))
+            conv = Convolution(build.state(layer, CONV), *self.taps(build, name))
+        matrix, params = build.state(layer, MATRIX), self.params(build, name, layer)
+        recurrence = ConvRecurrence(build.ops, matrix, conv, params)
 
         def block(x: Tensor, ctx: ForwardContext) -> Tensor:
             mixed, a, b, gate = project(x, ctx)
@@ -177,19 +174,17 @@ class RecurrentConfig(PartConfig):
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         """Return the spec of the stored state: the convolution's window, if any, and the matrices of all heads."""
-        spec, operators = self.spec, ("recurrence_decode", "recurrence_prefill")
+        spec, operators, fp32 = self.spec, ("recurrence_decode", "recurrence_prefill"), "float32"
         heads, matrix = (spec.num_v_heads,), (spec.num_v_heads, spec.value_dim, spec.key_dim)
         update, key = matrix[:2], (spec.num_k_heads, spec.key_dim)
-        kinds = (
-            (RECORDS, (update, key, key if spec.per_key else heads), ("float32", "float32", "float32")),
-            (SPACED, (update, key, key[:1], heads), ("float32", dtype, "float32", "float32")),
-        )
-        records, spaced = (tuple(TensorSpec(*each) for each in zip(*kind, strict=True)) for kind in kinds)
-        if spec.per_key:  # its states are written at every token
-            spaced = ()
-        kept = TensorSpec(
-            "matrix", matrix, state_dtype, operators, "recurrence_fold", records, spaced, "recurrence_flush"
-        )
+        decays = TensorSpec("decays", key if spec.per_key else heads, fp32)
+        records = (TensorSpec("updates", update, fp32), TensorSpec("keys", key, fp32), decays)
+        drafts, spaced = Recording("recurrence_verify", "recurrence_fold", records), None
+        if not spec.per_key:  # states with a decay for each key are written at every token
+            updates, keys = TensorSpec("updates", update, fp32, single=True), TensorSpec("keys", key, dtype)
+            lines = (updates, keys, TensorSpec("scales", key[:1], fp32), decays)
+            spaced = Recording("recurrence_record", "recurrence_flush", lines)
+        kept = TensorSpec(MATRIX, matrix, state_dtype, operators, drafts, spaced)
         tensors: tuple[TensorSpec, ...] = (kept,)
         if self.conv_width:
             tensors = kept_window(spec.mixed_dim, self.conv_width, dtype), kept

@@ -16,12 +16,14 @@ import torch
 from forkpoint import models
 from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
+from forkpoint.freed_memory import return_freed_memory
 from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.config import Build, ModelConfig
-from forkpoint.models.config_json import TEXT_PARTS, read_config_json
+from forkpoint.models.config_json import TEXT_PARTS, TOWER, read_config_json
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import read_format
+from forkpoint.models.vision import VisionConfig
 from forkpoint.models.weights import MTP_HEAD, VISION_TOWER, DummyWeights, FileWeights, LoadingProgress, WeightSource
 from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.table import OpTable
@@ -101,6 +103,7 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
             f"kv_cache_dtype='bfloat16' is not possible for a model that runs in {dtype}; give 'auto' or 'fp8', or "
             "dtype='bfloat16'"
         )
+    vision = family.read_vision(found.outer, config, settings) if settings else None
     return replace(
         config,
         dtype=dtype,
@@ -110,9 +113,16 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
         quantization=stored,
         fp8_keys=kv_cache_dtype == "fp8",
         draft_layer=config.draft_layer if mtp else (),
-        vision=family.read_vision(fields, config, settings) if settings else None,
-        other_parts=tuple(found.other_parts.items()),
+        vision=vision,
+        other_parts=tuple(_other_parts(found.other_parts, vision).items()),
     )
+
+
+def _other_parts(other_parts: Mapping[str, str], vision: VisionConfig | None) -> Mapping[str, str]:
+    """Return the parts that do not run, where those of the tower may run: starts of names -> descriptions."""
+    if vision is None:
+        return other_parts
+    return {start: part for start, part in other_parts.items() if part != TOWER} | dict(vision.unused)
 
 
 def _other_heads(fields: Fields, config: ModelConfig) -> str:
@@ -151,15 +161,16 @@ def load_model(
     progress: LoadingProgress | None = None,
     ranks: Ranks = ALONE,
     fp8_as_bytes: bool = False,
+    on_host: bool = True,
     **options: Unpack[ModelOptions],
 ) -> Model:
     """Build this rank's part of a model from a Hugging Face folder.
 
     `load_format` "dummy" needs only config.json and creates random weights from `seed`. `device` (None: torch's
-    default) stores the weights. With `fp8_as_bytes` matrices in FP8 are stored as bytes (uint8). `progress` is called
-    with the bytes of weights read so far and the total. All of `ranks` must call it together. Raises ModelFolderError
-    and UnsupportedModelError, which name the tensor or field at fault, and ConfigError if the model cannot be split
-    over so many ranks.
+    default) stores the weights, `on_host` if its memory is the host's. With `fp8_as_bytes` matrices in FP8 are stored
+    as bytes (uint8). `progress` is called with the bytes of weights read so far and the total. All of `ranks` must call
+    it together. Raises ModelFolderError and UnsupportedModelError, which name the tensor or field at fault, and
+    ConfigError if the model cannot be split over so many ranks.
     """
     config, mtp = load_config(path, **options), options.get("mtp", False)
     if config.unknown_fields and ranks.rank == 0:
@@ -171,7 +182,7 @@ def load_model(
     if config.quantization is not None and config.quantization.by_block and not fp8_as_bytes:
         ops = ops.rounding or ops
     form: dict[str, Any] = {"dtype": torch_dtype, "device": device, "format": config.quantization}
-    form |= {"ranks": ranks, "as_bytes": fp8_as_bytes}
+    form |= {"ranks": ranks, "as_bytes": fp8_as_bytes, "on_host": on_host}
     if load_format == "dummy":
         return _build(config, DummyWeights(seed=seed, **form), ops)
     form |= {"names": MODELS.find(config.architecture).weight_names, "unused": _unused_parts(config, mtp)}
@@ -181,7 +192,9 @@ def load_model(
         ranks.check_equal({"names and shapes of weights": weights.named_shapes()}, device)
         model = _build(config, weights, ops)
         weights.finish()
-        return model
+    if on_host:
+        return_freed_memory()
+    return model
 
 
 def _unused_parts(config: ModelConfig, mtp: bool) -> dict[str, str]:
@@ -192,8 +205,11 @@ def _unused_parts(config: ModelConfig, mtp: bool) -> dict[str, str]:
     if mtp and config.mtp_names is not None:
         own = f"{config.mtp_names.join}."
         unused = {start: part for start, part in unused.items() if not own.startswith(start)}
-        copies = (start + name for start in layers for name in ("embed_tokens.", "shared_head."))
+        names = ("embed_tokens.", "shared_head.head.", "shared_head.norm.")
+        copies = [start + name for start in layers for name in names]
+        copies = [name for name in copies if not f"{config.mtp_names.norm}.".startswith(name)]
         unused |= dict.fromkeys(copies, "the MTP head's copies of embeddings and output head")
+        unused |= dict.fromkeys(config.mtp_names.unused, "the MTP head's index of keys")
     return unused
 
 

@@ -67,6 +67,16 @@ def interleaved_axes(sections: Sequence[int], num_pairs: int) -> tuple[int, ...]
     return tuple(axes)
 
 
+def alternating_axes(sections: Sequence[int]) -> tuple[int, ...]:
+    """Return for each pair which of three positions rotates it: 0 time, 1 row, 2 column.
+
+    `sections` are the numbers of pairs for time, rows and columns. Rows and columns, which have as many, take turns
+    first, and time has the last pairs (Wei et al. 2025, "VideoRoPE").
+    """
+    time, rows, _ = sections
+    return (1, 2) * rows + (0,) * time
+
+
 def llama3(plain: Tensor, factor: float, low: float, high: float, length: int) -> Tensor:
     """Return frequencies scaled as in Llama 3.1.
 

@@ -12,16 +12,33 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError
+from forkpoint.freed_memory import return_freed_memory
 from forkpoint.models.cuts import Part
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # unpickling one could run code, so none is ever opened
+# safetensors' names of the dtypes that models are stored in
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 LOGGER: Final = logging.getLogger(__name__)
 
 
@@ -29,7 +46,8 @@ class Shards:
     """The open safetensors files of `folder`. Call `close` when done.
 
     A mapped file keeps its pages that were read in memory. Files are therefore opened anew before the pages of all
-    files together are more than those of the largest file.
+    files together are more than those of the largest file. Whole tensors that stay on the host are not mapped. Their
+    conversion frees memory, which is returned to the system before there is much of it.
 
     `file_of` maps the stored name of each tensor to the name of its file. Raises ModelFolderError for a shard that is
     missing, broken, outside of the folder, or does not hold what the index says.
@@ -43,6 +61,8 @@ class Shards:
         _check_other_files(folder, names)
         self._files = {name: _open_shard(folder, name) for name in names}
         self._most_bytes = max((folder / name).stat().st_size for name in names)
+        self._bytes: dict[str, ShardBytes] = {}  # of files from which whole tensors were read
+        self._unreturned = 0  # bytes of tensors that were read since freed memory was returned
         self._read_bytes: dict[str, int] = {}  # of each file since it was opened, the least recently read file first
         self.file_of = self._locate(listed) if listed else dict.fromkeys(self._files[SINGLE_NAME].keys(), SINGLE_NAME)
 
@@ -76,14 +96,23 @@ class Shards:
         """Return safetensors' slice object of a tensor, which knows its shape and dtype before the data are read."""
         return self._files[self.file_of[name]].get_slice(name)
 
-    def read(self, name: str, part: Part) -> Tensor:
-        """Return the part of a tensor. A whole tensor is mapped from its file. Raises SafetensorError."""
+    def read(self, name: str, part: Part, owned: bool) -> Tensor:
+        """Return the part of a tensor. Raises SafetensorError.
+
+        The tensor is mapped from its file and keeps the file mapped, or has memory of its own if it is `owned`.
+        """
         shard = self.file_of[name]
         file = self._files[shard]
+        if owned and not part.spans:
+            if shard not in self._bytes:
+                self._bytes[shard] = ShardBytes(self.folder / shard)
+            self._return_freed(self._bytes[shard].size(name))
+            whole = self._bytes[shard].read(name)
+            return file.get_tensor(name).clone() if whole is None else whole
         tensor = part.of(file.get_slice(name) if part.spans else file.get_tensor(name))
         # Even a few columns of a matrix touch all of its pages.
         self._count(shard, prod(part.whole) * tensor.element_size())
-        return tensor
+        return tensor.clone() if owned else tensor
 
     def _count(self, shard: str, num_bytes: int) -> None:
         """Count bytes read from a shard, and open the least recently read others anew if too many are mapped."""
@@ -93,13 +122,53 @@ class Shards:
             del self._read_bytes[oldest]
             self._files[oldest] = _open_shard(self.folder, oldest)
 
+    def _return_freed(self, num_bytes: int) -> None:
+        """Return freed memory if tensors of an eighth of a shard have been read, with one of `num_bytes` to come."""
+        self._unreturned += num_bytes
+        if self._unreturned > self._most_bytes // 8:
+            return_freed_memory()
+            self._unreturned = 0
+
     def sizes(self) -> dict[str, int]:
         """Return the stored bytes of each tensor."""
-        stored = {shard: _stored_bytes(self.folder / shard) for shard in self._files}
-        return {name: stored[shard][name] for name, shard in self.file_of.items()}
+        stored = {shard: ShardBytes(self.folder / shard) for shard in self._files}
+        return {name: stored[shard].size(name) for name, shard in self.file_of.items()}
 
     def close(self) -> None:
         self._files.clear()
+        self._bytes.clear()
+
+
+class ShardBytes:
+    """The tensors of a shard as bytes of its file. `_open_shard` has checked before that the file is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            self._entries = json.loads(file.read(length))
+        self._first = 8 + length  # byte of the file at which tensors begin
+
+    def size(self, name: str) -> int:
+        """Return the number of bytes of a tensor."""
+        start, end = self._entries[name]["data_offsets"]
+        return int(end - start)
+
+    def read(self, name: str) -> Tensor | None:
+        """Read a tensor into new memory; None if its dtype is not in DTYPES. Raises SafetensorError."""
+        entry = self._entries[name]
+        if entry["dtype"] not in DTYPES:
+            return None
+        found = torch.empty(self.size(name), dtype=torch.uint8)
+        room = memoryview(found.numpy().data)
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._first + entry["data_offsets"][0])
+            while room:  # the system reads at most 2 GiB at once
+                count = file.readinto(room)
+                if not count:
+                    raise SafetensorError("the file was cut short")
+                room = room[count:]
+        return found.view(DTYPES[entry["dtype"]]).view(entry["shape"])
 
 
 def patterns(names: Iterable[str]) -> str:
@@ -171,15 +240,8 @@ def _check_inside(folder: Path, name: str) -> None:
         allowed += [home.parents[1] / "blobs", home.parents[2] / "blobs"]
     given = Path(name)
     leaves = given.is_absolute() or ".." in given.parts
-    if leaves or not any((folder / name).resolve().is_relative_to(place) for place in allowed):
+    target = Path(os.path.realpath(folder / name))  # unlike Path.resolve, it takes a link that names itself
+    if leaves or not any(target.is_relative_to(place) for place in allowed):
         raise ModelFolderError(
             f"shard {name!r} is not inside of {folder}; forkpoint reads only files of this folder: copy it there"
         )
-
-
-def _stored_bytes(path: Path) -> dict[str, int]:
-    """Return the bytes of each tensor of a shard. `_open_shard` has checked before that the shard is complete."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    return {name: end - start for name, (start, end) in spans.items()}

@@ -17,11 +17,6 @@ from forkpoint.models.context import ForwardContext
 Mixer: TypeAlias = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
-def repeated(x: Tensor, count: int) -> Tensor:
-    """Return `count` equal streams `[T, count, H]` of `x[T, H]`."""
-    return x.unsqueeze(1).expand(-1, count, -1)
-
-
 def weighted(streams: Tensor, weights: Tensor) -> Tensor:
     """Return `sum_n weights[t, n] * streams[t, n]` in fp32, for `streams[T, N, H]` and `weights[T, N, ...]` fp32.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from functools import partial
+from typing import ClassVar, Final, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,12 @@ from torch import Tensor
 from forkpoint.errors import ModelFolderError
 from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.weights import WeightSource
+from forkpoint.ops.table import ImageAttention, OpTable
 
 Operator: TypeAlias = Callable[[Tensor], Tensor]
+GELU_TANH: Final[Operator] = partial(F.gelu, approximate="tanh")
+# (x, what is added to it) -> (norm of the sum, sum). Without the second there is no sum, and x is returned.
+SumNorm: TypeAlias = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 WITHOUT_TOWER: Final = "start with --language-model-only to run the text model without images"
 
 
@@ -25,9 +30,10 @@ class VisionConfig(ABC):
 
     `out_size` is the text model's hidden size. If a token of an image has three rotary positions, `axes` says which of
     them rotates each pair of a text head's dims: 0 time, 1 row, 2 column. Otherwise `axes` is empty, and the token is
-    rotated like one of text.
+    rotated like one of text. `centred`: see `images.rope_positions`.
     """
 
+    unused: ClassVar[Mapping[str, str]] = {}  # starts of names of weights it does not read -> descriptions
     settings: ImageSettings
     num_layers: int
     hidden_size: int
@@ -35,9 +41,10 @@ class VisionConfig(ABC):
     intermediate_size: int
     out_size: int
     axes: tuple[int, ...] = ()
+    centred: bool = False
 
     @abstractmethod
-    def build(self, weights: WeightSource) -> VisionTower:
+    def build(self, weights: WeightSource, ops: OpTable) -> VisionTower:
         """Load the tower. Raises ModelFolderError for weights that are missing or of a wrong shape."""
 
 
@@ -56,9 +63,10 @@ class VisionTower(ABC):
 
     @abstractmethod
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return the embeddings `[tokens, out_size]` of an image `[height, width, 3]` uint8, row after row.
+        """Return the embeddings `[tokens, out_size]` of an image `[height, width, 3]`, row after row.
 
-        A tower that reads videos also takes frames `[frames, height, width, 3]`.
+        Pixels have the `pixel_type` of the settings, and white is 255. A tower that reads videos also takes frames
+        `[frames, height, width, 3]`.
         """
 
     def normalised(self, pixels: Tensor) -> Tensor:
@@ -71,10 +79,11 @@ class TowerReader:
     """Reads the parts of a tower, whose weights' names start with `prefix`. All methods raise ModelFolderError."""
 
     weights: WeightSource
+    ops: OpTable
     prefix: str
 
     @classmethod
-    def find(cls, weights: WeightSource, prefixes: Sequence[str], name: str) -> TowerReader:
+    def find(cls, weights: WeightSource, ops: OpTable, prefixes: Sequence[str], name: str) -> TowerReader:
         """Return a reader for the first of the prefixes before `name` that the folder has."""
         prefix = next((prefix for prefix in prefixes if weights.has(prefix + name)), None)
         if prefix is None:
@@ -82,7 +91,7 @@ class TowerReader:
                 "config.json describes a vision tower, but the folder holds no tensor "
                 f"'{prefixes[0]}{name}'; {WITHOUT_TOWER}"
             )
-        return cls(weights, prefix)
+        return cls(weights, ops, prefix)
 
     def get(self, name: str, *shape: int) -> Tensor:
         return self.weights.get(self.prefix + name, shape)
@@ -96,6 +105,17 @@ class TowerReader:
         weight, bias = self.get(f"{name}.weight", size), self.get(f"{name}.bias", size)
         return lambda x: F.layer_norm(x, (size,), weight, bias, eps)
 
+    def sum_norm(self, name: str, size: int, eps: float) -> SumNorm:
+        """Return the layer norm of a sum."""
+        weight, bias = self.get(f"{name}.weight", size), self.get(f"{name}.bias", size)
+
+        def norm(x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+            if added is None:
+                return F.layer_norm(x, (size,), weight, bias, eps), x
+            return self.ops.add_layer_norm(x, added, weight, bias, eps)
+
+        return norm
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerLayer:
@@ -105,20 +125,29 @@ class TowerLayer:
     """
 
     num_heads: int
-    before_attention: Operator
+    attention: ImageAttention
+    before_attention: SumNorm
     qkv: Sequence[Operator]
     out: Operator
-    before_mlp: Operator
+    before_mlp: SumNorm
     up: Operator
     down: Operator
+    activation: Operator = GELU_TANH
 
-    def __call__(self, x: Tensor, rotate: Operator | None = None) -> Tensor:
-        """Return `[patches, hidden]` from such an `x`. `rotate` turns queries and keys `[heads, patches, dims]`."""
-        normed, hidden = self.before_attention(x), x.shape[1]
-        parts = [part for project in self.qkv for part in torch.split(project(normed), hidden, dim=1)]
-        q, k, v = (part.view(len(x), self.num_heads, -1).transpose(0, 1) for part in parts)
-        if rotate is not None:
-            q, k = rotate(q), rotate(k)
-        mixed = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
-        x = x + self.out(mixed.transpose(0, 1).flatten(1))
-        return x + self.down(F.gelu(self.up(self.before_mlp(x)), approximate="tanh"))
+    def __call__(self, x: Tensor, added: Tensor | None, cos_sin: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (x, what the next norm adds to it), both `[patches, hidden]`, from those of the layer before.
+
+        With `cos_sin`, queries and keys are rotated.
+        """
+        normed, x = self.before_attention(x, added)
+        q, k, v = (part for project in self.qkv for part in torch.split(project(normed), x.shape[1], dim=1))
+        normed, x = self.before_mlp(x, self.out(self.attention(q, k, v, self.num_heads, cos_sin)))
+        return x, self.down(self.activation(self.up(normed)))
+
+
+def run_layers(layers: Sequence[TowerLayer], x: Tensor, norm: SumNorm, cos_sin: Tensor | None = None) -> Tensor:
+    """Return the norm of what the layers make of `x[patches, hidden]`."""
+    added: Tensor | None = None
+    for layer in layers:
+        x, added = layer(x, added, cos_sin)
+    return norm(x, added)[0]

@@ -19,7 +19,7 @@ from forkpoint.errors import ModelFolderError
 from forkpoint.models.cuts import WHOLE, Cut, Part
 from forkpoint.models.fields import canonical_name
 from forkpoint.models.packings import PackedTensors
-from forkpoint.models.quantization import FP8, Form, Kind, WeightFormat
+from forkpoint.models.quantization import FP8, Form, Kind, WeightFormat, scale_shape
 from forkpoint.models.shards import Shards, some
 from forkpoint.ops.linear.packed import PER_WORD, PackedMatrix, quantise_packed
 from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, ScaledMatrix, quantise
@@ -28,7 +28,11 @@ from forkpoint.ops.ranks import ALONE, Ranks
 SCALE_SUFFIXES = ("_scale_inv", "_scale")  # of the name of a matrix in FP8
 CODE_TYPES = ("U8", "I8", "I32", "I64")  # of codes in 4 bits, zero points and shapes
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
-_PIECE = 1 << 22  # number of elements that are checked together
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+# Number of elements that are checked together. Each check of a device waits for it. On the host the check's fp32 copy
+# counts as memory of the load.
+_PIECE = 1 << 22
+_HOST_PIECE = 1 << 17
 # Parts of checkpoints that a text model does not use, keyed by the start of their canonical names.
 TOWER_PREFIXES = ("visual.", "vision_tower.", "multi_modal_projector.")
 VISION_TOWER = {model + prefix: "the vision tower" for prefix in TOWER_PREFIXES for model in ("model.", "")}
@@ -54,6 +58,7 @@ class WeightSource(ABC):
     format: WeightFormat | None = None  # of quantised matrices
     ranks: Ranks = ALONE
     as_bytes: bool = False  # store FP8 as bytes, for devices without FP8
+    on_host: bool = True  # the device's memory is the host's
 
     @property
     def codes(self) -> torch.dtype:
@@ -115,13 +120,8 @@ class WeightSource(ABC):
             part = cut.part(shape, self.ranks)
             return part.of_packed(self._packed(name, part.whole))
         part = cut.part(shape, self.ranks)
-        codes, scales = self._scaled(name, part)
-        rows, columns = self._block(part.whole[-1])
-        return part.of_scaled(codes, scales, rows, columns, self.dtype)
-
-    def _block(self, width: int) -> tuple[int, int]:
-        """Return the rows and columns that share a scale in an FP8 matrix of `width` columns (by tensor: a row)."""
-        return (BLOCK, BLOCK) if self.format is not None and self.format.by_block else (1, width)
+        codes, scales, by_block = self._scaled(name, part)
+        return part.of_scaled(codes, scales, *_unit(by_block, part.whole[-1]), self.dtype)
 
     def _packed(self, name: str, shape: Sequence[int]) -> PackedMatrix:
         """Return a whole matrix of this shape, quantised to 4 bits."""
@@ -129,17 +129,17 @@ class WeightSource(ABC):
         group = next((size for size in (group, 64, 32, 16, PER_WORD) if size and shape[-1] % size == 0), shape[-1])
         return quantise_packed(self._own(name, Part(tuple(shape)), self.dtype, None), group)
 
-    def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor]:
-        """Return the codes of the part of a matrix in FP8, and the whole matrix's scales.
+    def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor, bool]:
+        """Return the codes of the part of a matrix in FP8, the whole matrix's scales, and whether blocks have them.
 
-        Here it is quantised as a whole, so that all ranks get the same scales.
+        Otherwise rows have them. Here the matrix is quantised as a whole, so that all ranks get the same scales.
         """
         matrix = self._own(name, Part(part.whole), self.dtype, None)
         if self.as_bytes:
             matrix = matrix.cpu()  # the host has FP8 even if the device has not
         found = quantise(matrix)
         codes = found.codes.view(torch.uint8).to(self.device)
-        return part.copied(codes).view(self.codes), found.scales.to(self.device)
+        return part.copied(codes).view(self.codes), found.scales.to(self.device), True
 
     @abstractmethod
     def _own(self, name: str, part: Part, dtype: torch.dtype, span: Span | None) -> Tensor:
@@ -258,14 +258,18 @@ class FileWeights(WeightSource):
         tensors = self._tensors(name)
         if tensors is not None:  # such as an output head, which runs widened
             return part.of(self._packed(name, part.whole).dense()).to(dtype)
-        if len(part.whole) > 1 and self.form(name) == FP8 and self.format is not None and not self.format.on_load:
-            rows, columns = self._block(part.whole[-1])
-            codes, scales = self._scaled(name, Part(part.whole))
-            return part.of(ScaledMatrix(codes, scales, rows, columns, dtype).dense())
+        if len(part.whole) > 1 and self._stored_in_fp8(name):
+            codes, scales, by_block = self._scaled(name, Part(part.whole))
+            return part.of(ScaledMatrix(codes, scales, *_unit(by_block, part.whole[-1]), dtype).dense())
         if self.stored_type(name) in FP8_TYPES:
             raise ModelFolderError(
                 f"tensor {self.where(name)} is stored in FP8, where forkpoint reads bfloat16 or float32; without "
                 "quantization_config in config.json, and for norms, FP8 is not read"
+            )
+        if self.stored_type(name) not in FLOAT_TYPES:
+            raise ModelFolderError(
+                f"tensor {self.where(name)} is stored in {self.stored_type(name)}, where forkpoint reads one of "
+                f"{', '.join(FLOAT_TYPES)}; if it is quantised, config.json has to say how in quantization_config"
             )
         return self._finite(name, part).to(dtype)
 
@@ -277,7 +281,20 @@ class FileWeights(WeightSource):
             order = tensors.order()
             kind: Kind = "float" if tensors.is_float else "integer"
             return Form(kind, tensors.group, None if order is None else order.cpu().numpy().tobytes())
-        return FP8 if self.format.scales is not None and self.stored_type(name) in FP8_TYPES else None
+        if not self._stored_in_fp8(name):
+            return None
+        others = self.format.coarser_scales
+        widened = "row" in others and self.format.kind_of_scales(self.shape(self._scale_of(name)), self.shape(name))
+        return None if widened == "row" else FP8
+
+    def _stored_in_fp8(self, name: str) -> bool:
+        """Return whether the folder holds this matrix in FP8, with scales."""
+        has_scales = self.format is not None and self.format.scales is not None and not self.format.on_load
+        return has_scales and self.stored_type(name) in FP8_TYPES
+
+    def _scale_of(self, name: str) -> str:
+        """Return the name of the scales of a matrix in FP8."""
+        return next((name + end for end in SCALE_SUFFIXES if self.has(name + end)), name + SCALE_SUFFIXES[0])
 
     def _tensors(self, name: str) -> PackedTensors | None:
         """Return the tensors of a matrix in 4 bits, or None if the folder holds it in another form."""
@@ -303,7 +320,7 @@ class FileWeights(WeightSource):
         whole = Part(self.shape(name))
         return self._read(name, whole) if self.stored_type(name) in CODE_TYPES else self._finite(name, whole)
 
-    def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor]:
+    def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor, bool]:
         if self.format is None or self.format.on_load:
             return super()._scaled(name, part)
         if self.stored_type(name) != "F8_E4M3":
@@ -311,19 +328,23 @@ class FileWeights(WeightSource):
                 f"tensor {self.where(name)} is stored in {self.stored_type(name)}; forkpoint reads only e4m3 as FP8"
             )
         codes = self._finite(name, part)
-        scale = next((name + end for end in SCALE_SUFFIXES if self.has(name + end)), name + SCALE_SUFFIXES[0])
-        shape = self.format.scale_shape(part.whole)
+        scale, own = self._scale_of(name), self.format.scales
+        assert own is not None, "the folder holds matrices in FP8"
         found = self.shape(scale)
-        if [size for size in found if size > 1] != [size for size in shape if size > 1]:
+        kind = self.format.kind_of_scales(found, part.whole)
+        if kind is None:
+            shapes = [list(scale_shape(each, part.whole)) for each in (own, *self.format.coarser_scales)]
             raise ModelFolderError(
-                f"the scales {self.where(scale)} have shape {list(found)}; config.json asks for {list(shape)}"
+                f"the scales {self.where(scale)} have shape {list(found)}; config.json asks for "
+                f"{' or '.join(map(str, shapes))}"
             )
-        scales = self._read(scale, Part(found)).float().view(shape)
+        scales = self._read(scale, Part(found)).float().view(scale_shape(kind, part.whole))
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise ModelFolderError(f"the scales {self.where(scale)} are not all positive and finite")
-        if self.format.scales == "tensor":  # a row is the largest unit that operators know
-            scales = scales.expand(*part.whole[:-1], 1).contiguous()
-        return codes, scales
+        if kind == "tensor":  # a row is the largest unit that operators know
+            kind = own if own != "tensor" else "row"
+            scales = scales.expand(scale_shape(kind, part.whole)).contiguous()
+        return codes, scales, kind == "block"
 
     def stored_type(self, name: str) -> str:
         return str(self._slice(name).get_dtype())
@@ -344,13 +365,12 @@ class FileWeights(WeightSource):
                 f"tensor {self.where(name)} has shape {list(found)}; config.json asks for {list(part.whole)}"
             )
         try:
-            tensor = self._shards.read(stored, part)
+            tensor = self._shards.read(stored, part, owned=self.on_host)
         except SafetensorError as error:
             raise ModelFolderError(f"tensor {self.where(name)} cannot be read: {error}; fetch it again") from error
-        # A copy, because the tensor otherwise keeps the whole file mapped. The device checks values fastest.
         if tensor.dtype == CODES:
             tensor = tensor.view(self.codes)
-        tensor = tensor.to(self.device, copy=True)
+        tensor = tensor.to(self.device)  # which checks values fastest
         if name in self._unread:
             self._unread.remove(name)
             self._read_bytes += self._num_bytes.get(name, 0)
@@ -360,7 +380,7 @@ class FileWeights(WeightSource):
     def _finite(self, name: str, part: Part) -> Tensor:
         """Return what `_read` returns, after checking that all values are finite (otherwise ModelFolderError)."""
         tensor = self._read(name, part)
-        if not _is_finite(tensor):
+        if not _is_finite(tensor, _HOST_PIECE if self.on_host else _PIECE):
             raise ModelFolderError(
                 f"tensor {self.where(name)} holds NaN or infinite values; fetch the file again, "
                 "or repair the training run that wrote it"
@@ -376,12 +396,18 @@ class FileWeights(WeightSource):
         return self._stored[name]
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def _unit(by_block: bool, width: int) -> tuple[int, int]:
+    """Return the rows and columns that share a scale in an FP8 matrix of `width` columns."""
+    return (BLOCK, BLOCK) if by_block else (1, width)
+
+
+def _is_finite(tensor: Tensor, size: int) -> bool:
+    """Return whether all values are finite. Checks `size` elements together."""
     if tensor.element_size() == 1:  # e4m3, or its bytes: no infinity, and one NaN of either sign
         codes = tensor.view(torch.uint8).flatten()
-        return not any(bool((piece & 0x7F == 0x7F).any()) for piece in torch.split(codes, _PIECE))
+        return not any(bool((piece & 0x7F == 0x7F).any()) for piece in torch.split(codes, size))
     # One sum for each piece needs no mask. Only a sum that overflows needs a check of every element.
-    for piece in torch.split(tensor.flatten(), _PIECE):
+    for piece in torch.split(tensor.flatten(), size):
         if not bool(torch.isfinite(piece.sum(dtype=torch.float32))) and not bool(torch.isfinite(piece).all()):
             return False
     return True

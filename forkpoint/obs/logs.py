@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TextIO
@@ -19,6 +20,11 @@ MIB: Final = 2**20
 CONTROLS: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 MISSED: Final = ("no_checkpoint", "evicted")
+RESTORED: Final = (  # counters of tokens, and what they count
+    ("host_hit_tokens", "restored from the host tier"),
+    ("disk_hit_tokens", "restored from the disk tier"),
+    ("peer_hit_tokens", "fetched from other servers"),
+)
 
 
 class Formatter(logging.Formatter):
@@ -95,6 +101,13 @@ def wants_color(stream: TextIO) -> bool:
     return not os.environ.get("NO_COLOR") and (bool(os.environ.get("FORCE_COLOR")) or stream.isatty())
 
 
+def counted(number: int, noun: str) -> str:
+    """Return the number and the noun: "1 slot", "2,000 slots"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
+
+
 def cache_plan_lines(
     layout: CacheLayout,
     num_pages: int,
@@ -118,9 +131,9 @@ def cache_plan_lines(
         most = (num_pages - 1) * layout.slots_per_page
         lines.append(f"slot: one state of any length, {layout.slot_bytes:,} bytes; {most:,} at most")
     room = num_pages // max(1, layout.num_pages_for(max_model_len, 1))
-    lines.append(f"room for {room} requests of max_model_len={max_model_len} at once")
+    lines.append(f"room for {counted(room, 'request')} of max_model_len={max_model_len} at once")
     if num_host_pages:
-        size = num_host_pages * layout.page_bytes / MIB
+        size = num_host_pages * layout.in_tiers().page_bytes / MIB
         lines.append(f"host tier: {num_host_pages} pages ({size:.1f} MiB) for what the arena evicts")
     if num_disk_entries is not None:
         limit = config.disk_write_limit_bytes / GIB
@@ -129,6 +142,12 @@ def cache_plan_lines(
             f"{num_disk_entries:,} entries of earlier runs"
         )
     return [*lines, _caching_line(layout, config)]
+
+
+def operators_line(backends: Mapping[str, str]) -> str:
+    """Return a start-up line with the number of operators of each backend."""
+    numbers = Counter(backends.values())
+    return "operators: " + ", ".join(f"{number} by {backend}" for backend, number in sorted(numbers.items()))
 
 
 def operator_lines(backends: Mapping[str, str], copied: Iterable[str]) -> list[str]:
@@ -148,10 +167,10 @@ def operator_lines(backends: Mapping[str, str], copied: Iterable[str]) -> list[s
 def _contents(layout: CacheLayout) -> str:
     kinds = []
     if layout.has_kv:
-        kinds.append(f"{layout.blocks_per_page} blocks")
+        kinds.append(counted(layout.blocks_per_page, "block"))
     if layout.has_states:
-        kinds.append(f"{layout.slots_per_page} slots")
-    kinds += (f"{group.blocks_per_page} blocks of a window" for group in layout.windows)
+        kinds.append(counted(layout.slots_per_page, "slot"))
+    kinds += (f"{counted(group.blocks_per_page, 'block')} of a window" for group in layout.windows)
     return " or ".join(kinds)
 
 
@@ -195,15 +214,7 @@ def load_line(before: Reading, now: Reading) -> str:
         parts.append(f"slots {stats['num_slots_held']} running + {stats['num_checkpoints']} checkpoints")
     queried, hit = _grown(before, now, "query_tokens"), _grown(before, now, "hit_tokens")
     parts.append(f"prefix cache hit rate {hit / queried:.1%}" if queried else "no prompts looked up")
-    restored = _grown(before, now, "host_hit_tokens")
-    if restored:
-        parts.append(f"{restored:,} tokens restored from the host tier")
-    read = _grown(before, now, "disk_hit_tokens")
-    if read:
-        parts.append(f"{read:,} tokens restored from the disk tier")
-    fetched = _grown(before, now, "peer_hit_tokens")
-    if fetched:
-        parts.append(f"{fetched:,} tokens fetched from other servers")
+    parts += [f"{count:,} tokens {what}" for name, what in RESTORED if (count := _grown(before, now, name))]
     lost = sum(stats["lost_tokens"].get(reason, 0) - before.stats["lost_tokens"].get(reason, 0) for reason in MISSED)
     if lost > 0:
         parts.append(f"computed {lost:,} tokens again that had been cached")

@@ -18,6 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from forkpoint.ops.deal import Deal
+from forkpoint.ops.ranks import Ranks
+
 TILE = 64  # tokens of one row per tile of a tiled kernel
 PART_BLOCKS = 2  # blocks of keys in the smallest part of a decode row
 SHORT_BLOCKS = 8  # blocks; longer rows have parts of twice PART_BLOCKS, so that loads of one program overlap
@@ -100,6 +103,11 @@ def running_total(lens: Sequence[int] | npt.NDArray[np.integer]) -> IntArray:
     out = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(np.asarray(lens, np.int32), out=out[1:])
     return out
+
+
+def ranges(starts: npt.NDArray[np.integer], counts: IntArray) -> npt.NDArray[np.int64]:
+    """Return the ranges `[starts[i], starts[i] + counts[i])`, one after the other."""
+    return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 
 
 class _Rows:
@@ -253,6 +261,7 @@ class AttentionIndex:
     host_kv_lens: tuple[int, ...] = ()
     work: AttentionWork | None = None  # for kernels that run over tiles and parts
     first_key: int = 0
+    dealt: DealtIndex | None = None  # if ranks keep the keys in turn; then this index only says where tokens are stored
 
     def on_host(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (query lengths, key lengths) of the rows. Waits for the device if there are no host copies."""
@@ -267,3 +276,38 @@ class AttentionIndex:
         for row in rows:
             tiles = tiles.masked_fill(tiles[:, :1] == row, -1)
         return replace(self, work=replace(self.work, tiles=tiles))
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredRows:
+    """Consecutive rows whose keys are gathered from all ranks of a group.
+
+    `index` describes the rows alone, as if the gathered keys were the cache, in blocks of `block_size` tokens. The rank
+    contributes its kernel blocks `blocks`, `ratio` of them for each of the rows' blocks.
+    """
+
+    tokens: slice  # of the rows, in the step
+    blocks: Tensor  # [B * ratio] int64
+    ratio: int
+    block_size: int
+    index: AttentionIndex
+
+
+@dataclass(frozen=True, slots=True)
+class DealtIndex:
+    """Says which rows of an index whose keys are dealt attend to what.
+
+    The first `local.num_decodes` rows attend to the keys that each rank keeps, and the ranks merge the results. `local`
+    has as `kv_lens` the number of each row's keys that this rank keeps; None: there are no such rows. The keys of the
+    other rows are gathered.
+    """
+
+    deal: Deal
+    ranks: Ranks  # that keep the tokens in turn
+    kv_lens: Tensor  # [num_decodes]: the keys of all ranks that the decode rows see
+    local: AttentionIndex | None
+    gathered: tuple[GatheredRows, ...] = ()
+
+    def first_keys(self, window: int) -> Tensor:
+        """Return for each decode row the rank's first key that lies within the `window` of the row, `[num_decodes]`."""
+        return self.deal.count((self.kv_lens - window).clip(min=0))

@@ -20,6 +20,25 @@ def into(out: Out, found: Tensor) -> Tensor:
     return out.copy_(found)
 
 
+class GateLimits(NamedTuple):
+    """Limits of a gated activation: gate(x) is at most `gate`, and up(x) lies within `up` of 0."""
+
+    gate: float
+    up: float
+
+    @classmethod
+    def of_silu(cls, limit: float) -> GateLimits:
+        """Return the limits with which silu(gate(x)) is at most `limit`, as is the size of up(x)."""
+        low, high = limit, limit + 1.0  # silu(low) <= limit <= silu(high), and silu rises between them
+        for _ in range(64):
+            middle = (low + high) / 2
+            if middle / (1.0 + math.exp(-middle)) < limit:
+                low = middle
+            else:
+                high = middle
+        return cls(high, limit)
+
+
 @dataclass(frozen=True, slots=True)
 class Recurrence:
     """The form of a layer's recurrence. `mixed` is laid out `[q (H*K) | k (H*K) | v (HV*V)]`.

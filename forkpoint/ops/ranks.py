@@ -29,26 +29,62 @@ class Ranks:
     then computes each output element in the same order as a single device.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, gathers: bool = False, peers: Peers | None = None) -> None:
-        """`peers` carries out exchanges that our kernels support."""
-        self.rank, self.size, self.gathers, self._peers = rank, size, gathers, peers
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        gathers: bool = False,
+        peers: Peers | None = None,
+        group: dist.ProcessGroup | None = None,
+        context: Ranks | None = None,
+    ) -> None:
+        """`peers` carries out exchanges that our kernels support. `group` is torch's; None: all ranks.
+
+        `context` are the ranks, this one included, that keep the tokens of the same KV heads in turn.
+        """
+        self.rank, self.size, self.gathers, self._peers, self._group = rank, size, gathers, peers, group
+        self._context = context
+
+    @property
+    def context(self) -> Ranks:
+        """The ranks that keep the tokens of the same KV heads in turn, this one among them; by default it is alone."""
+        return self._context or ALONE
 
     @classmethod
-    def meet(cls, backend: str, rank: int, size: int, place: Path, gathers: bool, device: torch.device) -> Ranks:
+    def meet(
+        cls,
+        backend: str,
+        rank: int,
+        size: int,
+        place: Path,
+        gathers: bool,
+        device: torch.device,
+        context_size: int = 1,
+    ) -> Ranks:
         """Meet the other ranks through `place`, a file that does not exist yet, and wait for all of them.
 
         `backend` is torch.distributed's, kept to the loopback interface by default. Devices that reach each other's
-        memory also get the kernels' exchanges.
+        memory also get the kernels' exchanges. `context_size` neighbouring ranks keep tokens in turn.
         """
         for name in LOOPBACK:
             os.environ.setdefault(name, "lo")  # all ranks are on this machine, and nobody else may listen
         dist.init_process_group(backend, init_method=place.as_uri(), rank=rank, world_size=size)
-        ranks = cls(rank, size, gathers)
-        if not ranks.least(traits_of(device).reaches_peers, device):
-            return ranks
-        from forkpoint.ops.exchange.peers import Peers  # imported late, because it needs Triton
+        peers: Peers | None = None
+        if cls(rank, size).least(traits_of(device).reaches_peers, device):
+            from forkpoint.ops.exchange.peers import Peers  # imported late, because it needs Triton
 
-        return cls(rank, size, gathers, Peers.meet(rank, size, device))
+            peers = Peers.meet(rank, size, device)
+        context: Ranks | None = None
+        if 1 < context_size == size:
+            context = cls(rank, size, gathers, peers)
+        elif context_size > 1:
+            # Every rank has to create every group.
+            groups = [
+                dist.new_group(list(range(first, first + context_size))) for first in range(0, size, context_size)
+            ]
+            own, place_in_group = divmod(rank, context_size)
+            context = cls(place_in_group, context_size, gathers, group=groups[own])
+        return cls(rank, size, gathers, peers, context=context)
 
     @property
     def defers(self) -> bool:
@@ -66,7 +102,7 @@ class Ranks:
         if self._peers is not None and x.dtype == torch.bfloat16 and self._peers.takes(x):
             return self._peers.sum(x)
         x = x.contiguous()
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=self._group)
         return x
 
     def takes_parts(self, width: int, dtype: torch.dtype) -> bool:
@@ -94,7 +130,12 @@ class Ranks:
             return x
         if self._peers is not None and self.gathers_at_once(x):
             return self._peers.gather(x)
-        return self._stacked(x).movedim(0, -2).flatten(-2)
+        return self.stack(x).movedim(0, -2).flatten(-2)
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """Send `x[:, r]` to rank r, and return what each rank has sent here: `[N, size, K] -> [N, size, K]`."""
+        every = self.gather(x.flatten(1)).view(len(x), self.size, *x.shape[1:])
+        return every[:, :, self.rank]
 
     def check_equal(self, named: Mapping[str, object], device: torch.device) -> None:
         """Raise a ConfigError that names each value whose `repr` differs between ranks."""
@@ -102,7 +143,7 @@ class Ranks:
             return
         digests = [hashlib.blake2b(repr(value).encode(), digest_size=8).digest() for value in named.values()]
         own = torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests], device=device)
-        for rank, others in enumerate(self._stacked(own).tolist()):
+        for rank, others in enumerate(self.stack(own).tolist()):
             wrong = [name for name, ours, theirs in zip(named, own.tolist(), others, strict=True) if ours != theirs]
             if wrong:
                 raise ConfigError(f"ranks {self.rank} and {rank} do not have the same {' and '.join(wrong)}")
@@ -111,13 +152,14 @@ class Ranks:
         """Return the smallest of all ranks' values."""
         if self.size == 1:
             return value
-        return int(self._stacked(torch.tensor([value], device=device)).min())
+        return int(self.stack(torch.tensor([value], device=device)).min())
 
-    def _stacked(self, x: Tensor) -> Tensor:
+    def stack(self, x: Tensor) -> Tensor:
+        """Return all ranks' tensors, `[size, ...]`."""
         out = x.new_empty(self.size, *x.shape)
         # One call, whose name depends on the version of torch.
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        gather(out.flatten(0, 1), x.contiguous())
+        gather(out.flatten(0, 1), x.contiguous(), group=self._group)
         return out
 
 

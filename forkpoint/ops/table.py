@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 from forkpoint.ops.attention import pools, reference
+from forkpoint.ops.attention.image import image_attention
 from forkpoint.ops.conv1d import windows
 from forkpoint.ops.linear.scaled import Matrix
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, RecordIndex, SegmentIndex, VerifyIndex
-from forkpoint.ops.norm.reference import mix_residuals
+from forkpoint.ops.norm.reference import add_layer_norm, mix_residuals
 from forkpoint.ops.parameters import (
     ConvTaps,
+    GateLimits,
     KVScales,
     Out,
     PoolRule,
@@ -29,6 +32,7 @@ from forkpoint.ops.parameters import (
     ScanInputs,
     ScanParams,
 )
+from forkpoint.ops.rows import host_rows
 from forkpoint.ops.rows.columns import IdColumns, LateColumns, WindowColumns
 from forkpoint.ops.rows.reference import accept, catch_up, newest
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
@@ -53,7 +57,16 @@ Linear: TypeAlias = Callable[[Tensor, Any], Tensor]
 PrepareLinear: TypeAlias = Callable[[Matrix, Tensor | None], Any]
 RMSNorm: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
 SiluMul: TypeAlias = Callable[[Tensor], Tensor]
-Experts: TypeAlias = Callable[[Tensor, Any, Tensor, Tensor], Tensor]
+
+
+class Experts(Protocol):
+    def __call__(
+        self, x: Tensor, packed: Any, weights: Tensor, ids: Tensor, limits: GateLimits | None = None
+    ) -> Tensor:
+        """Return `sum_j weights[t, j] * expert_{ids[t, j]}(x[t])` for `x[T, H]` and packed weights of experts.
+
+        `weights` and `ids` `[T, choices]` come from `route`. `limits` clamp both halves of a gated expert's first
+        product, as `silu_mul` does in activation/reference.py."""
 
 
 class GatedRMSNorm(Protocol):
@@ -134,6 +147,23 @@ class PagedAttention(Protocol):
         `v_cache` is a view of the first Dv dims of `k_cache`, and there is no gate, window or scale."""
 
 
+class PartialAttention(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        index: AttentionIndex,
+        scale: float,
+        starts: Tensor | None = None,
+        scales: KVScales | None = None,
+    ) -> Tensor:
+        """Return `paged_attention` of decode rows to some of their keys, so that results can be merged.
+
+        Row r sees all keys of the index from `starts[r]` on. The result is `[N, Hq, Dv + 1]` fp32: each output, and the
+        logarithm of the sum of its scores' exponentials. A row without keys has zeros and `reference.NO_KEYS`."""
+
+
 class LatentPrefill(Protocol):
     def __call__(
         self,
@@ -175,8 +205,20 @@ class PoolAttention(Protocol):
         chosen: Tensor,
         rule: PoolRule,
         gate: Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
-        """Return `paged_attention` to the keys of the `chosen` pools, and to those after the last complete pool."""
+        """Return `paged_attention` to the keys of the `chosen` pools, and to those after the last complete pool.
+
+        For latents, `v_cache` is `k_cache`."""
+
+
+class ImageAttention(Protocol):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int, cos_sin: Tensor | None = None) -> Tensor:
+        """Return `[patches, hidden]`: each patch attends to all patches, head by head.
+
+        `q`, `k` and `v` are `[patches, hidden]`, with any stride of rows. With `cos_sin[patches, head_dim]` fp32, cos
+        in the first half and sin in the second, queries and keys are rotated first. This may overwrite them.
+        """
 
 
 class TakeWindows(Protocol[Index]):
@@ -223,7 +265,12 @@ class Recorded(Protocol[Inputs, Params, Index]):
 
         scan_verify equals, bit for bit, one call of scan_decode for each token of a row with drafts. Its records, in
         the inputs' dtype, are x and dt `[L, M, D]` in one line each, and b `[L, M, N]`. scan_fold gets A and dt_bias
-        after the records."""
+        after the records.
+
+        recurrence_verify equals, bit for bit, one call of recurrence_decode for each token of a row with drafts, in its
+        outputs and in the states that are folded later. Its records are fp32: updates `[L, M, HV, V]`, keys
+        `[L, M, H, K]`, and decays `[L, M, HV]`, or `[L, M, HV, K]` with a decay per key. A fold is
+        `S <- decay S + update key^T`."""
 
 
 class ConvRecord(Protocol):
@@ -256,17 +303,6 @@ class ConvVerify(Protocol):
         """Run conv_update for rows with drafts: `x[T, D]` -> `[T, D]`.
 
         The records are raw inputs `[L, M, D]`: `M` tokens in each of `L` lines."""
-
-
-class RecurrenceVerify(Protocol):
-    def __call__(
-        self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Records
-    ) -> Tensor:
-        """Run recurrence_decode for rows with drafts; return `[T, HV, V]`.
-
-        The outputs, and the states that are folded later, equal those of one recurrence_decode call per token, bit for
-        bit. The records are fp32: updates `[L, M, HV, V]`, keys `[L, M, H, K]`, and decays `[L, M, HV]`, or
-        `[L, M, HV, K]` with a decay per key. A fold is `S <- decay S + update key^T`."""
 
 
 class Route(Protocol):
@@ -317,14 +353,12 @@ class OpTable:
     scan_fold: Fold
     conv_verify: ConvVerify
     conv_fold: Fold
-    recurrence_verify: RecurrenceVerify
+    recurrence_verify: Recorded[RecurrenceInputs, RecurrenceParams, VerifyIndex]
     recurrence_fold: Fold
     route: Route
     # Pack expert weights, either all FP8 or none. `gate_up[E, 2I, H]` and `down[E, H, I]` compute
     # `down(silu(gate) * up)`. An `up[E, I, H]` without gates computes `down(relu(up) ** 2)`.
     prepare_experts: Callable[[Matrix, Matrix], Any]
-    # (`x[T, H]`, packed weights, `weights[T, choices]`, `ids[T, choices]`) -> `sum_j weights[t, j] *
-    # expert_{ids[t, j]}(x[t])`. Weights and ids come from `route`.
     experts: Experts
     # `pool[dst[i]] = pool[src[i]]` for each of the pools `[P, ...]`. A src of -1 gives zeros, a dst of -1 stores
     # nothing. One launch copies raw bits in any order. Any number of rows may read one slot, and a row may read and
@@ -353,14 +387,22 @@ class OpTable:
     # Sort each row of `logits[N, V]` from the largest to the smallest, equal logits by id. (logits, `token_ids[N]`,
     # count) -> (the first ids `[N, count]`, the rank `[N]`, from 1, of token_ids), all int64.
     top_ids: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = top_ids
+    partial_attention: PartialAttention = reference.partial_attention
     choose_pools: ChoosePools = pools.choose_pools
     pool_attention: PoolAttention = pools.pool_attention
     window_prefill: TakeWindows[SegmentIndex] = windows.window_prefill
     window_update: TakeWindows[DecodeIndex] = windows.window_update
     window_verify: WindowVerify = windows.window_verify
+    # Keep tables `[N_i, D]` in the host's memory for a device. They are taken one at a time.
+    prepare_host_rows: Callable[[Iterable[Tensor], torch.device], Any] = host_rows.prepare_host_rows
+    # (prepared tables, `ids[T, S]` int64) -> their rows `[T, S, D]`. Ids count through all tables.
+    host_rows: Callable[[Any, Tensor], Tensor] = host_rows.host_rows
     # Store `x[T, H, D]` in `cache[P, H, 64, D]`, a strided view of the arena; slot -1 stores nothing.
     store_rows: Callable[[Tensor, Tensor, Tensor], None] = reference.store_rows
     mix_residuals: MixResiduals = mix_residuals
+    image_attention: ImageAttention = image_attention
+    # (x, added, weight, bias, eps) -> (layer norm of `x + added`, `x + added`), all `[T, D]`.
+    add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_layer_norm
     redirects: frozenset[str] = frozenset(STATE_OPERATORS)
     deterministic: bool = False  # a row's bits do not depend on the rest of the batch
     backends: dict[str, str] = field(default_factory=dict)
@@ -379,6 +421,13 @@ class OpTable:
     # The table for FP8 models with scales by block: operators round the inputs of products while they produce them.
     rounding: OpTable | None = None
     rounds: bool = False  # whether this is such a table
+
+
+def is_torch(table: OpTable, name: str) -> bool:
+    """Return whether the table has torch's function for an operator that has a default."""
+    own = getattr(table, name)
+    default = next(one.default for one in fields(OpTable) if one.name == name)
+    return getattr(own, "func", own) is default
 
 
 def operator_names() -> tuple[str, ...]:

@@ -9,17 +9,19 @@ from typing import Any
 import triton
 
 from forkpoint.ops.activation import kernel as activation
-from forkpoint.ops.attention import inputs_kernel, latent_kernel
+from forkpoint.ops.attention import image_kernel, inputs_kernel, latent_kernel, pool_choice_kernel, store_kernel
 from forkpoint.ops.attention.expanded_kernel import latent_prefill
 from forkpoint.ops.attention.kernel import TritonPagedAttention
+from forkpoint.ops.attention.pool_attention_kernel import TritonPoolAttention
 from forkpoint.ops.conv1d import kernel as conv1d
 from forkpoint.ops.conv1d import verify_kernel as conv_verify
 from forkpoint.ops.linear.device_linear import DeviceLinear
 from forkpoint.ops.moe import route_kernel
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.norm import kernel as norm
-from forkpoint.ops.norm import mix_kernel
+from forkpoint.ops.norm import layer_kernel, mix_kernel
 from forkpoint.ops.recurrence import decode_kernel, prefill_kernel, record_kernel
+from forkpoint.ops.rows import host_rows_kernel
 from forkpoint.ops.rows import kernel as rows
 from forkpoint.ops.sampling import choose_kernel, shortlist_kernel
 from forkpoint.ops.sampling import kernel as sampling
@@ -31,6 +33,7 @@ from forkpoint.ops.table import OpTable, operator_names, operators_of
 _OPERATORS = (
     *(activation, inputs_kernel, latent_kernel, conv1d, conv_verify, route_kernel, norm, choose_kernel, sampling),
     *(mix_kernel, shortlist_kernel, decode_kernel, prefill_kernel, record_kernel, scan, scan_prefill, rows),
+    *(image_kernel, layer_kernel, pool_choice_kernel, store_kernel, host_rows_kernel),
 )
 
 
@@ -40,11 +43,14 @@ def triton_table(base: OpTable) -> OpTable:
     Each kernel computes a row from that row alone, in one order of operations and one fixed configuration, so it also
     serves deterministic tables. Attention gets `deterministic`, because it would otherwise split keys for few queries.
     """
+    attention = TritonPagedAttention(base.deterministic)
     product, experts = DeviceLinear(base.deterministic, activation.silu_mul), DeviceExperts(base.deterministic)
     replaced: dict[str, Any] = {
         "prepare_experts": experts.prepare,
         "experts": experts,
-        "paged_attention": TritonPagedAttention(base.deterministic),
+        "paged_attention": attention,
+        "partial_attention": attention.partial,
+        "pool_attention": TritonPoolAttention(base.deterministic),
         "state_copy": StateCopy(),
     }
     replaced |= operators_of(*_OPERATORS, product)

@@ -4,26 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
+from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.peer_offers import Fetch, FetchNews
-from forkpoint.disk.namespace import entry_sum
 from forkpoint.peer.offered import key_of
-from forkpoint.peer.protocol import DONE, HeldEntries, Line, PeerError, WantedEntries
+from forkpoint.peer.protocol import (
+    DONE,
+    GONE,
+    PART_NUMBER,
+    SHARED,
+    HeldEntries,
+    Line,
+    PeerError,
+    WantedEntries,
+    num_parts,
+    part_of,
+    part_sum,
+)
+from forkpoint.shared_arrays import CAN_SHARE, MemoryReader
 
-NUM_THREADS: Final = 8
+NUM_FETCHES: Final = 8  # at the same time
+MOST_CONNECTIONS: Final = 8  # of a fetch; each has a thread, which also computes checksums
+BYTES_OF_CONNECTION: Final = 2**25  # with which another connection pays
+PROGRESS_BYTES: Final = 2**25  # that have arrived and wake up a worker without other work
 END_S: Final = 2.0  # for telling a peer that its lease has ended
 LOGGER: Final = logging.getLogger("forkpoint")
 
 
 class _NotHeldError(Exception):
     """The peer answers, but does not have what was offered, or has damaged it."""
+
+
+class _NotSharedError(Exception):
+    """The peer's memory cannot be read, although it seems to be on this machine."""
+
+
+class _UnwantedError(Exception):
+    """Nobody waits for this fetch any more, or another part of it has failed."""
 
 
 @dataclass(slots=True)
@@ -33,117 +58,265 @@ class _Ended:
     unreachable: list[int] = field(default_factory=list)
 
 
+class _Running:
+    """A fetch that has not ended: its buffers, and its connections, which `stop` ends."""
+
+    def __init__(self, fetch: Fetch, until_s: float) -> None:
+        self.fetch, self.until_s = fetch, until_s
+        self.entries: list[memoryview | None] = [None] * len(fetch.names)
+        # Guarded by the lock of Fetching:
+        self.is_forgotten = False
+        self.arrived: list[set[int]] = [set() for _ in fetch.names]  # parts of each entry
+        self.num_arrived = self.num_reported = 0  # of the first entries
+        self.unreported_bytes = 0  # of those that have arrived and were not reported
+        self._lock = threading.Lock()  # guards all below
+        self._lines: set[Line] = set()
+        self._is_stopped = False
+
+    def buffer(self, index: int, num_bytes: int, take: Callable[[int], memoryview]) -> memoryview:
+        """Return the buffer of an entry, which several connections fill."""
+        with self._lock:
+            found = self.entries[index]
+            if found is None:
+                found = self.entries[index] = take(num_bytes)
+            return found
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+            for line in self._lines:
+                line.end()
+
+    @contextlib.contextmanager
+    def connect(self, rank: int) -> Iterator[Line]:
+        """Connect to the other engine's rank. Raises OSError, and _UnwantedError after `stop`."""
+        with _connect(self.fetch, rank, self.until_s) as line:
+            with self._lock:
+                self._check()
+                self._lines.add(line)
+            try:
+                yield line
+            except (OSError, PeerError):
+                with self._lock:
+                    self._check()  # `stop` has ended the connection
+                raise
+            finally:
+                with self._lock:
+                    self._lines.discard(line)
+
+    def _check(self) -> None:
+        if self._is_stopped:
+            raise _UnwantedError
+
+
 class Fetching:
     """Fetches entries whose sizes are `unit_bytes`, by kind. `news` says which fetches have ended.
 
-    What was fetched waits in a buffer until `forget`. The caller bounds the bytes of all fetches. Each failure is one
-    line in the log.
+    `news` also says how many of a fetch's first entries have arrived, so that they can be used before the others come.
+    An entry waits in a buffer until `forget`, even if its fetch fails. The caller bounds the bytes of all fetches. Each
+    failure is one line in the log.
     """
 
-    def __init__(self, namespace: bytes, unit_bytes: Mapping[int, int]) -> None:
-        self._namespace, self._unit_bytes = namespace, unit_bytes
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "fetch")
+    def __init__(self, namespace: bytes, unit_bytes: Mapping[int, int], rank: int = 0) -> None:
+        self._namespace, self._unit_bytes, self._rank = namespace, unit_bytes, rank
+        self.take: Callable[[int], memoryview] = lambda num_bytes: memoryview(bytearray(num_bytes))
+        self.give: Callable[[memoryview], None] = lambda buffer: None  # takes what is not needed any more
+        self.shares_memory = CAN_SHARE  # False: entries come over TCP alone
+        self._threads = ThreadPoolExecutor(NUM_FETCHES, "fetch")
+        self._helpers = ThreadPoolExecutor(NUM_FETCHES * (MOST_CONNECTIONS - 1), "fetch part")
         self._changed = threading.Condition()  # guards all below
-        self._fetched: dict[int, list[memoryview]] = {}  # by ticket: each entry's bytes
-        self._forgotten: set[int] = set()  # tickets of fetches that have not ended and that nobody wants
-        self._running: set[int] = set()
+        self._fetched: dict[int, list[memoryview | None]] = {}  # by ticket: the buffers of a fetch that has ended
+        self._running: dict[int, _Running] = {}  # by ticket
         self._ended = _Ended()
 
     # --- called by the worker's thread
 
     def start(self, fetch: Fetch) -> None:
-        if fetch.names:
-            with self._changed:
-                self._running.add(fetch.ticket)
-        self._threads.submit(self._run, fetch, time.monotonic() + fetch.timeout_s)
-
-    def take(self, ticket: int, place: int, target: memoryview) -> None:
-        """Copy an entry that was fetched to `target`."""
+        until_s = time.monotonic() + fetch.timeout_s
+        if not fetch.names:
+            self._threads.submit(self._end_lease, fetch)
+            return
+        running = _Running(fetch, until_s)
         with self._changed:
-            source = self._fetched[ticket][place]
-        target[:] = source
+            self._running[fetch.ticket] = running
+        self._threads.submit(self._run, running)
+
+    def contents(self, ticket: int, place: int) -> memoryview:
+        """Return an entry that has arrived. It is valid until `forget`."""
+        with self._changed:
+            running = self._running.get(ticket)
+            entry = self._fetched[ticket][place] if running is None else running.entries[place]
+            assert entry is not None and (running is None or place < running.num_arrived), "it has not arrived"
+            return entry
 
     def forget(self, ticket: int) -> None:
         with self._changed:
-            self._fetched.pop(ticket, None)
-            if ticket in self._running:
-                self._forgotten.add(ticket)
+            entries = self._fetched.pop(ticket, [])
+            running = self._running.get(ticket)
+            if running is not None:
+                running.is_forgotten = True
+        if running is not None:
+            running.stop()
+        self._give_all(entries)
+
+    def _give_all(self, entries: Iterable[memoryview | None]) -> None:
+        for entry in entries:
+            if entry is not None:
+                self.give(entry)
 
     def news(self, wait_s: float = 0.0) -> FetchNews | None:
-        """Return what has ended since the last call; None if that is nothing. Wait so long for the first."""
+        """Return what has ended or arrived since the last call; None if that is nothing.
+
+        With `wait_s`, wait so long until a fetch has ended or PROGRESS_BYTES of one have arrived.
+        """
         with self._changed:
             if wait_s:
-                self._changed.wait_for(lambda: self._ended.done or self._ended.failed, wait_s)
+                self._changed.wait_for(self._has_news, wait_s)
             ended, self._ended = self._ended, _Ended()
-        if not ended.done and not ended.failed:
+            arrived: list[tuple[int, int]] = []
+            for ticket, running in self._running.items():
+                if running.num_arrived > running.num_reported:
+                    running.num_reported, running.unreported_bytes = running.num_arrived, 0
+                    arrived.append((ticket, running.num_arrived))
+        if not ended.done and not ended.failed and not arrived:
             return None
-        return FetchNews(tuple(ended.done), tuple(ended.failed), tuple(ended.unreachable))
+        return FetchNews(tuple(ended.done), tuple(ended.failed), tuple(ended.unreachable), tuple(arrived))
+
+    def _has_news(self) -> bool:
+        if self._ended.done or self._ended.failed:
+            return True
+        return any(running.unreported_bytes >= PROGRESS_BYTES for running in self._running.values())
 
     def close(self) -> None:
+        with self._changed:
+            left = list(self._running.values())
+        for running in left:
+            running.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._helpers.shutdown(wait=False, cancel_futures=True)
 
     # --- threads of their own
 
-    def _run(self, fetch: Fetch, until_s: float) -> None:
-        if not fetch.names:
-            with contextlib.suppress(OSError, PeerError), self._connect(fetch, time.monotonic() + END_S) as line:
-                line.send(self._wanted(fetch))
-            return
-        entries: list[memoryview] | None = None
-        is_unreachable = False
-        with self._changed:
-            is_wanted = fetch.ticket not in self._forgotten
+    def _end_lease(self, fetch: Fetch) -> None:
+        with (
+            contextlib.suppress(OSError, PeerError),
+            _connect(fetch, self._rank, time.monotonic() + END_S) as line,
+        ):
+            line.send(WantedEntries(self._namespace, fetch.engine_id, fetch.lease, ()))
+
+    def _run(self, running: _Running) -> None:
+        fetch, is_whole, answers = running.fetch, False, True
         try:
-            if is_wanted:
-                entries = self._fetch(fetch, until_s)
+            self._fetch(running)
+            is_whole = True
+        except _UnwantedError:
+            answers = False
         except (_NotHeldError, OSError, PeerError) as error:
-            is_unreachable = not isinstance(error, _NotHeldError)
-            LOGGER.warning("the prompt at %s port %d is computed instead of fetched: %s", fetch.host, fetch.port, error)
+            answers = isinstance(error, _NotHeldError)
+            port = fetch.ports[self._rank]
+            LOGGER.warning("the prompt at %s port %d is computed instead of fetched: %s", fetch.host, port, error)
         with self._changed:
-            self._running.discard(fetch.ticket)
-            if fetch.ticket in self._forgotten:
-                self._forgotten.discard(fetch.ticket)
-            elif entries is None:
-                self._ended.failed.append(fetch.ticket)
-                if is_unreachable:
+            del self._running[fetch.ticket]
+            if not running.is_forgotten:
+                # Some entries of a fetch that has failed may be in use.
+                self._fetched[fetch.ticket] = running.entries
+                (self._ended.done if is_whole else self._ended.failed).append(fetch.ticket)
+                if not is_whole and not answers:
                     self._ended.unreachable.append(fetch.ticket)
-            else:
-                self._fetched[fetch.ticket] = entries
-                self._ended.done.append(fetch.ticket)
             self._changed.notify_all()
+        if running.is_forgotten:
+            self._give_all(running.entries)
+        if answers or running.is_forgotten:
+            self._end_lease(fetch)
 
-    @contextlib.contextmanager
-    def _connect(self, fetch: Fetch, until_s: float) -> Iterator[Line]:
-        left = until_s - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("it took too long")
-        with socket.create_connection((fetch.host, fetch.port), left) as connection:
-            yield Line(connection, until_s)
+    def _fetch(self, running: _Running) -> None:
+        """Fill `running.entries`. Their checksums are right then.
 
-    def _wanted(self, fetch: Fetch) -> WantedEntries:
-        return WantedEntries(self._namespace, fetch.engine_id, fetch.lease, tuple(map(key_of, fetch.names)))
-
-    def _fetch(self, fetch: Fetch, until_s: float) -> list[memoryview] | None:
-        """Return the bytes of the entries, in their order. Their checksums are right. None: nobody wants them.
-
-        Raises _NotHeldError if the other engine lacks them, PeerError for a wrong answer, and OSError.
+        Raises _NotHeldError if the other engine lacks entries, PeerError for a wrong answer, OSError, and
+        _UnwantedError if nobody wants them.
         """
-        with self._connect(fetch, until_s) as line:
-            line.send(self._wanted(fetch))
+        sizes = [self._unit_bytes[name.kind] for name in running.fetch.names]
+        parts = [(index, part) for index, size in enumerate(sizes) for part in range(num_parts(size))]
+        most = min(MOST_CONNECTIONS, len(parts), max(1, (os.cpu_count() or 1) // 2))
+        count = max(1, min(most, sum(sizes) // BYTES_OF_CONNECTION))
+        others = [self._helpers.submit(self._fetch_parts, running, parts[start::count]) for start in range(1, count)]
+        errors = list[BaseException]()
+        try:
+            self._fetch_parts(running, parts[::count])
+        except Exception as error:
+            errors.append(error)
+        errors += [found for other in others if (found := other.exception()) is not None]
+        if errors:
+            raise min(errors, key=lambda found: isinstance(found, _UnwantedError))  # rather the cause than its effects
+
+    def _fetch_parts(self, running: _Running, parts: Sequence[tuple[int, int]]) -> None:
+        """Receive parts of entries, given as the place of an entry and the number of a part, over one connection."""
+        try:
+            try:
+                self._receive(running, parts, self.shares_memory)
+            except _NotSharedError:  # what has arrived may be in use already
+                self._receive(running, [each for each in parts if each[1] not in running.arrived[each[0]]], False)
+        except BaseException:
+            running.stop()
+            raise
+
+    def _receive(self, running: _Running, parts: Sequence[tuple[int, int]], may_share: bool) -> None:
+        fetch = running.fetch
+        with running.connect(self._rank) as line, MemoryReader() as memory:
+            keys = tuple(key_of(fetch.names[index]) + PART_NUMBER.pack(part) for index, part in parts)
+            shares = may_share and line.is_local
+            line.send(WantedEntries(self._namespace, fetch.engine_id, fetch.lease, keys, shares))
             held: HeldEntries = line.receive(HeldEntries)
             if held.refusal:
                 raise _NotHeldError(held.refusal)
-            if len(held.sums) != len(fetch.names):
-                raise PeerError("it sent checksums of other entries")
-            entries: list[memoryview] = []
-            for name, checksum in zip(fetch.names, held.sums, strict=True):
-                if fetch.ticket in self._forgotten:
-                    return None
-                data = memoryview(bytearray(self._unit_bytes[name.kind]))
-                line.receive_into(data)
-                if entry_sum(self._namespace, name, data) != checksum:
-                    raise _NotHeldError("the checksum of an entry is wrong")
-                entries.append(data)
+            for index, part in parts:
+                name = fetch.names[index]
+                buffer = running.buffer(index, self._unit_bytes[name.kind], self.take)
+                self._receive_part(line, memory if shares else None, name, part, part_of(buffer, part))
+                self._note_arrival(running, index, part)
             with contextlib.suppress(OSError):  # it has sent everything; its lease ends by itself
                 line.send_bytes(DONE)
-        return entries
+
+    def _note_arrival(self, running: _Running, index: int, part: int) -> None:
+        names = running.fetch.names
+        with self._changed:
+            running.arrived[index].add(part)
+            while running.num_arrived < len(names):
+                num_bytes = self._unit_bytes[names[running.num_arrived].kind]
+                if len(running.arrived[running.num_arrived]) < num_parts(num_bytes):
+                    break
+                running.unreported_bytes += num_bytes
+                running.num_arrived += 1
+            if running.unreported_bytes >= PROGRESS_BYTES:
+                self._changed.notify_all()
+
+    def _receive_part(
+        self, line: Line, memory: MemoryReader | None, name: EntryName, part: int, buffer: memoryview
+    ) -> None:
+        """Fill a buffer with a part, whose checksum is right then. Raises as `_fetch` does, and _NotSharedError.
+
+        The checksum is that of the copy, so it does not matter what the other engine does with its memory afterwards.
+        """
+        head = line.receive_head()
+        if head.status == GONE:
+            raise _NotHeldError("the lease has ended, or its entries were withdrawn")
+        if head.status == SHARED:
+            if memory is None:
+                raise PeerError("it does not send what it was asked for")
+            try:
+                memory.read_into(head.place, buffer)
+            except OSError as error:
+                raise _NotSharedError from error
+        else:
+            line.receive_into(buffer)
+        if part_sum(self._namespace, name, part, buffer) != head.sum:
+            raise _NotHeldError("the checksum of an entry is wrong")
+
+
+@contextlib.contextmanager
+def _connect(fetch: Fetch, rank: int, until_s: float) -> Iterator[Line]:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("it took too long")
+    with socket.create_connection((fetch.host, fetch.ports[rank]), left_s) as connection:
+        yield Line(connection, until_s)

@@ -4,37 +4,46 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
+
+import numpy as np
 
 from forkpoint.cache.disk_entries import EntryName
-from forkpoint.disk.namespace import entry_sum
+from forkpoint.peer.protocol import part_of, part_sum
+from forkpoint.shared_arrays import Place, place_of
 
-GONE: Final = "the lease has ended, or its entries were withdrawn"
+Buffer: TypeAlias = bytes | memoryview
+MOST_ENDED: Final = 4096  # leases that have ended and are remembered, so that nobody waits for them
 
 
-@dataclass(slots=True)
-class _Entry:
-    """An entry's bytes, which `num_leases` hold. Their checksum is computed when they are first fetched."""
+@dataclass(slots=True, eq=False)
+class OfferedEntry:
+    """An entry's bytes, held by leases and by connections that send them.
+
+    `sums` has the checksums of parts that were fetched. `place`: as in `Place`, if the bytes are in shared memory.
+    """
 
     name: EntryName
-    data: bytes
-    num_leases: int = 0
-    sum: bytes = b""
+    data: Buffer
+    num_holders: int = 0
+    place: Place | None = None
+    sums: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Lease:
-    until_s: float
-    keys: dict[bytes, None] = field(default_factory=dict)
+    until_s: float = 0.0
+    entries: dict[bytes, OfferedEntry] = field(default_factory=dict)
+    is_complete: bool = False  # no more entries come
 
 
 class Offered:
     """Holds at most `max_bytes` for other engines. Prompts that share entries share their copies.
 
-    A lease ends when it was fetched, after `lease_s`, or when newer leases need its room; the oldest goes first. The
-    worker's thread adds entries, and the threads of connections read them.
+    A lease ends when `end` is called, `lease_s` after its last entry was added, or when newer leases need its room; the
+    oldest goes first. The worker's thread adds entries, and the threads of connections read them.
     """
 
     def __init__(
@@ -42,56 +51,96 @@ class Offered:
     ) -> None:
         self._namespace, self._max_bytes, self._lease_s, self._clock = namespace, max_bytes, lease_s, clock
         self._changed = threading.Condition()  # guards all below
-        self._entries: dict[bytes, _Entry] = {}
+        self.give: Callable[[memoryview], None] = lambda data: None  # takes what is not needed any more
+        self._entries: dict[bytes, OfferedEntry] = {}
         self._leases: dict[int, _Lease] = {}  # the oldest first
-        self._newest = 0  # lease of which an entry was added, or which had no room
+        self._ended: dict[int, None] = {}  # leases, in the order in which they ended
         self.num_bytes = 0
 
-    def add(self, name: EntryName, data: memoryview, lease: int) -> None:
-        """Copy an entry for a lease. If even an otherwise empty memory has no room for the lease, the lease ends."""
-        key = key_of(name)
+    def add(self, name: EntryName, data: Buffer, lease: int) -> None:
+        """Add an entry to a lease. If even an otherwise empty memory has no room for the lease, the lease ends.
+
+        Nobody may change `data` any more. What is not kept is given back at once.
+        """
+        place = place_of(np.frombuffer(data, np.uint8)) if isinstance(data, memoryview) else None
         with self._changed:
-            self._expire()
-            if lease > self._newest:
-                self._newest = lease
-                self._leases[lease] = _Lease(self._clock() + self._lease_s)
-            held = self._leases.get(lease)
-            if held is None or key in held.keys:
-                return
-            entry = self._entries.get(key)
-            if entry is None:
-                while self.num_bytes + len(data) > self._max_bytes and self._leases:
-                    self._end(next(iter(self._leases)))
-                if lease not in self._leases:
-                    self._changed.notify_all()
-                    return
-                entry = self._entries[key] = _Entry(name, bytes(data))
-                self.num_bytes += len(data)
-            entry.num_leases += 1
-            held.keys[key] = None
+            if not self._add(OfferedEntry(name, data, place=place), lease):
+                self._give(data)
+
+    def _add(self, new: OfferedEntry, lease: int) -> bool:
+        """Add an entry. Returns whether `new` is kept."""
+        key = key_of(new.name)
+        self._expire()
+        held = self._renewed(lease)
+        if held is None or key in held.entries:
+            return False
+        entry = self._entries.get(key)
+        if entry is not None and entry.name != new.name:
+            entry = None  # their checksums differ
+        is_new = entry is None
+        if entry is None:
+            while self.num_bytes + len(new.data) > self._max_bytes and self._leases:
+                self._end(next(iter(self._leases)))
+            if lease not in self._leases:
+                self._changed.notify_all()
+                return False
+            entry = self._entries[key] = new
+            self.num_bytes += len(new.data)
+        entry.num_holders += 1
+        held.entries[key] = entry
+        self._changed.notify_all()
+        return is_new
+
+    def _renewed(self, lease: int) -> _Lease | None:
+        """Return a lease that begins or goes on, with the end of its time set; None if it has ended."""
+        if lease in self._ended:
+            return None
+        held = self._leases.setdefault(lease, _Lease())
+        held.until_s = self._clock() + self._lease_s
+        return held
+
+    def complete(self, lease: int) -> None:
+        """Note that a lease gets no more entries, so that nobody waits for others."""
+        with self._changed:
+            held = self._renewed(lease)
+            if held is not None:
+                held.is_complete = True
             self._changed.notify_all()
 
-    def wait_for(self, lease: int, keys: Sequence[bytes], wait_s: float) -> list[tuple[bytes, bytes]] | None:
-        """Return (bytes, checksum) of each entry of a lease; None if it has ended.
+    def wait_for(self, lease: int, key: bytes, wait_s: float) -> OfferedEntry | None:
+        """Return an entry of a lease; None if it is not added in time. `sent` has to follow.
 
-        The offer may be on its way to the client before its copies are made, so wait for them.
+        A decode engine may ask before the entry is computed. None is returned at once if the lease has ended or is
+        complete without the entry.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_decided(lease, keys), wait_s)
+            self._changed.wait_for(lambda: self._is_decided(lease, key), wait_s)
             self._expire()
             held = self._leases.get(lease)
-            if held is None or not all(key in held.keys for key in keys):
+            entry = None if held is None else held.entries.get(key)
+            if entry is None:
                 return None
-            entries = [self._entries[key] for key in keys]
-        for entry in entries:  # not in the worker's thread, whose steps would wait for it
-            entry.sum = entry.sum or entry_sum(self._namespace, entry.name, memoryview(entry.data))
-        return [(entry.data, entry.sum) for entry in entries]
+            entry.num_holders += 1
+        return entry
 
-    def _is_decided(self, lease: int, keys: Sequence[bytes]) -> bool:
+    def part_sum(self, entry: OfferedEntry, part: int) -> bytes:
+        """Return the checksum of a part of an entry. It is computed here because steps would wait for it in `add`."""
+        found = entry.sums.get(part)
+        if found is None:
+            found = part_sum(self._namespace, entry.name, part, part_of(memoryview(entry.data), part))
+            entry.sums[part] = found
+        return found
+
+    def sent(self, entries: Iterable[OfferedEntry]) -> None:
+        """Note that the entries that `wait_for` returned are not needed any more."""
+        with self._changed:
+            self._drop(entries)
+
+    def _is_decided(self, lease: int, key: bytes) -> bool:
         held = self._leases.get(lease)
         if held is None:
-            return lease <= self._newest
-        return all(key in held.keys for key in keys)
+            return lease in self._ended
+        return held.is_complete or key in held.entries
 
     def end(self, lease: int) -> None:
         with self._changed:
@@ -102,12 +151,16 @@ class Offered:
         """End all leases with an entry of this hash; all leases if none is given."""
         with self._changed:
             for number, lease in list(self._leases.items()):
-                if block_hash is None or any(key[1:] == block_hash for key in lease.keys):
+                if block_hash is None or any(key[1:] == block_hash for key in lease.entries):
                     self._end(number)
+            for key in [key for key in self._entries if block_hash is None or key[1:] == block_hash]:
+                del self._entries[key]  # a connection sends it; no later lease may share it
+            self._changed.notify_all()
 
     def expire(self) -> None:
         with self._changed:
             self._expire()
+            self._changed.notify_all()
 
     def _expire(self) -> None:
         now = self._clock()
@@ -115,15 +168,27 @@ class Offered:
             self._end(number)
 
     def _end(self, number: int) -> None:
+        self._ended[number] = None
+        if len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
         lease = self._leases.pop(number, None)
-        if lease is None:
-            return
-        for key in lease.keys:
-            entry = self._entries[key]
-            entry.num_leases -= 1
-            if not entry.num_leases:
-                del self._entries[key]
-                self.num_bytes -= len(entry.data)
+        if lease is not None:
+            self._drop(lease.entries.values())
+
+    def _drop(self, entries: Iterable[OfferedEntry]) -> None:
+        """Hold entries once less. Those that nobody holds go."""
+        for entry in entries:
+            entry.num_holders -= 1
+            if entry.num_holders:
+                continue
+            if self._entries.get(key_of(entry.name)) is entry:
+                del self._entries[key_of(entry.name)]
+            self.num_bytes -= len(entry.data)
+            self._give(entry.data)
+
+    def _give(self, data: Buffer) -> None:
+        if isinstance(data, memoryview):
+            self.give(data)
 
 
 def key_of(name: EntryName) -> bytes:

@@ -1,8 +1,10 @@
-"""The messages between engines: a length, then msgpack of a fixed type; then the entries' bytes, and nothing else.
+"""The messages between engines: a length, then msgpack of a fixed type.
 
-A decode engine connects and sends `WantedEntries`. The prefill engine answers with `HeldEntries` and, if it has all of
-them, their bytes in the order of the keys. Both sides know each entry's size, because the namespace covers the layout.
-The decode engine sends one byte once it has everything, and the connection ends.
+A decode engine opens one or more connections and sends `WantedEntries` over each. The prefill engine answers with
+`HeldEntries`. Unless that refuses, parts of entries follow in the order of the keys, each as soon as its entry has been
+computed: a PartHead, then the part's bytes. The bytes are left out if the decode engine can read them from shared
+memory. Both sides know each entry's size, because the namespace covers the layout. The decode engine sends one byte
+once it has everything. A message without keys ends the lease.
 """
 
 from __future__ import annotations
@@ -10,41 +12,87 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 
-MAGIC: Final = b"FKP1"
+from forkpoint.cache.disk_entries import EntryName
+from forkpoint.disk.namespace import entry_sum
+from forkpoint.shared_arrays import Place
+
+MAGIC: Final = b"FKP3"
 HEAD: Final = struct.Struct("<4sI")  # magic and bytes of the message
+PART: Final = struct.Struct("<B16sqqqq")  # status, checksum, place in shared memory
 MAX_MESSAGE_BYTES: Final = 2**22  # 16 bytes for each block of a prompt of 16 million tokens
-PIECE_BYTES: Final = 2**20  # that are received at once
+# Bytes that one call of the system sends or receives. The thread waits for the interpreter after each call.
+PIECE_BYTES: Final = 2**24
+# Bytes of an entry that travel together. Several connections carry a state, which is the last entry to be computed.
+PART_BYTES: Final = 2**22
+PART_NUMBER: Final = struct.Struct("<I")
+LEAST_WAIT_S: Final = 0.001  # of a call of the system; 0 would mean for ever
 DONE: Final = b"D"
+GONE, SENT, SHARED = range(3)  # status of a part: there is none, its bytes follow, or they are in shared memory
+NO_PLACE: Final = Place(0, 0, 0, 0)
 
 
 class WantedEntries(msgspec.Struct, array_like=True, frozen=True):
     """Asks for entries of a lease. Without keys the lease ends.
 
-    `keys[i]` is the kind of an entry, one byte, and its hash.
+    `keys[i]` is the kind of an entry, one byte, its hash, and the number of a part. With `shares_memory`, entries may
+    be read from the prefill engine's memory.
     """
 
     namespace: bytes
     engine_id: str
     lease: int
     keys: tuple[bytes, ...]
+    shares_memory: bool = False
 
 
 class HeldEntries(msgspec.Struct, array_like=True, frozen=True):
-    """The answer to WantedEntries. `sums` are the checksums of all wanted entries, whose bytes follow.
+    """The answer to WantedEntries. `refusal` says why no entries follow; "": they do."""
 
-    Without `sums`, `refusal` says why there are none.
-    """
-
-    sums: tuple[bytes, ...] = ()
     refusal: str = ""
+
+
+class PartHead(NamedTuple):
+    """Comes before a part of an entry: its checksum, and its place in shared memory if its bytes do not follow."""
+
+    status: int
+    sum: bytes = b""
+    place: Place = NO_PLACE
+
+    def pack(self) -> bytes:
+        return PART.pack(self.status, self.sum, *self.place)
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray) -> Self:
+        status, checksum, *place = PART.unpack(data)
+        return cls(status, checksum, Place(*place))
 
 
 class PeerError(Exception):
     """The peer did not do what the protocol asks for."""
+
+
+def num_parts(num_bytes: int) -> int:
+    """Return in how many parts an entry of so many bytes travels."""
+    return -(-num_bytes // PART_BYTES)
+
+
+def part_start(part: int) -> int:
+    """Return the byte of an entry with which a part begins."""
+    return part * PART_BYTES
+
+
+def part_of(data: memoryview, part: int) -> memoryview:
+    """Return a part of an entry's bytes; empty if there is no such part."""
+    return data[part_start(part) : part_start(part + 1)]
+
+
+def part_sum(namespace: bytes, name: EntryName, part: int, data: memoryview) -> bytes:
+    """Return the checksum of a part's bytes, which nothing else passes for."""
+    return entry_sum(namespace + PART_NUMBER.pack(part), name, data)
 
 
 class Line:
@@ -53,6 +101,12 @@ class Line:
     def __init__(self, connection: socket.socket, until_s: float) -> None:
         self._socket = connection
         self._until_s = until_s
+        connection.settimeout(None)  # the system watches the time: Python would wake up for every packet
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both ends have the same address, so that the other engine may be on this machine."""
+        return bool(self._socket.getpeername()[0] == self._socket.getsockname()[0])
 
     def send(self, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message)
@@ -61,34 +115,56 @@ class Line:
     def send_bytes(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         while view:
-            self._limit()
-            view = view[self._socket.send(view[:PIECE_BYTES]) :]
+            self._limit(socket.SO_SNDTIMEO)
+            try:
+                view = view[self._socket.send(view[:PIECE_BYTES]) :]
+            except BlockingIOError:
+                continue  # time is up
 
     def receive(self, kind: type[Any]) -> Any:
         """Return the next message, which is of this type. Its size is checked before it is read."""
-        head = bytearray(HEAD.size)
-        self.receive_into(memoryview(head))
-        magic, num_bytes = HEAD.unpack(head)
+        magic, num_bytes = HEAD.unpack(self._receive(HEAD.size))
         if magic != MAGIC or num_bytes > MAX_MESSAGE_BYTES:
             raise PeerError("it does not speak this protocol")
-        body = bytearray(num_bytes)
-        self.receive_into(memoryview(body))
         try:
-            return msgspec.msgpack.decode(body, type=kind)
+            return msgspec.msgpack.decode(self._receive(num_bytes), type=kind)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise PeerError(f"it sent a message that cannot be read: {error}") from error
 
+    def receive_head(self) -> PartHead:
+        """Return what comes before the next part."""
+        head = PartHead.unpack(self._receive(PART.size))
+        if head.status not in (GONE, SENT, SHARED) or (head.status == SHARED) == (head.place == NO_PLACE):
+            raise PeerError("it does not speak this protocol")
+        return head
+
+    def _receive(self, num_bytes: int) -> bytearray:
+        data = bytearray(num_bytes)
+        self.receive_into(memoryview(data))
+        return data
+
     def receive_into(self, view: memoryview) -> None:
         while view:
-            self._limit()
-            count = self._socket.recv_into(view[:PIECE_BYTES])
+            self._limit(socket.SO_RCVTIMEO)
+            try:
+                count = self._socket.recv_into(view[:PIECE_BYTES], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                continue  # time is up
             if not count:
                 raise PeerError("it ended the connection early")
             view = view[count:]
 
-    def _limit(self) -> None:
+    def end(self) -> None:
+        """Let a thread that waits for the other engine fail at once. Any thread may call it."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it has ended already
+            return
+
+    def _limit(self, option: int) -> None:
         """Let the next call wait no longer than until the connection ends. Raises TimeoutError after that."""
-        left = self._until_s - time.monotonic()
-        if left <= 0:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
             raise TimeoutError("it took too long")
-        self._socket.settimeout(left)
+        seconds, rest = divmod(max(left_s, LEAST_WAIT_S), 1.0)
+        self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(rest * 1e6)))

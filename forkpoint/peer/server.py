@@ -9,12 +9,25 @@ import threading
 import time
 from typing import Final
 
-from forkpoint.peer.offered import GONE, Offered
-from forkpoint.peer.protocol import DONE, HeldEntries, Line, PeerError, WantedEntries
+from forkpoint.peer.offered import Offered, OfferedEntry
+from forkpoint.peer.protocol import (
+    DONE,
+    GONE,
+    PART_NUMBER,
+    SENT,
+    SHARED,
+    HeldEntries,
+    Line,
+    PartHead,
+    PeerError,
+    WantedEntries,
+    part_of,
+    part_start,
+)
 
-MAX_CONNECTIONS: Final = 32  # at once; more are closed, and their engines compute
+MAX_CONNECTIONS: Final = 128  # at once; more are closed, and their engines compute
 CONNECTION_S: Final = 60.0  # the most that one may take
-COPIES_WAIT_S: Final = 10.0  # for the copies of an offer that has been sent: a step may be running
+COPIES_WAIT_S: Final = 10.0  # for the next entry of a prompt, which may still be computed
 EXPIRE_EVERY_S: Final = 1.0
 LOGGER: Final = logging.getLogger("forkpoint")
 
@@ -54,6 +67,7 @@ class OfferServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with contextlib.closing(connection):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # heads of entries are small
                 self._answer(Line(connection, time.monotonic() + CONNECTION_S))
         except (OSError, PeerError) as error:
             LOGGER.debug("an engine that fetches a prompt left: %s", error)
@@ -71,14 +85,30 @@ class OfferServer:
         if not wanted.keys:
             self._offered.end(wanted.lease)
             return
-        entries = self._offered.wait_for(wanted.lease, wanted.keys, COPIES_WAIT_S)
-        if entries is None:
-            line.send(HeldEntries(refusal=GONE))
-            return
+        line.send(HeldEntries())
+        entries: list[OfferedEntry] = []
         try:
-            line.send(HeldEntries(tuple(checksum for _, checksum in entries)))
-            for data, _ in entries:
-                line.send_bytes(data)
+            for key in wanted.keys:
+                entry = self._offered.wait_for(wanted.lease, key[: -PART_NUMBER.size], COPIES_WAIT_S)
+                if entry is None:
+                    line.send_bytes(PartHead(GONE).pack())
+                    return
+                entries.append(entry)
+                (part,) = PART_NUMBER.unpack(key[-PART_NUMBER.size :])  # an entry was found, so the key is long enough
+                self._send(line, entry, part, wanted.shares_memory)
             line.receive_into(memoryview(bytearray(len(DONE))))
         finally:
-            self._offered.end(wanted.lease)
+            self._offered.sent(entries)
+
+    def _send(self, line: Line, entry: OfferedEntry, part: int, shares_memory: bool) -> None:
+        """Send a part of an entry, or only its place in shared memory. It stays there as long as the connection."""
+        data = part_of(memoryview(entry.data), part)
+        if not data:
+            raise PeerError(f"it asks for part {part} of an entry of {len(entry.data)} bytes")
+        found = self._offered.part_sum(entry, part)
+        if shares_memory and entry.place is not None:
+            place = entry.place._replace(offset=entry.place.offset + part_start(part))
+            line.send_bytes(PartHead(SHARED, found, place).pack())
+            return
+        line.send_bytes(PartHead(SENT, found).pack())
+        line.send_bytes(data)

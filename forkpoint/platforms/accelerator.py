@@ -32,6 +32,10 @@ class AcceleratorPlatform(Platform):
         self._torch.set_device(self.device)
         self._pool: Any = None  # the memory pool that graphs share
 
+    @property
+    def hardware(self) -> str:
+        return str(self._torch.get_device_name(self.device))
+
     def record_graph(self, run: Callable[[], None]) -> Callable[[], None]:
         if self._pool is None:
             self._pool = self._torch.graph_pool_handle()

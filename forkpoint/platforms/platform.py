@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,9 @@ class DeviceTraits:
     most_programs: int | None = None  # of a launch
     most_rows: int | None = None  # of a batch: with more rows, launches could exceed `most_programs`
     masks_gathers: bool = True  # masks of loads that gather scattered rows are obeyed
+
+
+MARK_POLL_S: Final = 0.0002  # between two looks at a mark that a thread waits for
 
 
 class Mark(Protocol):
@@ -112,6 +116,11 @@ class Platform(Protocol):
     @classmethod
     def traits(cls, device: torch.device) -> DeviceTraits:
         return DeviceTraits()
+
+    @property
+    def hardware(self) -> str:
+        """The kind of hardware: kernels may round differently on another one."""
+        return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
     @abstractmethod
     def operators(self, cpu_ops: str) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE
+from forkpoint.ops.deal import ALL, Deal
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.row_images import RowImages
@@ -31,11 +32,15 @@ class Batch:
         vocab_size: int,
         platform: Platform,
         images: RowImages | None = None,
+        deal: Deal = ALL,
     ) -> None:
+        """`deal` says which tokens this rank keeps in blocks without a window."""
         blocks = layout.num_blocks_for(max_model_len) or 1
         self.tables = [
-            BlockTable(num_rows, blocks, BLOCK_SIZE, platform, layout.kernel_block_size)
-            for _ in layout.groups or [None]
+            BlockTable(
+                num_rows, blocks, BLOCK_SIZE // each.num_ranks, platform, group.kernel_block_size if group else 0, each
+            )
+            for group, each in ((group, ALL if group and group.window else deal) for group in layout.groups or [None])
         ]
         self.table = self.tables[0]
         self.last_sampled = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)

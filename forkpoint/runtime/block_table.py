@@ -7,9 +7,11 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from forkpoint.errors import BlockTableError
-from forkpoint.ops.attention.dealt import ALL, Deal
+from forkpoint.ops.deal import ALL, Deal
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.platform import Platform
 from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind, MoveRoute
@@ -21,7 +23,8 @@ class BlockTable:
     """Rows of kernel block ids, on the host and, as of the last `commit`, on the device.
 
     Rows get block ids. Kernels see block `b` as blocks `b * ratio` to `(b + 1) * ratio` of `kernel_block_size` tokens.
-    If tokens are dealt to ranks, a block id stands for one block on each rank. A row holds `max_blocks_per_row` ids.
+    If tokens are dealt to ranks, a block id stands for `block_size` tokens on each rank. A row holds
+    `max_blocks_per_row` ids.
     """
 
     def __init__(
@@ -127,6 +130,15 @@ class BlockTable:
             )
         slots: LongArray = self.host[rows, entries].astype(np.int64) * self.kernel_block_size + within
         return slots if self.deal.num_ranks == 1 else np.where(self.deal.owns(positions), slots, NO_SLOT)
+
+    def device_slots(self, lines: Tensor, positions: Tensor) -> Tensor:
+        """Return what `kv_slots` does, as of the last `commit`, for tensors on the device, of any shape.
+
+        Line NO_ROW stands for padding, which has NO_SLOT.
+        """
+        kept, size = self.deal.places(positions), self.kernel_block_size
+        blocks = self.device[lines.clamp(min=0), kept // size].long()
+        return torch.where((lines >= 0) & self.deal.owns(positions), blocks * size + kept % size, NO_SLOT)
 
     def commit(self) -> None:
         """Copy all changes since the last call to the device, where entries past a row's blocks may be old."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.convolution import CONV
 from forkpoint.models.decoder import Model
 from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits, running_total
@@ -17,6 +18,7 @@ from forkpoint.ops.table import OpTable
 from forkpoint.platforms.packing import Arrays, Tensors
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
+from forkpoint.runtime.dealt_keys import DealtKeys, HostLens
 from forkpoint.runtime.graphs import Graphs
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.step_inputs import StepShape, draft_places
@@ -50,21 +52,34 @@ class DraftGraphs:
         platform: Platform,
         most: int,
         steps: Sequence[StepShape],
+        dealt: DealtKeys | None = None,
     ) -> None:
-        """`most` is the largest number of drafts of a row; `steps` are the shapes of steps that verify drafts."""
+        """`most` is the largest number of drafts of a row; `steps` are the shapes of steps that verify drafts.
+
+        `dealt` is given if the tokens of the batch's first table are dealt to ranks.
+        """
         self._model, self._ops, self._batch, self._records, self._platform = model, ops, batch, records, platform
         self._layer, self._splits = len(model.config.layers), KeySplits(batch.table.kernel_block_size)
-        num_rows, self.most = batch.table.num_rows, most
+        num_rows, self.most, self._dealt = batch.table.num_rows, most, dealt
         self.drafted = torch.zeros((num_rows + 1, most), dtype=torch.int64, device=platform.device)  # last: padding's
         steps = [step for step in steps if step.num_verified and not step.num_segments]
         rows = {step.num_verified for step in steps}
         drafts = {step.num_decodes // step.num_verified - 1 for step in steps}
         shapes = [_Shape(count, each) for count in sorted(rows)[::-1] for each in sorted(drafts)[::-1]]
-        self._graphs: Graphs[_Shape, None] = Graphs(platform, {shape: self._padding(shape) for shape in shapes})
+        padding = {shape: self._padding(shape) for shape in shapes}
+        self._graphs: Graphs[_Shape, None] = Graphs(platform, padding)
 
-    def record(self) -> None:
-        """Record a graph for each number of rows and of drafts that the steps have."""
-        self._graphs.record(self._issue)
+    def issue_all(self) -> None:
+        """Make drafts for padding in all shapes, without recording the work."""
+        self._graphs.issue_all(self._issue)
+
+    def record_largest(self) -> None:
+        """Record the graph that makes the most drafts."""
+        self._graphs.record_largest(self._issue)
+
+    def record_next(self) -> bool:
+        """Record a graph that no step has needed yet; return False if there is none."""
+        return self._graphs.record_next(self._issue)
 
     def close(self) -> None:
         self._graphs.clear()
@@ -81,7 +96,8 @@ class DraftGraphs:
         chosen = np.flatnonzero((rows.num_drafts > 0) & to_draft)
         if not len(chosen):
             return plan
-        columns = (rows.row, rows.start, rows.num_drafts, rows.tokens[first], rows.read_slot, self._records.late(rows))
+        late = self._records.late(rows)
+        columns = (rows.row, rows.start, rows.num_drafts, rows.tokens[first], rows.read_slot, rows.pending, late)
         self._make(*(column[chosen] for column in columns))
         return self.with_drafts(plan) if must_know or self._platform.shares_memory else plan
 
@@ -99,12 +115,14 @@ class DraftGraphs:
         fitting = [s for s in made if s.num_rows >= exact.num_rows and s.num_drafts >= exact.num_drafts]
         if fitting:
             shape = min(fitting, key=lambda s: s.num_rows * s.num_drafts)
-            self._graphs.replay(shape, self._arrays(shape, columns))
+            self._graphs.replay(shape, self._arrays(shape, columns), self._issue)
         else:
-            self._issue(self._platform.upload_all(self._arrays(exact, columns)), exact)
+            arrays = self._arrays(exact, columns)
+            lens = [((1,) * exact.num_rows, tuple(each)) for each in arrays["kv_lens"].tolist()]
+            self._issue(self._platform.upload_all(arrays), exact, lens)
 
     def _padding(self, shape: _Shape) -> Arrays:
-        arrays = self._arrays(shape, [np.empty(0, np.int32)] * 6)
+        arrays = self._arrays(shape, [np.empty(0, np.int32)] * 7)
         most = self._splits.most(shape.num_rows, self._batch.table.max_entries_per_row)
         arrays["parts"] = np.full((most, 3), NO_ROW, np.int32)
         return arrays
@@ -113,16 +131,15 @@ class DraftGraphs:
         """Return the inputs for these rows, padded to `shape`.
 
         Columns: row, start, number of drafts, id of the newest token (LAST_SAMPLED: on the device), slot that the row
-        reads, place in `TokenRecords.missed`.
+        reads, tokens pending there, place in `TokenRecords.missed`.
         """
-        row, start, counts, token_ids, slot, late = columns
+        row, start, counts, token_ids, slot, pending, late = columns
         table, most, pad = self._batch.table, shape.num_drafts, shape.num_rows - len(row)
         number = np.arange(most, dtype=np.int32)[:, None]
         positions = (start + np.minimum(number, counts - 1)).astype(np.int64)  # [most, rows]
         places = table.kv_slots(np.tile(row, most), positions.ravel()).reshape(positions.shape)
-        line, pending = self._records.newest_lines(row)
         # All drafts share one list of parts, that of the last draft. Some of its parts are empty for earlier ones.
-        parts, pointers = self._splits.table(positions[-1] + 1)
+        parts, pointers = self._splits.table(table.deal.count(positions[-1] + 1))
 
         def padded(values: np.ndarray, fill: int, dtype: type = np.int64) -> np.ndarray:
             out = np.full((*values.shape[:-1], values.shape[-1] + pad), fill, dtype)
@@ -130,12 +147,16 @@ class DraftGraphs:
             return out
 
         images = self._batch.images
+        lines: Arrays = {}
+        if self._dealt is not None:
+            lines = {"lines": padded(np.where(number < counts, row, NO_ROW), NO_ROW)}
         return {
+            **lines,
             **({"rope_shift": padded(images.shift[row], 0)} if images is not None else {}),
             "rows": padded(row, table.num_rows),
             "token_ids": padded(token_ids, 0),
             "slots": padded(slot, 0),
-            "line": padded(line, 0),
+            "line": padded(row, 0),
             "pending": padded(pending, 0),
             "late": padded(late, table.num_rows),
             "positions": padded(positions, 0),
@@ -148,13 +169,16 @@ class DraftGraphs:
             "parts": parts,
         }
 
-    def _issue(self, tensors: Tensors, shape: _Shape) -> None:
+    def _issue(self, tensors: Tensors, shape: _Shape, most_lens: Sequence[HostLens] = ()) -> None:
+        """Make the drafts. `most_lens` has bounds of the rows' lengths for each draft, if the host has them."""
         t, work = tensors, AttentionWork(tensors["tiles"], tensors["parts"], tensors["part_ptr"])
         table, ids, positions, kv_lens, slots = self._batch.table, *(t[name] for name in _PUT_RIGHT)
-        keys = (kv_lens, slots, t["table_rows"], table.device, table.kernel_block_size)
+        keys = (kv_lens, slots if self._dealt is None else None, t["table_rows"], table.device, table.kernel_block_size)
         late = LateColumns(self._records.missed, t["late"], positions, *keys, t["late"], t["pending"])
         self._ops.catch_up(IdColumns(ids, t["rows"], self._batch.last_sampled), late)
-        hidden = self._records.newest_of(self._layer, "conv", t["slots"], t["line"], t["pending"])
+        if self._dealt is not None:
+            slots = table.device_slots(t["lines"], positions)
+        hidden = self._records.newest_of(self._layer, CONV, t["slots"], t["line"], t["pending"])
         for i in range(shape.num_drafts):
             index = AttentionIndex(
                 shape.num_rows,
@@ -166,8 +190,10 @@ class DraftGraphs:
                 work=work,
                 first_key=FIRST_KEY,
             )
+            if self._dealt is not None:
+                index = self._dealt.complete(index, table, most_lens[i] if most_lens else ((), ()))
             rope = positions[i] + t["rope_shift"] if "rope_shift" in t else positions[i]
             ctx = ForwardContext(rope, shape.num_rows, index, {}, {}, self._records.layers)
-            hidden = self._model.draft(ids, hidden, ctx)
-            ids = self._model.head.guess(hidden)
+            output, hidden = self._model.draft(ids, hidden, ctx)
+            ids = self._model.head.guess(output)
             self.drafted[:, i].index_copy_(0, t["rows"], ids)

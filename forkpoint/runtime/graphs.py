@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -13,8 +15,11 @@ from forkpoint.platforms.packing import Arrays, Tensors, places_of, views
 from forkpoint.platforms.platform import Mark, Platform
 from forkpoint.runtime.step_inputs import StepShape
 
+LOGGER = logging.getLogger(__name__)
+
 Shape = TypeVar("Shape")
 Outputs = TypeVar("Outputs")
+Issue: TypeAlias = Callable[[Tensors, Shape], Outputs]
 
 MAX_GRAPH_TOKENS = 1024  # tokens; larger steps are long enough to hide the launches of their kernels
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -123,10 +128,10 @@ class _Graph(Generic[Outputs]):
 
 
 class Graphs(Generic[Shape, Outputs]):
-    """Graphs of work that has one of several shapes.
+    """Graphs of work that has one of several shapes. A shape is recorded when it is first replayed, or before.
 
-    `padding` has, for each shape, inputs of nothing but padding. Each of these arrays is as large as any that the shape
-    may have.
+    `padding` has, for each shape, inputs of nothing but padding, the largest shape first. Each of these arrays is as
+    large as any that the shape may have. The methods' `issue(tensors, shape)` issues the work on these inputs.
     """
 
     def __init__(self, platform: Platform, padding: Mapping[Shape, Arrays]) -> None:
@@ -137,23 +142,30 @@ class Graphs(Generic[Shape, Outputs]):
 
     @property
     def shapes(self) -> Collection[Shape]:
-        return self._graphs
+        """All shapes, recorded or not."""
+        return self._padding.keys()
 
-    def record(
-        self,
-        run: Callable[[Tensors, Shape], Outputs],
-        progress: Callable[[Sequence[Shape]], Iterable[Shape]] = lambda shapes: shapes,
-    ) -> None:
-        """Record all shapes: `run(tensors, shape)` issues the work on these inputs. `progress` wraps the shapes."""
-        for shape in progress(tuple(self._padding)):
-            self._graphs[shape] = self._record(run, shape)
+    def issue_all(self, issue: Issue[Shape, Outputs]) -> None:
+        """Issue the work of each shape on padding, without recording it."""
+        for shape in self._padding:
+            issue(self._padded(shape), shape)
 
-    def replay(self, shape: Shape, arrays: Arrays) -> Outputs:
-        """Issue the work of a recorded shape on `arrays`, and return its outputs.
+    def record_largest(self, issue: Issue[Shape, Outputs]) -> None:
+        """Record the largest shape. Later graphs use the memory that its work needs."""
+        for shape in itertools.islice(self._padding, 1):
+            self._graphs[shape] = self._record(shape, issue)
 
-        These are void once the next work is issued. KeyError for a shape without a graph.
-        """
-        graph = self._graphs[shape]
+    def record_next(self, issue: Issue[Shape, Outputs]) -> bool:
+        """Record the smallest shape that is not recorded; return False if there is none."""
+        missing = next((shape for shape in reversed(list(self._padding)) if shape not in self._graphs), None)
+        if missing is None:
+            return False
+        self._find(missing, issue)
+        return True
+
+    def replay(self, shape: Shape, arrays: Arrays, issue: Issue[Shape, Outputs]) -> Outputs:
+        """Issue the work of a shape on these inputs. Its outputs are void once the next work is issued."""
+        graph = self._find(shape, issue)
         self._region.fill(arrays, graph.offsets)
         graph.replay()
         return graph.outputs[-1]
@@ -162,15 +174,32 @@ class Graphs(Generic[Shape, Outputs]):
         """Drop all graphs, and with them the objects that they refer to."""
         self._graphs.clear()
 
-    def _record(self, issue: Callable[[Tensors, Shape], Outputs], shape: Shape) -> _Graph[Outputs]:
-        arrays = self._padding[shape]
-        offsets, _ = places_of(arrays)
-        self._region.fill(arrays, offsets)
-        tensors = views(self._region.device, arrays, offsets)
-        found: list[Outputs] = []
+    def _find(self, shape: Shape, issue: Issue[Shape, Outputs]) -> _Graph[Outputs]:
+        """Return the graph of a shape. If there is no memory to record it, its work is issued kernel by kernel."""
+        if shape not in self._graphs:
+            try:
+                self._graphs[shape] = self._record(shape, issue)
+            except torch.OutOfMemoryError:
+                LOGGER.warning("no memory is left to record %s, so such steps are slower; lower max_num_seqs", shape)
+                self._graphs[shape] = self._unrecorded(shape, issue)
+        return self._graphs[shape]
+
+    def _record(self, shape: Shape, issue: Issue[Shape, Outputs]) -> _Graph[Outputs]:
+        graph = self._unrecorded(shape, issue)
+        graph.replay()  # loads the kernels that the shape needs
+        return replace(graph, replay=self._platform.record_graph(graph.replay))
+
+    def _unrecorded(self, shape: Shape, issue: Issue[Shape, Outputs]) -> _Graph[Outputs]:
+        tensors, found = self._padded(shape), list[Outputs]()
 
         def run() -> None:
             found[:] = [issue(tensors, shape)]
 
-        run()  # compile the kernels that the shape needs
-        return _Graph(offsets, self._platform.record_graph(run), found)
+        return _Graph(places_of(self._padding[shape])[0], run, found)
+
+    def _padded(self, shape: Shape) -> Tensors:
+        """Fill the region with padding, and return the views of it that the shape's work reads."""
+        arrays = self._padding[shape]
+        offsets, _ = places_of(arrays)
+        self._region.fill(arrays, offsets)
+        return views(self._region.device, arrays, offsets)

@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from forkpoint.cache.disk_entries import HOST_READY, TierNews
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.platforms.platform import CopyStream, Mark, Platform
+from forkpoint.platforms.platform import MARK_POLL_S, CopyStream, Mark, Platform
+from forkpoint.runtime.stretch import Stretch, joined
 from forkpoint.runtime.units import unit_bytes, unit_extent
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 
 Log: TypeAlias = Callable[[int, str], None]  # takes a level of `logging` and a line
 
 BATCH_BYTES: Final = 32 * 2**20  # that are issued and reported together, so that arrivals and further reads overlap
-POLL_S: Final = 0.0002  # between looks at copies that a step without work waits for
 # Bytes. Pinning takes about 0.1 s a GiB, and other calls of the driver may wait for a piece.
 PINNED_AT_ONCE: Final = 1 << 26
 
@@ -34,35 +34,83 @@ def no_log(level: int, line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TierMemory:
-    """The bytes of the arena and of the host tier, which have the same layout.
+    """The bytes of the arena and of the host tier.
 
-    `places` has the stride and the bytes of a unit. They are kept because a long prefix has hundreds of units.
+    A unit of a tier is one stretch. In the arena the blocks of a state's windows are units of their own. `arena_places`
+    and `places` have the stride and the bytes of a unit of the arena and of a tier. They are kept because a long prefix
+    has hundreds of units. `windows` has the stride and the bytes of a block of each window in the arena, and where the
+    window's first block begins in a slot of a tier.
     """
 
     arena: Tensor
     host: Tensor
-    page_bytes: int
+    page_bytes: int  # of the host tier
+    arena_places: Mapping[MoveKind, tuple[int, int]]
     places: Mapping[MoveKind, tuple[int, int]]
+    windows: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(cls, layout: CacheLayout, arena: Tensor, host: Tensor) -> TierMemory:
-        kinds = [MoveKind.SLOT, *([MoveKind.BLOCK] if layout.groups else [])]
-        places = {kind: (unit_extent(layout, kind, 1).start, unit_bytes(layout, kind)) for kind in kinds}
-        return cls(arena, host, layout.page_bytes, places)
+        stored, windows, start = layout.in_tiers(), list[tuple[int, int, int]](), layout.slot_bytes
+        for group in layout.windows:
+            windows.append((group.stride_bytes, group.unit_bytes, start))
+            start += group.most_of_state * group.unit_bytes
+        return cls(arena, host, stored.page_bytes, _places(layout), _places(stored), tuple(windows))
 
-    def in_arena(self, move: Move, unit: int) -> Tensor:
-        return self.arena[self._extent(move, unit)]
+    def unit_bytes(self, kind: MoveKind) -> int:
+        """Return the bytes of a unit of a tier, which holds a unit of the arena and the blocks of its windows."""
+        return self.places[kind][1]
+
+    def copy_out(self, move: Move, target: Tensor) -> None:
+        """Copy the unit `move.src` of the arena to memory of a tier's unit. What a short prefix lacks becomes zeros."""
+        pieces = list(self._pieces(move, move.src))
+        if sum(piece.num_bytes for piece, _ in pieces) < len(target):
+            target.zero_()
+        for piece, start in pieces:
+            target[start : start + piece.num_bytes].copy_(piece.bytes)
+
+    def copied(self, move: Move) -> Tensor:
+        """Return a copy of the unit `move.src` of the arena, in new memory, as a tier holds it."""
+        target = torch.empty(self.unit_bytes(move.kind), dtype=torch.uint8, device=self.arena.device)
+        self.copy_out(move, target)
+        return target
+
+    def copy_in(self, move: Move, source: Tensor) -> None:
+        """Copy a tier's unit to the unit `move.dst` of the arena, in the order of the device's work."""
+        for target, part in self.copies_in(move, Stretch.of(source)):
+            target.bytes.copy_(part.bytes, non_blocking=True)
+
+    def copies_in(self, move: Move, source: Stretch) -> Iterator[tuple[Stretch, Stretch]]:
+        """Yield the copies (target, source) of a tier's unit to the unit `move.dst` of the arena."""
+        for piece, start in self._pieces(move, move.dst):
+            begin = source.start + start
+            yield piece, Stretch(source.memory, begin, begin + piece.num_bytes)
+
+    def _pieces(self, move: Move, unit: int) -> Iterator[tuple[Stretch, int]]:
+        """Yield the parts of a unit of the arena, each with its place in a unit of a tier."""
+        stride, num_bytes = self.arena_places[move.kind]
+        if num_bytes:
+            yield Stretch(self.arena, unit * stride, unit * stride + num_bytes), 0
+        if move.kind is MoveKind.SLOT:
+            for (stride, num_bytes, start), blocks in zip(self.windows, move.windows, strict=True):
+                for index, block in enumerate(blocks):
+                    yield Stretch(self.arena, block * stride, block * stride + num_bytes), start + index * num_bytes
 
     def in_host(self, move: Move, unit: int) -> Tensor:
-        return self.host[self._extent(move, unit)]
+        return self.stretch_of_host(move, unit).bytes
 
-    def _extent(self, move: Move, unit: int) -> slice:
+    def stretch_of_host(self, move: Move, unit: int) -> Stretch:
         stride, num_bytes = self.places[move.kind]
-        return slice(unit * stride, unit * stride + num_bytes)
+        return Stretch(self.host, unit * stride, unit * stride + num_bytes)
 
     def host_page(self, move: Move, unit: int) -> int:
         """Return the page of a unit, which may have held units of the other kind."""
         return unit * self.places[move.kind][0] // self.page_bytes
+
+
+def _places(layout: CacheLayout) -> dict[MoveKind, tuple[int, int]]:
+    kinds = [MoveKind.SLOT, *([MoveKind.BLOCK] if layout.has_kv else [])]
+    return {kind: (unit_extent(layout, kind, 1).start, unit_bytes(layout, kind)) for kind in kinds}
 
 
 class HostCopies(ABC):
@@ -74,7 +122,11 @@ class HostCopies(ABC):
 
     @abstractmethod
     def run(self, move: Move) -> bool:
-        """Run a move. Returns False if it is of no concern here."""
+        """Run a move of another route than LAND. Returns False if it is of no concern here."""
+
+    def land(self, moves: Sequence[Move]) -> Sequence[Move]:
+        """Run moves of the route LAND, and return those of no concern here."""
+        return moves
 
     def issue(self) -> None:
         """Issue what `run` has only noted. Call it after the last move of a plan."""
@@ -101,9 +153,9 @@ class DirectCopies(HostCopies):
     def run(self, move: Move) -> bool:
         memory = self._memory
         if move.route is MoveRoute.STORE:
-            memory.in_host(move, move.dst).copy_(memory.in_arena(move, move.src))
+            memory.copy_out(move, memory.in_host(move, move.dst))
         elif move.route is MoveRoute.LOAD:
-            memory.in_arena(move, move.dst).copy_(memory.in_host(move, move.src))
+            memory.copy_in(move, memory.in_host(move, move.src))
         elif move.route is MoveRoute.HOST:
             memory.in_host(move, move.dst).copy_(memory.in_host(move, move.src))
         else:
@@ -117,7 +169,8 @@ class CopyBatch:
 
     tickets: list[int] = field(default_factory=list)
     pages: set[int] = field(default_factory=set)
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # target and source
+    copies: list[tuple[Stretch, Stretch]] = field(default_factory=list)  # target and source
+    tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the same, as they were issued
     num_bytes: int = 0
     after: list[Mark] = field(default_factory=list)
     mark: Mark | None = None
@@ -136,12 +189,15 @@ class CopyLane:
     def is_busy(self) -> bool:
         return bool(self._running)
 
-    def add(self, target: Tensor, source: Tensor, page: int, ticket: int = 0) -> None:
+    def add(self, target: Stretch, source: Stretch, page: int | None = None, ticket: int = 0) -> CopyBatch:
+        """Add a copy, of a page of the host tier if one is given, and return its batch."""
         self.next.copies.append((target, source))
-        self.next.num_bytes += source.numel()
-        self.next.pages.add(page)
+        self.next.num_bytes += source.num_bytes
+        if page is not None:
+            self.next.pages.add(page)
         if ticket:
             self.next.tickets.append(ticket)
+        return self.next
 
     def issue(self, other: CopyLane) -> CopyBatch:
         """Issue the batch under construction. It waits for what the other lane does with its pages."""
@@ -149,7 +205,8 @@ class CopyLane:
         marks = {id(each): each for page in batch.pages if (each := other.mark_of(page)) is not None}
         for mark in (*batch.after, *marks.values()):
             self.stream.wait_for(mark)
-        self.stream.copy(batch.copies)
+        batch.tensors = [(target.bytes, source.bytes) for target, source in joined(batch.copies)]
+        self.stream.copy(batch.tensors)
         batch.mark = self.stream.mark()
         self._running.append(batch)
         self._last.update(dict.fromkeys(batch.pages, batch))
@@ -184,8 +241,8 @@ class StreamCopies(HostCopies):
     def __init__(self, memory: TierMemory, platform: Platform) -> None:
         self._memory, self._platform = memory, platform
         self._out, self._in = (CopyLane(platform.copy_stream()) for _ in range(2))
-        self._fetched: dict[int, Tensor] = {}  # by ticket
-        self._left = torch.empty(0, dtype=torch.uint8)  # of the buffer that was allocated last
+        self._fetched: dict[int, Stretch] = {}  # by ticket
+        self._left = Stretch.of(torch.empty(0, dtype=torch.uint8))  # of the buffer that was allocated last
         self._done: list[int] = []  # tickets of copies that were made at once
         self._is_closing = False
         self._num_pinned_bytes = 0
@@ -193,27 +250,37 @@ class StreamCopies(HostCopies):
         self._pinning: threading.Thread | None = None
 
     def start(self, log: Log = no_log) -> None:
+        if not len(self._memory.host):
+            return
         self._pinning = threading.Thread(target=self._pin, args=(log,), name="pin host tier", daemon=True)
         self._pinning.start()
 
     def run(self, move: Move) -> bool:
         memory = self._memory
         if move.route is MoveRoute.STORE:
-            self._store(move, memory.in_arena(move, move.src))
+            self._store(move)
         elif move.route is MoveRoute.FETCH:
-            self._fetched[move.ticket] = self._fetch(move)
+            self._fetched[move.ticket] = self._fetch(move, move.ticket)
         elif move.route is MoveRoute.HOST:
-            self._compact(move)
+            # The host's processor would hold up the steps.
+            target, page = memory.stretch_of_host(move, move.dst), memory.host_page(move, move.dst)
+            self.copy_from_host(move, target, page)
         elif move.ticket not in self._fetched:
             return False
-        elif move.route is MoveRoute.LAND:
-            buffer = self._fetched.pop(move.ticket)
-            memory.in_arena(move, move.dst).copy_(buffer)
-            self._in.stream.release(buffer)
         else:
             assert move.route is MoveRoute.DISCARD
             del self._fetched[move.ticket]
         return True
+
+    def land(self, moves: Sequence[Move]) -> Sequence[Move]:
+        own = [move for move in moves if move.ticket in self._fetched]
+        others = [move for move in moves if move.ticket not in self._fetched]
+        arrived = (copy for move in own for copy in self._memory.copies_in(move, self._fetched.pop(move.ticket)))
+        for target, source in joined(arrived):
+            buffer = source.bytes
+            target.bytes.copy_(buffer)
+            self._in.stream.release(buffer)
+        return others
 
     def issue(self) -> None:
         if self._out.next.copies:
@@ -233,7 +300,7 @@ class StreamCopies(HostCopies):
                 return TierNews(tuple(done))
             if not self._in.is_busy or time.monotonic() >= until:
                 return None
-            time.sleep(POLL_S)
+            time.sleep(MARK_POLL_S)
 
     def close(self) -> None:
         self._is_closing = True
@@ -243,50 +310,72 @@ class StreamCopies(HostCopies):
         for start in range(0, self._num_pinned_bytes, PINNED_AT_ONCE):
             self._platform.unpin(self._memory.host[start:])
 
-    def _store(self, move: Move, unit: Tensor) -> None:
-        target, page = self._memory.in_host(move, move.dst), self._memory.host_page(move, move.dst)
+    def _store(self, move: Move) -> None:
+        target, page = self._memory.stretch_of_host(move, move.dst), self._memory.host_page(move, move.dst)
         self._keep_order(self._in, page)
+        if self.copy_out(move, target, page, move.ticket) is None:
+            self._done.append(move.ticket)
+
+    def copy_out(self, move: Move, target: Stretch, page: int | None = None, ticket: int = 0) -> CopyBatch | None:
+        """Copy the unit `move.src` of the arena, as it is in this place of the plan, to memory of the host.
+
+        Return the batch of the copy, which `issue` starts; None if the copy is done already.
+        """
         try:
-            buffer = unit.clone()
+            buffer = Stretch.of(self._memory.copied(move))
         except torch.OutOfMemoryError:
             self._wait_for_all()
-            target.copy_(unit)
-            self._done.append(move.ticket)
-            return
-        self._out.add(target, buffer, page, move.ticket)
+            self._memory.copy_out(move, target.bytes)
+            return None
+        batch = self._out.add(target, buffer, page, ticket)
         if self._out.next.num_bytes >= BATCH_BYTES:
             self.issue()
+        return batch
 
-    def _fetch(self, move: Move) -> Tensor:
-        """Start to copy a unit of the host to a buffer, and return the buffer."""
-        source, page = self._memory.in_host(move, move.src), self._memory.host_page(move, move.src)
-        self._keep_order(self._out, page)
+    def copy_in(self, contents: Tensor, ticket: int) -> CopyBatch | None:
+        """Copy contents from memory of the host to a buffer that LAND finds under the ticket.
+
+        `news` reports the ticket when they have arrived. Returns as `copy_out` does.
+        """
+        self._fetched[ticket], batch = self._copy_in(Stretch.of(contents), None, ticket)
+        return batch
+
+    def _copy_in(self, source: Stretch, page: int | None, ticket: int) -> tuple[Stretch, CopyBatch | None]:
+        """Copy memory of the host to a buffer, and return the buffer and what `copy_out` returns."""
         try:
-            buffer = self._buffer(source.numel())
+            buffer = self._buffer(source.num_bytes)
         except torch.OutOfMemoryError:
             self._wait_for_all()
-            self._done += [move.ticket] if move.ticket else []
-            return source.clone()
-        self._in.add(buffer, source, page, move.ticket)
+            if ticket:
+                self._done.append(ticket)
+            return Stretch.of(source.bytes.clone()), None
+        batch = self._in.add(buffer, source, page, ticket)
         if self._in.next.num_bytes >= BATCH_BYTES:
             self.issue()
-        return buffer
+        return buffer, batch
 
-    def _buffer(self, num_bytes: int) -> Tensor:
+    def _fetch(self, move: Move, ticket: int = 0) -> Stretch:
+        """Start to copy a unit of the host to a buffer, and return the buffer."""
+        source, page = self._memory.stretch_of_host(move, move.src), self._memory.host_page(move, move.src)
+        self._keep_order(self._out, page)
+        return self._copy_in(source, page, ticket)[0]
+
+    def _buffer(self, num_bytes: int) -> Stretch:
         """Return memory of the device for a fetched unit. It is allocated for many units at once."""
-        if len(self._left) < num_bytes:
-            self._left = self._in.stream.buffer(max(num_bytes, BATCH_BYTES))
-        buffer, self._left = self._left[:num_bytes], self._left[num_bytes:]
-        return buffer
+        if self._left.num_bytes < num_bytes:
+            self._left = Stretch.of(self._in.stream.buffer(max(num_bytes, BATCH_BYTES)))
+        memory, start, end = self._left
+        self._left = Stretch(memory, start + num_bytes, end)
+        return Stretch(memory, start, start + num_bytes)
 
-    def _compact(self, move: Move) -> None:
-        """Move a unit of the host through a buffer of the device: the host's processor would hold up the steps."""
+    def copy_from_host(self, move: Move, target: Stretch, page: int | None = None) -> CopyBatch:
+        """Copy the unit `move.src` of the host tier to other memory of the host, which may be `page` of the tier."""
         buffer = self._fetch(move)
         self.issue()
-        arrived, page = self._in.mark_of(self._memory.host_page(move, move.src)), self._memory.host_page(move, move.dst)
+        arrived = self._in.mark_of(self._memory.host_page(move, move.src))
         if arrived is not None:
             self._out.next.after.append(arrived)
-        self._out.add(self._memory.in_host(move, move.dst), buffer, page)
+        return self._out.add(target, buffer, page)
 
     def _keep_order(self, lane: CopyLane, page: int) -> None:
         """Issue what a lane has to do with a page before the other lane uses the page."""

@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
-from forkpoint.peer.link import PeerLink
 from forkpoint.sched.plan import FetchNews, TierNews
+
+TURN_S: Final = 0.001  # for which a step without work waits for fetches before it looks at the tiers again
+
+
+class Fetches(Protocol):
+    """Fetches from other engines, as `peer.fetching.Fetching`."""
+
+    def news(self, wait_s: float = 0.0) -> FetchNews | None:
+        """Return the fetches that ended since the last call. Wait at most `wait_s` for the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewsOfCopies:
-    """Reads news of copies that end later than their plan. `wait_s` is how long to wait for the first ones.
+    """Reads the news of copies that end later than their plan, and waits up to `wait_s` for the first news.
 
-    `tiers` returns what the tiers have done. It is None if there are none, or if all their copies end with the plan.
+    `tiers` takes a number of seconds to wait and returns the tiers' news. It is None without tiers, or if all their
+    copies end with the plan. `fetches` is None without a link to other engines.
     """
 
     tiers: Callable[[float], TierNews | None] | None = None
-    peers: PeerLink | None = None
+    fetches: Fetches | None = None
     wait_s: float = 0.0
 
     def read(self) -> tuple[TierNews | None, FetchNews | None]:
-        """Return what the tiers and the fetches have done since the last call, None for each with no news."""
-        fetched = self.peers.fetching.news() if self.peers is not None else None
-        wait_s = 0.0 if fetched is not None else self.wait_s
-        if self.tiers is not None:
-            return self.tiers(wait_s), fetched
-        if self.peers is not None and wait_s:
-            fetched = self.peers.fetching.news(wait_s)
-        return None, fetched
-
-
-NO_NEWS: Final = NewsOfCopies()
+        """Return the news of the tiers and of the fetches since the last call, None for each without news."""
+        if self.tiers is None or self.fetches is None:
+            return (
+                None if self.tiers is None else self.tiers(self.wait_s),
+                None if self.fetches is None else self.fetches.news(self.wait_s),
+            )
+        until_s = time.monotonic() + self.wait_s
+        while True:
+            copied, fetched = self.tiers(0.0), self.fetches.news()
+            left_s = until_s - time.monotonic()
+            if copied is not None or fetched is not None or left_s <= 0:
+                return copied, fetched
+            # The tiers do not wait while they have no copies. The thread has to sleep: fetches need the interpreter.
+            fetched = self.fetches.news(min(left_s, TURN_S))
+            if fetched is not None:
+                return None, fetched

@@ -29,15 +29,21 @@ class _Found(NamedTuple):
 class RowImages:
     """The images of the batch's rows.
 
-    With `has_axes`, tokens are rotated by other positions than they are stored at: those of `forkpoint.images`.
+    With `has_axes`, tokens are rotated by other positions than they are stored at: those of `forkpoint.images`, which
+    says what `centred` means.
     """
 
-    def __init__(self, num_rows: int, has_axes: bool) -> None:
-        self._has_axes = has_axes
+    def __init__(self, num_rows: int, has_axes: bool, centred: bool = False) -> None:
+        self._has_axes, self._centred = has_axes, centred
         self.shift = np.zeros(num_rows + 1, np.int64)  # of a row's tokens after its last image; the last: padding's
         self._ends = np.zeros(num_rows + 1, np.int64)  # where a row's last image ends; 0: it has none
         self._images: dict[int, tuple[ImageSpan, ...]] = {}  # of rows that have some
         self._positions: dict[int, PositionArray] = {}  # the same rows' positions up to there
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row has images. All tokens are rotated by their own positions then."""
+        return not self._images
 
     def add(self, added: AddedRow) -> None:
         """Remember the images of a row that enters the batch."""
@@ -46,7 +52,8 @@ class RowImages:
             self._images[row], self._ends[row] = added.images, end
             self._positions[row] = np.broadcast_to(np.arange(end), (3, end))
             if self._has_axes:
-                self._positions[row], self.shift[row] = rope_positions(added.images), rope_shift(added.images)
+                self._positions[row] = rope_positions(added.images, self._centred)
+                self.shift[row] = rope_shift(added.images, self._centred)
 
     def remove(self, row: int) -> None:
         """Forget a row that leaves the batch."""

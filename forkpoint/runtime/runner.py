@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import CacheLayout
-from forkpoint.config import SchedulerConfig
 from forkpoint.errors import StepFailedError
-from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.context import ImageInputs
-from forkpoint.models.decoder import Model
+from forkpoint.ops.deal import ALL
 from forkpoint.ops.metadata import KeySplits
 from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, WindowColumns
-from forkpoint.ops.table import OpTable
 from forkpoint.platforms.packing import Arrays, Tensors
-from forkpoint.platforms.platform import Platform
-from forkpoint.platforms.table import traits_of
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.buffers import ArenaBuffer
+from forkpoint.runtime.dealt_keys import HostLens
 from forkpoint.runtime.draft_graphs import DraftGraphs
 from forkpoint.runtime.encoded_images import EncodedImages
 from forkpoint.runtime.graphs import Graphs, ShapeTable
+from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, Scores, score
+from forkpoint.runtime.news import NewsOfCopies
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.row_images import RowImages
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
 from forkpoint.runtime.state_operators import StateOperators
-from forkpoint.runtime.step_inputs import HostLens, StepBuilder, StepShape
+from forkpoint.runtime.step_inputs import StepBuilder, StepShape
 from forkpoint.runtime.submitted import FailedStep, RunningStep, Verified
 from forkpoint.runtime.windows import NO_DRAFT, Windows
 from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, StepPlan, StepResult, StepRows, SubmittedStep
 
-MOST_QUERIES = 32  # query heads of one key head, over all tokens of a row for which keys are read together
-
-DISK_WAIT_S = 0.01  # of a step without work for news of a tier; requests that arrive meanwhile wait as long
+# Longest wait of a step without work for news of a tier or a fetch. Requests that arrive meanwhile wait as long, and a
+# load that is slower than computing is noticed as late.
+TIER_WAIT_S = 0.002
 
 
 class StepOutputs(NamedTuple):
@@ -55,28 +51,14 @@ class StepOutputs(NamedTuple):
     likeliest: tuple[Tensor, Tensor] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model on a device, before its arena is allocated. Graphs are recorded for `shapes`."""
-
-    model: Model
-    ops: OpTable
-    layout: CacheLayout
-    sched: SchedulerConfig
-    platform: Platform
-    shapes: Sequence[StepShape] = ()
-    max_num_drafts: int = 0
-    state_write_interval: int = 1
-
-
 class ModelRunner:
     """Implements `sched.plan.Runner` on one device. Owns the arena's bytes and the batch.
 
-    A plan runs in this order: removed rows, dropped embeddings, moves, added and replaced rows, state copies, forward
-    pass, sampling. `submit` issues a step and does not wait for it. On a device with graphs, a step that fits one of
-    the `shapes` replays a graph; `record_graphs` makes the graphs. For state operators that `ops.redirects` does not
-    name, states are copied first. If a step raises, its rows and blocks are updated all the same. Steps that are
-    submitted before `result()` has raised that error are not run and raise StepFailedError.
+    A plan runs in this order: flushes, removed rows, dropped embeddings, moves, added and replaced rows, state copies,
+    forward pass, sampling. `submit` issues a step and does not wait for it. On a device with graphs, a step that fits
+    one of the `shapes` replays a graph. The first such step records it, unless `record_next` did. For state operators
+    that `ops.redirects` does not name, states are copied first. If a step raises, its rows and blocks are updated all
+    the same. Steps that are submitted before `result()` has raised that error are not run and raise StepFailedError.
     """
 
     def __init__(
@@ -96,24 +78,28 @@ class ModelRunner:
         images: RowImages | None = None
         self._encoded: EncodedImages | None = None
         if model.vision is not None:
-            images = RowImages(num_rows, has_axes=bool(model.vision.config.axes))
+            vision = model.vision.config
+            images = RowImages(num_rows, has_axes=bool(vision.axes), centred=vision.centred)
             self._encoded = EncodedImages(model.vision, platform)
-        self.batch = Batch(layout, num_rows, longest, model.config.vocab_size, platform, images)
+        dealt = loaded.dealt_keys()
+        deal = ALL if dealt is None else dealt.deal
+        self.batch = Batch(layout, num_rows, longest, model.config.vocab_size, platform, images, deal)
         self._states = StateOperators(self.arena, ops.redirects)
         self._sampler = Sampler(ops, self.platform)
         splits: KeySplits | None = None
         if not platform.shares_memory:
-            splits = _splits(loaded)
+            splits = loaded.key_splits()
         self._records: TokenRecords | None = None
+        self._has_drafts = most > 0
         self._drafts: DraftGraphs | None = None
         if most or loaded.state_write_interval > 1:
             sizes = (num_rows, 1 + most, loaded.state_write_interval)
             self._records = TokenRecords(self.arena, ops, *sizes, platform, model.fold_constants)
             if most and model.config.draft_layer:
-                self._drafts = DraftGraphs(model, ops, self.batch, self._records, platform, most, shapes)
+                self._drafts = DraftGraphs(model, ops, self.batch, self._records, platform, most, shapes, dealt)
         kept = (self._states.copies, self._records, most if self._drafts else 0, self.batch.images)
         tables = {group.window: table for group, table in zip(layout.groups, self.batch.tables, strict=False)}
-        self._builder = StepBuilder(self.batch.table, bool(layout.kv), splits, *kept, tables)
+        self._builder = StepBuilder(self.batch.table, bool(layout.kv), splits, *kept, tables, dealt)
         self._shapes: ShapeTable | None = None  # shapes with graphs
         if shapes:
             self._shapes = ShapeTable(shapes)
@@ -121,17 +107,33 @@ class ModelRunner:
         self._graphs: Graphs[StepShape, StepOutputs] = Graphs(platform, padding)
         self._failure: Exception | None = None
 
-    def record_graphs(self, progress: Callable[[Sequence[StepShape]], Any] = lambda shapes: shapes) -> None:
-        """Record all graphs, and compile what steps with records need. `progress` wraps the shapes."""
+    def issue_all(self) -> None:
+        """Issue the work of all graphs and the kernels next to them, without recording any."""
         with torch.inference_mode():
-            self._graphs.record(self._issue, progress)
+            self._graphs.issue_all(self._issue)
             if self._drafts is not None:
-                self._drafts.record()
-            if self._records is not None:
-                self._records.prepare()
-                if self._records.drafts:
-                    self._prepare_windows()
+                self._drafts.issue_all()
+            self._prepare_records()
+
+    def record_largest(self) -> None:
+        """Record the graph of the largest step, whose memory the others share, and load the kernels next to graphs."""
+        with torch.inference_mode():
+            self._graphs.record_largest(self._issue)
+            if self._drafts is not None:
+                self._drafts.record_largest()
+            self._prepare_records()
         self.platform.synchronize()
+
+    def record_next(self) -> bool:
+        """Record a graph that no step has needed yet; return False if there is none. Call it between steps."""
+        with torch.inference_mode():
+            return self._graphs.record_next(self._issue) or (self._drafts is not None and self._drafts.record_next())
+
+    def _prepare_records(self) -> None:
+        if self._records is not None:
+            self._records.prepare()
+            if self._has_drafts:
+                self._prepare_windows()
 
     def _prepare_windows(self) -> None:
         """Let the device compile the kernels for windows, with a window of the spare row."""
@@ -143,15 +145,13 @@ class ModelRunner:
         """Issue a plan, and do not wait for it.
 
         A failure of the model is raised by the step's `result()`, and all later steps fail because of it. Raises only
-        if the
-
-        plan contradicts the batch.
+        if the plan contradicts the batch.
         """
-        if self._records is None or not self._records.drafts:
+        if not self._has_drafts:
             assert not plan.rows.num_drafts.any(), "made for plans without drafts"
             assert not plan.rows.save_ptr[plan.num_decodes], "the decode kernels save no states"
         if self._records is not None:
-            self._records.leave(plan.removed, plan.moves)
+            self._records.flush(plan.flushes)
         if self._encoded is not None:
             self._encoded.drop(plan.dropped_images)
         if plan.moves:
@@ -187,10 +187,11 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> RunningStep:
         if plan.added:
             self.batch.prepare(plan.added)
+        news: NewsOfCopies | None = None
+        if self.arena.has_late_copies:
+            news = self.arena.news_of_copies(TIER_WAIT_S if plan.waits_for_tiers else 0.0)
         if not plan.num_tokens:
             nothing = StepResult(plan.step, np.empty(0, np.int32))
-            wait_s = DISK_WAIT_S if plan.waits_for_tiers else 0.0
-            news = self.arena.news_of_copies(wait_s)
             return RunningStep(nothing, self.platform.mark(), plan.sampled_rows, news=news)
         sampling = self.batch.sampling(plan.sampled_rows)
         if self._drafts is not None:  # penalties count drafts
@@ -200,12 +201,14 @@ class ModelRunner:
             windows = Windows.of(plan.rows)
             sampling = np.repeat(np.asarray(sampling, object), windows.sizes).tolist()
         plain = plan.masks is None and all(row.is_plain_greedy for row in sampling)
-        exact = StepShape.of(plan, self._verifies(plan))
+        exact = StepShape.of(plan, self._has_drafts and self._verifies(plan))
         asking: list[tuple[AddedRow, int, int, int]] = []
         if exact.num_segments:
             asking = self._asking(plan, exact.num_decodes)
         shape: StepShape | None = None
-        images = self._image_inputs(plan)
+        images: ImageInputs | None = None
+        if self.batch.images is not None and self._encoded is not None:  # runs the vision tower for new images
+            images = self.batch.images.inputs(plan.rows, self._encoded.get, self.platform)
         if self._shapes is not None and not asking and images is None:
             shape = self._shapes.find(exact)
         arrays = self._builder.build(plan, shape or exact, recorded=shape is not None)
@@ -215,7 +218,7 @@ class ModelRunner:
         prompts: list[tuple[int, list[Scores]]] = []
         outputs: StepOutputs | None
         if shape is not None:
-            outputs = self._graphs.replay(shape, arrays)
+            outputs = self._graphs.replay(shape, arrays, self._issue)
         else:
             hidden, outputs = self._without_graph(plan, exact, arrays, images, plain)
             prompts = [(extent[0].row, self._prompt_scores(*extent, hidden)) for extent in asking]
@@ -237,7 +240,7 @@ class ModelRunner:
                 answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
             else:
                 answers, verified = self._finish_windows(plan, windows, sampling, sampled)
-        mark, rows, news = self.platform.mark(), plan.sampled_rows, self.arena.news_of_copies()
+        mark, rows = self.platform.mark(), plan.sampled_rows
         return RunningStep(partial_result, mark, rows, answers, verified, logprobs, prompts, news)
 
     def _without_graph(
@@ -248,28 +251,23 @@ class ModelRunner:
         Returns the hidden states `[T, D]`, and the outputs; None if no row is sampled. `plain`: as in `_sample`.
         """
         tensors = self.platform.upload_all(arrays)
-        lens: HostLens = ((), ())
-        if not plan.rows.optimistic.any():  # otherwise only the device has the lengths
-            lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
-        hidden = self._forward(tensors, shape, lens, images)
+        most: HostLens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
+        lens = most
+        if plan.rows.optimistic.any():  # only the device has the lengths
+            lens = ((), ())
+        hidden = self._forward(tensors, shape, lens, images, most)
         if not len(plan.sampled_rows):
             return hidden, None
         return hidden, self._heads(hidden, tensors, plain)
 
     def _verifies(self, plan: StepPlan) -> bool:
-        """Return whether the step uses the operators that verify drafts. Graphs that prefill always do."""
-        if self._records is None or not self._records.drafts:
-            return False
-        return (self._shapes is not None and plan.num_decodes < len(plan.rows)) or self._records.concern(plan)
+        """Return whether a step of an engine with drafts uses the operators that verify them.
 
-    def _image_inputs(self, plan: StepPlan) -> ImageInputs | None:
-        """Return the embeddings and positions of a step's image tokens; None if it has none.
-
-        Runs the vision tower for images that are new.
+        Graphs that prefill always do.
         """
-        if self.batch.images is None or self._encoded is None:
-            return None
-        return self.batch.images.inputs(plan.rows, self._encoded.get, self.platform)
+        rows = plan.rows
+        prefills = plan.num_decodes < len(rows)
+        return (self._shapes is not None and prefills) or bool(rows.num_drafts.any() or rows.pending.any())
 
     def _issue(self, tensors: Tensors, shape: StepShape) -> StepOutputs:
         """Issue a whole step on the device, with greedy sampling, and return its outputs: what a graph records."""
@@ -281,16 +279,20 @@ class ModelRunner:
         shape: StepShape,
         host_lens: HostLens = ((), ()),
         images: ImageInputs | None = None,
+        most_lens: HostLens = ((), ()),
     ) -> Tensor:
+        """Run the model. Without `host_lens` only the device has the rows' lengths, and `most_lens` are bounds."""
         caches = (self._records or self.arena).layers
-        context = self._builder.context(tensors, shape, caches, self._states, host_lens)
+        context = self._builder.context(tensors, shape, caches, self._states.sources, host_lens)
         if shape.num_decodes:  # fill in ids and positions that only the device has
             drafts: tuple[Tensor, ...] = ()
             if self._drafts is not None and "draft_at" in tensors:
                 drafts = (self._drafts.drafted, tensors["draft_at"])
             ids = IdColumns(tensors["token_ids"], tensors["token_rows"], self.batch.last_sampled, *drafts)
-            self._ops.catch_up(ids, self._builder.late(tensors))
-        context = self._builder.with_windows(context, tensors)
+            late = self._builder.late(tensors) if "late" in tensors else None
+            self._ops.catch_up(ids, late)
+        if "token_lines" in tensors:
+            context = self._builder.located(context, tensors, most_lens)
         if "rope_shift" in tensors:  # after the positions were corrected
             context = replace(context, positions=tensors["positions"] + tensors["rope_shift"], images=images)
         return self._model.forward(tensors["token_ids"], context)
@@ -339,7 +341,8 @@ class ModelRunner:
         """Return how many outputs optimistic rows may lack; None if the step has no such rows."""
         if self._records is None or not rows.optimistic.any():
             return None
-        columns = np.stack([self._records.behind(rows), self._records.late(rows)])[:, rows.samples]
+        most_rejected = np.where(rows.optimistic, rows.pending - 1, 0)
+        columns = np.stack([most_rejected, self._records.late(rows)])[:, rows.samples]
         if windows is not None:
             columns = np.repeat(columns, windows.sizes, axis=1)
         behind, places = columns
@@ -352,13 +355,12 @@ class ModelRunner:
 
         Returns what is copied to the host: the ids of all positions, and the counts in `Verified`.
         """
-        assert self._records is not None
         found, there = self._accept(windows, plan.sampled_rows, sampled)
         count = len(windows.drafts)
         counted = partial(windows.mask, found[count:], there.starts, there.sizes)
         self._sampler.count(sampling, sampled.token_ids, counted)
         on_host = self.platform.to_host(found)
-        return on_host[:count], Verified(windows, on_host[count:], partial(self._records.apply_counts, plan))
+        return on_host[:count], Verified(windows, on_host[count:])
 
     def _accept(self, windows: Windows, rows: IntArray, sampled: Sampled) -> tuple[Tensor, WindowColumns]:
         """Call the operator `accept` for the windows of these rows. Returns its result, and its columns."""
@@ -402,21 +404,3 @@ class ModelRunner:
             asked = dict.fromkeys(range(begin + 1, stop + 1), num_top)
             tiles.append(score(logits, following, asked, self._ops, self.platform))
         return tiles
-
-
-def _splits(loaded: Loaded) -> KeySplits:
-    """Return how keys are split into parts.
-
-    Rows of a small batch get more parts, and keys are read once for several tokens of a row, unless the bits of a row
-    must not depend on the batch.
-    """
-    layout, config, traits = loaded.layout, loaded.model.config, traits_of(loaded.platform.device)
-    if loaded.ops.deterministic or not layout.kv:
-        return KeySplits(layout.kernel_block_size)
-    wanted, folded = max(1, traits.num_decode_programs // layout.kv[0].num_heads), 1
-    layers = (*config.layers, config.draft_layer)
-    groups = [p.num_heads // p.num_kv_heads for parts in layers for p in parts if isinstance(p, AttentionConfig)]
-    if len(groups) == len(layout.kv) and traits.masks_gathers:  # latents are read for each token
-        most = max(1, MOST_QUERIES // max(groups))
-        folded = min(1 << most.bit_length() - 1, 1 << loaded.max_num_drafts.bit_length())
-    return KeySplits(layout.kernel_block_size, wanted, folded)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.buffers import ArenaBuffer
 
-KINDS = ("decode", "prefill")  # kinds of rows, in the order of TensorSpec.operators
+KINDS: Final = ("decode", "prefill")  # kinds of rows, in the order of TensorSpec.operators
+Sources: TypeAlias = Mapping[str, Mapping[str, str]]
 
 
 class StateOperators:
@@ -29,22 +29,12 @@ class StateOperators:
         for _, tensor, pool in arena.states:
             for kind, operator in zip(KINDS, tensor.operators or (), strict=False):
                 self._pools[kind].setdefault(operator, []).append(pool)
-        self._source = {name: "src" if name in redirects else "placed" for kind in KINDS for name in self._pools[kind]}
-        self.copies = "placed" in self._source.values()
-
-    def indices(
-        self, tensors: Mapping[str, Tensor], lens: tuple[int, ...]
-    ) -> tuple[dict[str, DecodeIndex], dict[str, SegmentIndex]]:
-        """Return the index of each operator by its name. `lens` are the host's copy of the segments' lengths."""
-        t = tensors
-        saves = (t["save_ptr"], t["save_pos"], t["save_dst"], lens, t.get("segment_tiles"))
-        return (
-            {name: DecodeIndex(t[f"decode_{self._source[name]}"], t["decode_dst"]) for name in self._pools["decode"]},
-            {
-                name: SegmentIndex(t["cu_seqlens"], t[f"prefill_{self._source[name]}"], t["prefill_dst"], *saves)
-                for name in self._pools["prefill"]
-            },
-        )
+        # For each kind of rows: the array with the slots that each operator reads, by the operator's name.
+        self.sources: Sources = {
+            kind: {name: f"{kind}_src" if name in redirects else f"{kind}_placed" for name in self._pools[kind]}
+            for kind in KINDS
+        }
+        self.copies = any(source.endswith("placed") for kind in KINDS for source in self.sources[kind].values())
 
     def place(self, arrays: Mapping[str, npt.NDArray[Any]], ops: OpTable, platform: Platform) -> int:
         """Copy states for operators that cannot redirect to the slots that they write.
@@ -56,8 +46,8 @@ class StateOperators:
         for kind in KINDS:
             src, dst = arrays[f"{kind}_src"], arrays[f"{kind}_dst"]
             moved = np.flatnonzero((src != dst) & (dst >= 0))
-            operators = self._pools[kind].items()
-            pools = [pool for name, own in operators if self._source[name] == "placed" for pool in own]
+            operators, redirected = self._pools[kind].items(), f"{kind}_src"
+            pools = [pool for name, own in operators if self.sources[kind][name] != redirected for pool in own]
             if len(moved) and pools:
                 pair = platform.upload(np.stack([src[moved], dst[moved]]))
                 ops.state_copy(pools, pair[0], pair[1])

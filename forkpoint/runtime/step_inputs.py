@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from forkpoint.models.context import ForwardContext, LayerCache
@@ -17,22 +16,28 @@ from forkpoint.ops.metadata import (
     TILE,
     AttentionIndex,
     AttentionWork,
+    DecodeIndex,
     KeySplits,
     RecordIndex,
+    SegmentIndex,
     VerifyIndex,
+    ranges,
     running_total,
     tile_table,
 )
 from forkpoint.ops.rows.columns import LateColumns
 from forkpoint.platforms.packing import Arrays, Tensors
 from forkpoint.runtime.block_table import BlockTable
-from forkpoint.runtime.records import TokenRecords
+from forkpoint.runtime.dealt_keys import DealtKeys, HostLens
+from forkpoint.runtime.records import Columns, TokenRecords
 from forkpoint.runtime.row_images import RowImages
-from forkpoint.runtime.state_operators import KINDS, StateOperators
+from forkpoint.runtime.state_operators import KINDS, Sources
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, StepRows
 
-# Lengths of queries and of keys of all rows, decodes first; empty if only the device has them.
-HostLens = tuple[tuple[int, ...], tuple[int, ...]]
+# Columns with an entry for each decode token, then one for each token of the segments or for each segment.
+_WITH_SEGMENTS: Final = frozenset(
+    {"token_ids", "positions", "slot_mapping", "rope_shift", "token_lines", "kv_lens", "table_rows"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,11 @@ class StepShape:
     @property
     def num_rows(self) -> int:
         return self.num_decodes + self.num_segments
+
+    @property
+    def most_tiles(self) -> int:
+        """The most tiles that the segments can have, which is also how many states they can save."""
+        return self.num_prefill_tokens // TILE + self.num_segments
 
     @classmethod
     def of(cls, plan: StepPlan, verifies: bool = False) -> StepShape:
@@ -77,16 +87,18 @@ class StepBuilder:
         most_drafts: int = 0,
         images: RowImages | None = None,
         tables: Mapping[int | None, BlockTable] = MappingProxyType({}),
+        dealt: DealtKeys | None = None,
     ) -> None:
         """`splits` makes the work lists of a device's kernels; None: there are none.
 
         `copies`: some operators need their states copied first. `records` is given if drafts are verified or states are
         written every few tokens only. `most_drafts` of a row come from DraftGraphs; 0: none do. `images` of rows change
-        the positions by which tokens are rotated. `tables` are those of each window, `table` among them.
+        the positions by which tokens are rotated. `tables` are those of each window, `table` among them. `dealt` is
+        given if the tokens of `table` are dealt to ranks.
         """
         self._windows = {width: each for width, each in tables.items() if width is not None and each is not table}
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
-        self._records, self._most_drafts, self._images = records, most_drafts, images
+        self._records, self._most_drafts, self._images, self._dealt = records, most_drafts, images, dealt
         self._folded = 1
         if splits is not None:
             self._folded = splits.folded
@@ -107,7 +119,7 @@ class StepBuilder:
         them; `parts` may be shorter.
         """
         rows, lens = plan.rows, plan.rows.num_tokens
-        offsets = running_total(lens)
+        offsets, spare, num_rows = running_total(lens), self._table.num_rows, shape.num_rows
         decodes = int(offsets[plan.num_decodes])
         positions = np.repeat(rows.start - offsets[:-1], lens) + np.arange(plan.num_tokens)
         table_rows = np.repeat(rows.row, lens)
@@ -117,56 +129,56 @@ class StepBuilder:
         if self._has_kv:
             slots = self._table.kv_slots(table_rows, positions)
         last = sampled_tokens(rows)
-        num_samples = len(last)
-        if recorded:
-            num_samples = shape.num_rows
-        arrays: Arrays = {
-            "token_ids": _spread(rows.tokens.astype(np.int64), num_tokens, decodes, gap, 0),
-            "positions": _spread(positions, num_tokens, decodes, gap, 0),
-            "slot_mapping": _spread(slots, num_tokens, decodes, gap, NO_SLOT),
-            "token_rows": padded(table_rows[:decodes].astype(np.int64), shape.num_decodes, self._table.num_rows),
-            "sampled": padded(last + gap * (last >= decodes), num_samples, 0),
-            "sampled_rows": padded(plan.sampled_rows.astype(np.int64), num_samples, self._table.num_rows),
+        sampled_rows = np.full(len(last), spare, np.int64)  # the operator `accept` stores the ids of rows with drafts
+        sampled_rows[: len(plan.sampled_rows)] = plan.sampled_rows
+        columns: Columns = {
+            "token_ids": (rows.tokens.astype(np.int64), num_tokens, 0),
+            "positions": (positions, num_tokens, 0),
+            "slot_mapping": (slots, num_tokens, NO_SLOT),
+            "token_rows": (table_rows[:decodes].astype(np.int64), shape.num_decodes, spare),
+            "sampled": (last + gap * (last >= decodes), num_rows, 0),
+            "sampled_rows": (sampled_rows, num_rows, spare),
         }
-        if self._images is not None:
-            arrays["rope_shift"] = _spread(self._images.shifts(rows), num_tokens, decodes, gap, 0)
-        if self._windows:
-            arrays["token_lines"] = _spread(table_rows.astype(np.int64), num_tokens, decodes, gap, NO_ROW)
-        arrays |= self._segments(rows, plan.num_decodes, shape, recorded)
+        if self._images is not None and (recorded or not self._images.is_empty):
+            columns["rope_shift"] = (self._images.shifts(rows), num_tokens, 0)
+        if self._windows or self._dealt is not None:
+            columns["token_lines"] = (table_rows.astype(np.int64), num_tokens, NO_ROW)
+        columns |= self._segments(rows, plan.num_decodes, shape)
         if self._records is not None:
-            num_rows = shape.num_verified or shape.num_decodes
-
-            def pad(column: IntArray, fill: int) -> IntArray:
-                return padded(column, num_rows, fill)
-
-            arrays |= self._records.arrays(plan, pad, shape.num_verified > 0)
+            columns |= self._records.columns(plan, shape.num_verified or shape.num_decodes, shape.num_verified > 0)
             if shape.num_verified:
-                arrays |= self._drafts(plan, shape, self._records.late(rows))
+                columns |= self._drafts(plan, shape, self._records.late(rows))
         # Attention sees each token of a decode row as a row of its own; it may read keys for several of them together.
         chunks = slice(plan.num_decodes, None)
         kv_lens = np.concatenate([positions[:decodes] + 1, (rows.start + lens)[chunks]]).astype(np.int32)
         table_rows = np.concatenate([table_rows[:decodes], rows.row[chunks]])
-        arrays |= self._attention(lens[: plan.num_decodes], lens[chunks], kv_lens, table_rows, shape, recorded)
-        return arrays
+        columns |= self._attention(lens[: plan.num_decodes], lens[chunks], kv_lens, table_rows, shape)
+        if recorded:
+            return _padded(columns, decodes, gap)
+        return {name: values for name, (values, _, _) in columns.items()}
 
-    def _drafts(self, plan: StepPlan, shape: StepShape, late: IntArray) -> Arrays:
-        """Return the arrays of steps that verify drafts: places in `missed` (`late`), and sources of TO_DRAFT."""
-        arrays: Arrays = {}
+    def _drafts(self, plan: StepPlan, shape: StepShape, late: IntArray) -> Columns:
+        """Return the columns of steps that verify drafts: places in `missed` (`late`), and sources of TO_DRAFT."""
+        columns: Columns = {}
         if self._splits is not None or plan.rows.optimistic.any():  # always on a device: one form of its kernel
             own, spare = late[: plan.num_decodes].astype(np.int64), self._table.num_rows
-            arrays["verify_late"] = padded(own, shape.num_verified, spare)
+            columns["verify_late"] = (own, shape.num_verified, spare)
             lens = plan.rows.num_tokens[: plan.num_decodes]
-            arrays["late"] = padded(np.repeat(own, lens), shape.num_decodes, spare)
+            columns["late"] = (np.repeat(own, lens), shape.num_decodes, spare)
         if self._most_drafts:
             at, row, number = draft_places(plan)
-            arrays["draft_at"] = np.full(shape.num_decodes, -1, np.int64)
-            arrays["draft_at"][at] = row * self._most_drafts + number
-        return arrays
+            sources = np.full(shape.num_decodes, -1, np.int64)
+            sources[at] = row * self._most_drafts + number
+            columns["draft_at"] = (sources, shape.num_decodes, -1)
+        return columns
 
     def context(
-        self, t: Tensors, shape: StepShape, caches: tuple[LayerCache, ...], operators: StateOperators, lens: HostLens
+        self, t: Tensors, shape: StepShape, caches: tuple[LayerCache, ...], sources: Sources, lens: HostLens
     ) -> ForwardContext:
-        """Return the model's context from the arrays `t` on the device. `lens` are for operators on a CPU."""
+        """Return the model's context from the arrays `t` on the device.
+
+        `sources` are those of StateOperators. `lens` are for operators on a CPU.
+        """
         (query_lens, kv_lens), work, verify, record = lens, None, None, None
         if "parts" in t:
             folded: tuple[Tensor, int] | tuple[()] = ()
@@ -193,92 +205,100 @@ class StepBuilder:
             kv_lens,
             work,
         )
-        decode, prefill = operators.indices(t, query_lens[shape.num_decodes :])
+        saves = (t["save_ptr"], t["save_pos"], t["save_dst"], query_lens[shape.num_decodes :], t.get("segment_tiles"))
+        decode = {name: DecodeIndex(t[source], t["decode_dst"]) for name, source in sources["decode"].items()}
+        prefill = {
+            name: SegmentIndex(t["cu_seqlens"], t[source], t["prefill_dst"], *saves)
+            for name, source in sources["prefill"].items()
+        }
         return ForwardContext(t["positions"], shape.num_decodes, attention, decode, prefill, caches, verify, record)
 
-    def with_windows(self, context: ForwardContext, t: Tensors) -> ForwardContext:
-        """Return the context with the blocks of each window. Positions must have been corrected.
+    def located(self, context: ForwardContext, t: Tensors, most: HostLens = ((), ())) -> ForwardContext:
+        """Return the context with the blocks of each window, and of keys that are dealt, from `token_lines`.
 
-        Where tokens are stored is looked up on the device, because only the device has the positions of rows whose
-        drafts may be rejected.
+        Positions must have been corrected. Where tokens are stored is looked up on the device, because only the device
+        has the positions of rows whose drafts may be rejected. `most` is that of `DealtKeys.complete`.
         """
         windows: dict[int, AttentionIndex] = {}
         for width, table in self._windows.items():
-            lines, size = t["token_lines"], table.kernel_block_size
-            blocks = table.device[lines.clamp(min=0), t["positions"] // size].long()
-            slots = torch.where(lines >= 0, blocks * size + t["positions"] % size, NO_SLOT)
+            slots = table.device_slots(t["token_lines"], t["positions"])
             windows[width] = replace(context.attention, block_table=table.device, slot_mapping=slots)
-        return replace(context, windows=windows) if windows else context
+        if windows:
+            context = replace(context, windows=windows)
+        if self._dealt is None:
+            return context
+        slots = self._table.device_slots(t["token_lines"], t["positions"])
+        attention = replace(context.attention, slot_mapping=slots)
+        return replace(context, attention=self._dealt.complete(attention, self._table, most))
 
-    def late(self, t: Tensors) -> LateColumns | None:
-        """Return the tensors that the operator `catch_up` corrects in place; None without optimistic rows.
+    def late(self, t: Tensors) -> LateColumns:
+        """Return the tensors that the operator `catch_up` corrects in place, in a step with the array `late`.
 
         It takes rejected drafts off positions and lengths, once for each step.
         """
-        if "late" not in t:
-            return None
         assert self._records is not None
         names = ("positions", "kv_lens", "slot_mapping", "table_rows")
         positions, kv_lens, slots, rows = (t[name][: len(t["late"])] for name in names)
-        keys = (slots if self._has_kv else None, rows, self._table.device, self._table.kernel_block_size)
+        looked_up = self._has_kv and self._dealt is None  # otherwise `located` looks them up
+        keys = (slots if looked_up else None, rows, self._table.device, self._table.kernel_block_size)
         records = (t["verify_late"], t["verify_pending"], t.get("record_held"))
         return LateColumns(self._records.missed, t["late"], positions, kv_lens, *keys, *records)
 
-    def _segments(self, rows: StepRows, decodes: int, shape: StepShape, recorded: bool) -> Arrays:
+    def _segments(self, rows: StepRows, decodes: int, shape: StepShape) -> Columns:
         """Return the slots that state operators read and write, and the segments' boundaries and saves.
 
         TokenRecords has the slots that decode rows save to.
         """
         count, lens, first = shape.num_segments, rows.num_tokens[decodes:], rows.save_ptr[decodes]
-        pointers = rows.save_ptr[decodes:] - first
+        pointers, ends = rows.save_ptr[decodes:] - first, running_total(lens)
         saved = rows.save_positions[first:] - np.repeat(rows.start[decodes:], np.diff(pointers))
-        capacity = len(saved)
-        if recorded:
-            capacity = _most_tiles(shape)
-        arrays: Arrays = {
-            "cu_seqlens": running_total(padded(lens, count, 0)),
-            "decode_src": padded(rows.read_slot[:decodes], shape.num_decodes, NO_SLOT),
-            "decode_dst": padded(rows.write_slot[:decodes], shape.num_decodes, NO_SLOT),
-            "prefill_src": padded(rows.read_slot[decodes:], count, NO_SLOT),
-            "prefill_dst": padded(rows.write_slot[decodes:], count, NO_SLOT),
-            "save_ptr": padded(pointers, count + 1, len(saved)),
-            "save_pos": padded(saved, capacity, 0),
-            "save_dst": padded(rows.save_slots[first:], capacity, NO_SLOT),
+        columns: Columns = {
+            "cu_seqlens": (ends, count + 1, int(ends[-1])),
+            "decode_src": (rows.read_slot[:decodes], shape.num_decodes, NO_SLOT),
+            "decode_dst": (rows.write_slot[:decodes], shape.num_decodes, NO_SLOT),
+            "prefill_src": (rows.read_slot[decodes:], count, NO_SLOT),
+            "prefill_dst": (rows.write_slot[decodes:], count, NO_SLOT),
+            "save_ptr": (pointers, count + 1, len(saved)),
+            "save_pos": (saved, shape.most_tiles, 0),
+            "save_dst": (np.ascontiguousarray(rows.save_slots[first:]), shape.most_tiles, NO_SLOT),
         }
         if self._copies:
             for kind in KINDS:
-                src, dst = arrays[f"{kind}_src"], arrays[f"{kind}_dst"]
-                arrays[f"{kind}_placed"] = np.where(dst >= 0, dst, src)
+                (src, size, fill), (dst, _, _) = columns[f"{kind}_src"], columns[f"{kind}_dst"]
+                columns[f"{kind}_placed"] = (np.where(dst >= 0, dst, src), size, fill)
         if self._splits is not None:
-            arrays["segment_tiles"] = _tiles(tile_table(lens), shape, recorded)
-        return arrays
+            columns["segment_tiles"] = (tile_table(lens), shape.most_tiles, NO_ROW)
+        return columns
 
     def _attention(
-        self, decoding: IntArray, lens: IntArray, kv_lens: IntArray, rows: IntArray, shape: StepShape, recorded: bool
-    ) -> Arrays:
-        """Return the arrays of attention.
+        self, decoding: IntArray, lens: IntArray, kv_lens: IntArray, rows: IntArray, shape: StepShape
+    ) -> Columns:
+        """Return the columns of attention.
 
         `decoding` are the numbers of tokens of the decode rows, `lens` those of the segments. `kv_lens` and `rows` are
         for each token of a decode row, then for each segment.
         """
-        num_decodes, num_rows = int(decoding.sum()), shape.num_rows
-        gap = shape.num_decodes - num_decodes
-        queries = np.concatenate([np.ones(shape.num_decodes, np.int32), padded(lens, shape.num_segments, 0)])
-        arrays: Arrays = {
-            "cu_queries": running_total(queries),
-            "kv_lens": _spread(kv_lens, num_rows, num_decodes, gap, 0),
-            "table_rows": _spread(rows, num_rows, num_decodes, gap, 0),
+        num_decodes, num_rows = len(kv_lens) - len(lens), shape.num_rows
+        own_lens = kv_lens[:num_decodes]
+        if self._dealt is not None:
+            own_lens = self._dealt.deal.count(own_lens)
+        queries = running_total(np.concatenate([np.ones(shape.num_decodes, np.int32), lens]))
+        columns: Columns = {
+            "cu_queries": (queries, num_rows + 1, int(queries[-1])),
+            "kv_lens": (kv_lens, num_rows, 0),
+            "table_rows": (rows, num_rows, 0),
         }
         if self._splits is not None:
-            arrays["query_tiles"] = _tiles(tile_table(lens, shape.num_decodes), shape, recorded)
+            columns["query_tiles"] = (tile_table(lens, shape.num_decodes), shape.most_tiles, NO_ROW)
             if self._folded > 1 and shape.num_verified:
-                parts, pointers, lead = self._splits.folded_table(kv_lens[:num_decodes], decoding)
-                arrays["lead"] = np.concatenate([lead, np.arange(num_decodes, shape.num_decodes, dtype=np.int32)])
+                parts, pointers, lead = self._splits.folded_table(own_lens, decoding)
+                lead = np.concatenate([lead, np.arange(num_decodes, shape.num_decodes, dtype=np.int32)])
+                columns["lead"] = (lead, shape.num_decodes, 0)
             else:
-                parts, pointers = self._splits.table(kv_lens[:num_decodes])
-            arrays["part_ptr"] = padded(pointers, shape.num_decodes + 1, int(pointers[-1]))
-            arrays["parts"] = parts
-        return arrays
+                parts, pointers = self._splits.table(own_lens)
+            columns["part_ptr"] = (pointers, shape.num_decodes + 1, int(pointers[-1]))
+            columns["parts"] = (parts, len(parts), NO_ROW)
+        return columns
 
 
 def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntArray]:
@@ -292,27 +312,6 @@ def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntAr
     return at, plan.rows.row[owner], (at - offsets[owner] - 1).astype(np.int32)
 
 
-def _most_tiles(shape: StepShape) -> int:
-    """Return how many tiles the segments of such a step can have, which is also how many states they can save."""
-    return shape.num_prefill_tokens // TILE + shape.num_segments
-
-
-def _tiles(tiles: IntArray, shape: StepShape, recorded: bool) -> IntArray:
-    """Return a list of tiles, in a recorded step padded to the most that its shape can have."""
-    if not recorded:
-        return tiles
-    return padded(tiles, _most_tiles(shape), NO_ROW)
-
-
-def padded(values: npt.NDArray[Any], count: int, fill: int) -> npt.NDArray[Any]:
-    """Return the values as `[count, ...]`, filled up with `fill`. There must not be more than `count`."""
-    if len(values) == count:
-        return np.ascontiguousarray(values)
-    out = np.full((count, *values.shape[1:]), fill, values.dtype)
-    out[: len(values)] = values
-    return out
-
-
 def sampled_tokens(rows: StepRows) -> npt.NDArray[np.int64]:
     """Return the tokens after which the plan samples: each sampled row's last one, and that before each draft.
 
@@ -323,16 +322,14 @@ def sampled_tokens(rows: StepRows) -> npt.NDArray[np.int64]:
     return last if len(last) == int(counts.sum()) else ranges(last + 1 - counts, counts)
 
 
-def ranges(starts: npt.NDArray[np.integer], counts: IntArray) -> npt.NDArray[np.int64]:
-    """Return the ranges `[starts[i], starts[i] + counts[i])`, one after the other."""
-    return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-
-
-def _spread(values: npt.NDArray[Any], count: int, num_decodes: int, gap: int, fill: int) -> npt.NDArray[Any]:
-    """Return the values of decode tokens, `gap` times `fill`, those of segments, then `fill` up to `count`."""
-    if len(values) == count:
-        return values
-    out = np.full(count, fill, values.dtype)
-    out[:num_decodes] = values[:num_decodes]
-    out[num_decodes + gap : len(values) + gap] = values[num_decodes:]
-    return out
+def _padded(columns: Columns, num_decodes: int, gap: int) -> Arrays:
+    """Return the columns in their padded sizes. `gap` entries of padding follow the `num_decodes` decode tokens."""
+    arrays: Arrays = {}
+    for name, (values, size, fill) in columns.items():
+        arrays[name] = values
+        if len(values) != size:
+            first = num_decodes if name in _WITH_SEGMENTS else len(values)
+            arrays[name] = out = np.full((size, *values.shape[1:]), fill, values.dtype)
+            out[:first] = values[:first]
+            out[first + gap : len(values) + gap] = values[first:]
+    return arrays

@@ -12,25 +12,25 @@ from torch import Tensor
 from forkpoint.ops.rows.columns import NOT_FINITE
 from forkpoint.platforms.platform import Mark
 from forkpoint.runtime.logprobs import Scores
-from forkpoint.runtime.news import NO_NEWS, NewsOfCopies
+from forkpoint.runtime.news import NewsOfCopies
 from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import IntArray, StepResult, TokenLogprobs
 
 
 class Verified(NamedTuple):
-    """A step's drafts: the windows, how many positions of each row count, and the callback that gets these counts."""
+    """A step's drafts: the windows, and how many positions of each row count."""
 
     windows: Windows
     counts: Tensor
-    apply_counts: Callable[[IntArray], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """A step that the device works on. `result` waits for it, and applies the counts of its drafts.
+    """A step that the device works on. `result` waits for it.
 
     `partial` is the part of its result that the host has already. `answers[i]` is the id sampled for `rows[i]`, or
-    NOT_FINITE. In a step with drafts it has the ids of all positions, row after row.
+    NOT_FINITE. In a step with drafts it has the ids of all positions, row after row. `news` is given if copies may end
+    later than their plan.
     """
 
     partial: StepResult
@@ -40,19 +40,24 @@ class RunningStep:
     verified: Verified | None = None
     logprobs: Scores | None = None
     prompts: Sequence[tuple[int, Sequence[Scores]]] = ()  # rows, with the scores of their prompts' tiles
-    news: NewsOfCopies = NO_NEWS
+    news: NewsOfCopies | None = None
 
     def result(self) -> StepResult:
         self.done.synchronize()
-        prompts = {row: tuple(each for tile in tiles for each in tile.fetch().items()) for row, tiles in self.prompts}
-        tier_news, fetched = self.news.read()
-        result = replace(self.partial, prompt_logprobs=prompts, tier_news=tier_news, fetched=fetched)
+        result = self.partial
+        if self.prompts:
+            prompts = {
+                row: tuple(each for tile in tiles for each in tile.fetch().items()) for row, tiles in self.prompts
+            }
+            result = replace(result, prompt_logprobs=prompts)
+        if self.news is not None:
+            tier_news, fetched = self.news.read()
+            result = replace(result, tier_news=tier_news, fetched=fetched)
         if self.answers is None:
             return result
         token_ids, rows, counts, kept = self.answers.numpy().astype(np.int32), self.rows, None, None
         if self.verified is not None:
             counts = self.verified.counts.numpy().astype(np.int32)
-            self.verified.apply_counts(counts)
             kept = self.verified.windows.kept(counts)
             token_ids, rows = token_ids[kept], np.repeat(rows, counts)
         logprobs = dict[int, tuple[TokenLogprobs, ...]]()

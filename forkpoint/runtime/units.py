@@ -12,8 +12,7 @@ def unit_bytes(layout: CacheLayout, kind: MoveKind, group: int = 0) -> int:
         return layout.slot_bytes
     if not layout.groups:
         return 0
-    stride, kernel_blocks = layout.groups[group].stride_bytes, layout.kernel_blocks
-    return stride - stride // kernel_blocks + layout.groups[group].block_bytes // kernel_blocks
+    return layout.groups[group].unit_bytes
 
 
 def unit_extent(layout: CacheLayout, kind: MoveKind, unit: int, group: int = 0) -> slice:

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from forkpoint.ops.metadata import ranges
 from forkpoint.ops.rows.columns import WindowColumns
-from forkpoint.runtime.step_inputs import ranges, sampled_tokens
+from forkpoint.runtime.step_inputs import sampled_tokens
 from forkpoint.sched.plan import IntArray, StepRows
 
 Accept: TypeAlias = Callable[[Tensor, Tensor, WindowColumns], Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from forkpoint.cache.fetched import FetchedPrompts
 from forkpoint.cache.lookup import NOTHING, PrefixHit
 from forkpoint.cache.manager import CacheManager
 from forkpoint.config import BLOCK_SIZE
@@ -18,7 +19,7 @@ MAX_PASSED_OVER = 32  # waiting requests passed over in a step, so that a long q
 
 
 class Admission:
-    """Moves waiting requests to the batch while rows, the budget of tokens and memory last."""
+    """Queues requests, and moves them to the batch while rows, the budget of tokens and memory last."""
 
     def __init__(
         self,
@@ -34,6 +35,19 @@ class Admission:
         self._chunks = chunks
         self._clock = clock
 
+    def enqueue(self, scheduled: ScheduledRequest) -> None:
+        """Queue a request. If others come before it, protect the checkpoint that it would resume from until then."""
+        if self._running.requests or self._waiting.requests:
+            scheduled.expected = self.lookup(scheduled).checkpoint
+            self._cache.expect(scheduled.expected, 1)
+        self._waiting.add(scheduled)
+
+    def withdraw(self, scheduled: ScheduledRequest) -> None:
+        """Take a request that has ended off the queue, with all that was kept or restored for it."""
+        self._waiting.remove(scheduled)
+        self._cache.stop_waiting(scheduled.lease)
+        self._cache.expect(scheduled.expected, -1)
+
     def admit_waiting(
         self,
         builder: PlanBuilder,
@@ -46,7 +60,7 @@ class Admission:
         """
         passed_over = 0
         candidates = list(self._waiting.requests) if only is None else [only]
-        peers = self._cache.peers.fetched if self._cache.peers is not None else None
+        peers = self._cache.fetched
         for scheduled in candidates:
             if not self._running.free_rows or builder.budget <= 0 or passed_over > MAX_PASSED_OVER:
                 return
@@ -54,13 +68,14 @@ class Admission:
                 return
             request, lease = scheduled.request, scheduled.lease
             if peers is not None and only is None and peers.is_waiting(lease):
+                self._land(scheduled, peers)
                 passed_over += 1
                 continue
             usable = self._cache.layout.usable_prefix(request.num_tokens)
             if builder.budget < BLOCK_SIZE and not self._may_end(builder, scheduled, usable):
                 passed_over += 1
                 continue
-            soon = self._cache.reusable_next(lease, usable)
+            soon = self._cache.filing.longest_reusable_next(lease, usable)
             if soon < MIN_GAIN_TO_WAIT and not self._may_fit(builder, scheduled):
                 if not self._drop_later_restore(scheduled):
                     return
@@ -112,9 +127,9 @@ class Admission:
         assert restoring is not None
         if not scheduled.restores or request.wants_prompt_logprobs:
             return hit
+        is_busy = bool(self._running.requests)
         if not restoring.is_for(lease):
             found = restoring.find(lease, request.num_tokens, hit)
-            is_busy = bool(self._running.requests)
             if found is None or not restoring.pays(*found, hit, is_busy=is_busy):
                 return hit
             if restoring.current is not None and not self._drop_later_restore(scheduled):
@@ -123,18 +138,37 @@ class Admission:
                 return hit
             restoring.begin(lease, scheduled.order, *found, hit)
         restore = restoring.current
-        if restoring.advance():
+        if restoring.advance(is_busy=is_busy):
             return self.lookup(scheduled)
         if restoring.is_for(lease):
             return None
         assert restore is not None
-        hit, scheduled.restores = self.lookup(scheduled), restore.source.condemned
+        hit, scheduled.restores = self.lookup(scheduled), restore.tier.has_lost(restore.source)
         return self._restored(scheduled, hit)  # the tier may have a shorter prefix that is sound
 
+    def _land(self, scheduled: ScheduledRequest, peers: FetchedPrompts) -> None:
+        """Restore what has arrived of a prompt that another engine still sends, unless another prefix is restored."""
+        restoring, request, lease = self._cache.restoring, scheduled.request, scheduled.lease
+        assert restoring is not None
+        source = peers.arriving(lease)
+        if source is None or not scheduled.restores:
+            return
+        if not restoring.is_for(lease):
+            hit = self.lookup(scheduled)
+            has_room = self._cache.room.fits(hit, request.num_tokens + 1, self._running.num_requests, spare_slots=1)
+            if restoring.current is not None or not has_room:
+                return
+            peers.begin_landing(lease, hit.num_tokens)
+            restoring.begin(lease, scheduled.order, peers, source, hit)
+        restoring.advance(is_busy=bool(self._running.requests))
+
     def _drop_later_restore(self, scheduled: ScheduledRequest) -> bool:
-        """Stop a restore for a request that comes after this one. Returns whether there was one."""
+        """Stop a restore for a request that comes after this one, or of a prompt that has not arrived.
+
+        Returns whether there was one.
+        """
         restoring = self._cache.restoring
-        if restoring is None or restoring.current is None or restoring.current.order <= scheduled.order:
+        if restoring is None or restoring.comes_before(scheduled.order):
             return False
         return self._cache.drop_restore()
 
@@ -167,10 +201,7 @@ class Admission:
                 return False
             if not self._cache.room.fits(hit, request.num_tokens, 0):
                 hit = NOTHING
-        restoring = self._cache.restoring
-        if restoring is not None and restoring.current is not None and restoring.is_for(lease):
-            scheduled.num_restored_tokens = max(0, hit.num_tokens - restoring.current.num_tokens_before)
-            scheduled.restored_from = restoring.current.tier.name
+        self._note_restored(scheduled, hit)
         self._cache.attach(lease, hit)
         start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
         in_prefill = start < prefill_end
@@ -182,6 +213,8 @@ class Admission:
             has_memory = start < end
         if not has_memory:
             scheduled.lease = self._cache.release(lease)
+            if self._drop_later_restore(scheduled):
+                return self._admit(builder, scheduled, self.lookup(scheduled))
             if self._others_hold_pages(scheduled) or hit is NOTHING:
                 return False
             return self._admit(builder, scheduled, NOTHING)
@@ -192,6 +225,18 @@ class Admission:
         else:
             builder.add_decode(scheduled)
         return True
+
+    def _note_restored(self, scheduled: ScheduledRequest, hit: PrefixHit) -> None:
+        """Note how many tokens of a hit were restored for the request, and from where."""
+        restoring, lease = self._cache.restoring, scheduled.lease
+        num_before: int | None = None
+        if restoring is not None and restoring.current is not None and restoring.is_for(lease):
+            num_before, scheduled.restored_from = restoring.current.num_tokens_before, restoring.current.tier.name
+        peers = self._cache.fetched
+        if peers is not None and (num_landed_on := peers.num_tokens_before(lease)) is not None:
+            num_before, scheduled.restored_from = num_landed_on, peers.name
+        if num_before is not None:
+            scheduled.num_restored_tokens = max(0, hit.num_tokens - num_before)
 
     def _others_hold_pages(self, scheduled: ScheduledRequest) -> bool:
         """Return whether other requests hold memory that they will give back, restores included."""

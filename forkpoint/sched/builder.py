@@ -8,11 +8,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forkpoint.cache.lease import Lease, advance_steady
+from forkpoint.cache.lease import Lease
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.tree import Checkpoint
-from forkpoint.sched.plan import LAST_SAMPLED, AddedRow, IntArray, ReplacedPrefix, StepPlan, StepRows, TokenMasks
-from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
+from forkpoint.sched.plan import (
+    LAST_SAMPLED,
+    AddedRow,
+    IntArray,
+    ReplacedPrefix,
+    StateFlush,
+    StepPlan,
+    StepRows,
+    TokenMasks,
+)
+from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest, num_written
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +41,12 @@ class _Work:
 class PlanBuilder:
     """Collects the work of one step, and at the end turns it into a StepPlan."""
 
-    def __init__(self, step: int, budget: int, manager: CacheManager) -> None:
+    def __init__(self, step: int, budget: int, manager: CacheManager, state_write_interval: int = 1) -> None:
         """`budget` is the number of tokens that the step may still compute; each row added lowers it."""
         self.step = step
         self.budget = budget
         self._manager = manager
+        self._interval = state_write_interval
         self._added: list[ScheduledRequest] = []
         self._replaced: dict[ScheduledRequest, None] = {}
         self._steady: list[ScheduledRequest] = []
@@ -100,20 +110,26 @@ class PlanBuilder:
         self.budget -= len(tokens)
 
     def finish(
-        self, removed: tuple[int, ...], dropped_images: tuple[bytes, ...] = (), waits_for_tiers: bool = False
+        self,
+        removed: tuple[int, ...],
+        flushes: tuple[StateFlush, ...] = (),
+        dropped_images: tuple[bytes, ...] = (),
+        waits_for_tiers: bool = False,
     ) -> IssuedStep:
         """Return the plan with what to do once its result is there. Call it once, last.
 
-        The leases' planned tokens advance past the plan, and the cache files what it computes. `removed` rows and
-        `dropped_images` (digests) go into the plan as they are.
+        The leases' planned tokens advance past the plan, and the cache files what it computes. `removed` rows, their
+        `flushes` and `dropped_images` (digests) go into the plan as they are.
         """
         added = tuple(self._make_row(scheduled) for scheduled in self._added)
         replaced = tuple(self._make_replaced(scheduled) for scheduled in self._replaced)
-        readers: list[Checkpoint] = []
         masks: list[tuple[int, IntArray]] = []
+        rows = self._make_rows(masks)
+        readers: list[Checkpoint] = []
         computed: list[tuple[Lease, int]] = []
-        rows = self._make_rows(readers, masks, computed)
-        moves, filed = self._manager.commit(computed)
+        if self._decodes or self._prefills:
+            readers, computed = self._advance()
+        moves, fetches, filed = self._manager.commit(computed, (scheduled.lease for scheduled in self._steady))
         token_masks: TokenMasks | None = None
         if masks:
             places = np.asarray([i for i, _ in masks], np.int32)
@@ -121,6 +137,7 @@ class PlanBuilder:
         plan = StepPlan(
             step=self.step,
             removed=removed,
+            flushes=flushes,
             dropped_images=dropped_images,
             moves=moves,
             added=added,
@@ -131,7 +148,7 @@ class PlanBuilder:
             sampled_rows=rows.row[rows.samples],
             masks=token_masks,
             waits_for_tiers=waits_for_tiers,
-            fetches=self._manager.drain_fetches(),
+            fetches=fetches,
         )
         requests = [*self._steady, *(work.scheduled for work in itertools.chain(self._decodes, self._prefills))]
         sampled = requests
@@ -165,25 +182,16 @@ class PlanBuilder:
         first, *more = (np.asarray(ids, np.int32) for ids in groups or [[]])
         return first, tuple(more)
 
-    def _make_rows(
-        self,
-        readers: list[Checkpoint],
-        masks: list[tuple[int, IntArray]],
-        computed: list[tuple[Lease, int]],
-    ) -> StepRows:
-        """Make the rows, the steady ones first, and advance their leases.
-
-        Fills in the checkpoints that the rows read, the masks by the index of their sampled position, and the leases
-        with the number of tokens that can be filed: drafts apart, and only where a block or a state may be complete.
-        """
+    def _make_rows(self, masks: list[tuple[int, IntArray]]) -> StepRows:
+        """Return the rows, the steady ones first. Adds the masks to `masks`, each with the index of its position."""
         num_steady, works = len(self._steady), self._decodes + self._prefills
         num_positions = num_steady
         count = num_steady + len(works)
-        columns = np.zeros((8, count + 1), np.int32)
-        row, start, num_tokens, num_drafts, read_slot, write_slot = columns[:6, :count]
+        columns = np.zeros((10, count + 1), np.int32)
+        row, start, num_tokens, num_drafts, read_slot, write_slot, first_decode, pending = columns[:8, :count]
         samples, optimistic = np.ones(count, np.bool_), np.zeros(count, np.bool_)
         if num_steady:
-            self._fill_steady(columns[:6, :num_steady])
+            self._fill_steady(columns[:, :num_steady])
         tokens = [np.full(num_steady, LAST_SAMPLED, np.int32), *(work.tokens for work in works)]
         blocks: list[list[int]] = [[] for _ in self._manager.layout.groups or [None]]
         num_blocks = 0
@@ -192,27 +200,24 @@ class PlanBuilder:
             scheduled, lease, num_own = work.scheduled, work.scheduled.lease, len(work.tokens)
             begin = lease.num_planned
             end = begin + num_own
-            columns[:6, i] = (scheduled.row, begin, num_own, work.num_drafts, lease.read_slot, lease.slot)
+            own = (scheduled.row, begin, num_own, work.num_drafts, lease.read_slot, lease.slot)
+            columns[:8, i] = (*own, lease.first_decode, lease.num_pending)
             if lease.num_blocks > lease.num_sent_blocks:
                 num_blocks += lease.num_blocks - lease.num_sent_blocks
                 new = self._manager.block_ids(lease, lease.num_sent_blocks, lease.num_blocks)
-                for ids, own in zip(blocks, new, strict=True):
-                    ids += own
+                for ids, more in zip(blocks, new, strict=True):
+                    ids += more
             saves += [(save.num_tokens, save.slot) for save in lease.saves]
-            columns[6:, i + 1] = (num_blocks, len(saves))
+            columns[8:, i + 1] = (num_blocks, len(saves))
             samples[i] = end >= scheduled.num_tokens_at_admission
             optimistic[i] = begin > scheduled.request.num_tokens
             if samples[i]:
                 assert work.masks or not scheduled.request.is_constrained, "a request whose output is whole was planned"
                 masks += enumerate(work.masks, num_positions)
                 num_positions += 1 + work.num_drafts
-            reading = lease.advance(end, work.decodes)
-            if reading is not None:
-                readers.append(reading)
-            if not work.decodes:
-                computed.append((lease, end))
-            elif lease.saves and not lease.in_reach:
-                computed.append((lease, begin))
+        written = start
+        if self._interval > 1:
+            written = num_written(first_decode, start, pending, self._interval)
         positions, slots = np.asarray(saves, np.int32).reshape(len(saves), 2).T
         new_blocks, *more_blocks = (np.asarray(ids, np.int32) for ids in blocks)
         return StepRows(
@@ -222,23 +227,44 @@ class PlanBuilder:
             num_drafts=num_drafts,
             read_slot=read_slot,
             write_slot=write_slot,
+            written=written,
+            pending=pending,
             samples=samples,
             tokens=np.concatenate(tokens),
-            block_ptr=columns[6],
+            block_ptr=columns[8],
             new_blocks=new_blocks,
-            save_ptr=columns[7],
+            save_ptr=columns[9],
             save_positions=positions,
             save_slots=slots,
             optimistic=optimistic,
             more_blocks=tuple(more_blocks),
         )
 
+    def _advance(self) -> tuple[list[Checkpoint], list[tuple[Lease, int]]]:
+        """Advance the leases of the other rows past the plan.
+
+        Returns the checkpoints that the rows read, and the leases with the number of tokens that can be filed. Drafts
+        do not count, and a row that decodes is listed only where a state may be complete.
+        """
+        readers: list[Checkpoint] = []
+        computed: list[tuple[Lease, int]] = []
+        for work in self._decodes + self._prefills:
+            lease, begin = work.scheduled.lease, work.scheduled.lease.num_planned
+            reading = lease.advance(begin + len(work.tokens), work.decodes)
+            if reading is not None:
+                readers.append(reading)
+            if not work.decodes:
+                computed.append((lease, lease.num_planned))
+            elif lease.saves and not lease.in_reach:
+                computed.append((lease, begin))
+        return readers, computed
+
     def _fill_steady(self, columns: IntArray) -> None:
         """Fill in the columns of the steady rows. The loops are this plain because there are hundreds of such rows."""
-        row, start, num_tokens, _, read_slot, write_slot = columns
         leases = [scheduled.lease for scheduled in self._steady]
-        row[:] = [scheduled.row for scheduled in self._steady]
-        start[:] = [lease.num_planned for lease in leases]
-        read_slot[:] = write_slot[:] = [lease.slot for lease in leases]
-        num_tokens[:] = 1
-        advance_steady(leases)
+        columns[0] = [scheduled.row for scheduled in self._steady]
+        columns[1] = [lease.num_planned for lease in leases]
+        columns[2] = 1
+        columns[4:6] = [lease.slot for lease in leases]  # read and written
+        if self._interval > 1:
+            columns[6] = [lease.first_decode for lease in leases]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from forkpoint.cache.capture import CaptureContext, CapturePolicy
 from forkpoint.cache.manager import CacheManager
+from forkpoint.cache.peer_offers import chosen_lease
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.encoder_budget import EncoderBudget
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduled_request import ScheduledRequest
+
+# Tokens of a prompt's last chunk if another engine fetches the prompt early. The fetch of its blocks begins when all is
+# computed, so that they delay the first token.
+MOST_FETCHED_LAST: Final = 1024
 
 
 class Chunks:
@@ -21,9 +28,12 @@ class Chunks:
         waiting: WaitingQueue,
         capture: CapturePolicy,
         interval: int,
-        encoder: EncoderBudget,
+        encoder: EncoderBudget | None,
     ) -> None:
-        """`interval` is the distance in tokens between periodic states; 0 means there are none."""
+        """`interval` is the distance in tokens between periodic states; 0 means there are none.
+
+        `encoder` is None if requests have no images.
+        """
         self._cache = cache
         self._waiting = waiting
         self._capture = capture
@@ -43,15 +53,21 @@ class Chunks:
     def end(self, request: Request, start: int, prefill_end: int, budget: int) -> int:
         """Return where a chunk from `start` of at most `budget` tokens ends: at `prefill_end` or a block boundary.
 
-        Images whose turn in the vision tower has not come end it earlier. The chunk is empty if the end is not after
-        `start`: then the request has to wait for another step.
+        The last chunk is short if another engine may wait for its blocks. Images whose turn in the vision tower has not
+        come end it earlier. The chunk is empty if the end is not after `start`: then the request has to wait for
+        another step.
         """
         end = min(prefill_end, start + budget)
+        if end == prefill_end and end - start > 2 * MOST_FETCHED_LAST and self._is_fetched_early(request):
+            end -= MOST_FETCHED_LAST
         if end != prefill_end:
             end = end // BLOCK_SIZE * BLOCK_SIZE
-        if request.images and end > start:
+        if self._encoder is not None and end > start:
             end = self._encoder.end(request.images, start, end)
         return end
+
+    def _is_fetched_early(self, request: Request) -> bool:
+        return self._cache.peers is not None and chosen_lease(request.params.kv_transfer_params) is not None
 
     def add(self, builder: PlanBuilder, scheduled: ScheduledRequest, start: int, end: int) -> None:
         """Add the chunk `[start, end)` of a running request, which has blocks for it, to the plan.
@@ -71,6 +87,7 @@ class Chunks:
             num_survived_tokens=lease.num_survived_tokens,
             interval=self._interval,
         )
-        self._encoder.take(scheduled.request.images, start, end)
-        self._cache.plan_saves(lease, start, end, self._capture.candidates(context))
+        if self._encoder is not None:
+            self._encoder.take(scheduled.request.images, start, end)
+        self._cache.filing.plan_saves(lease, start, end, self._capture.candidates(context))
         builder.add_prefill(scheduled, end)

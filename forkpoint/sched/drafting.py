@@ -11,21 +11,44 @@ from forkpoint.errors import StructuredOutputError
 from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import IntArray, StepResult
+from forkpoint.sched.prompt_demand import PromptDemand
 from forkpoint.sched.request import Grammar, Request
 from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
 from forkpoint.sched.stats import DraftStats
+from forkpoint.sched.step_clock import StepClock
+from forkpoint.sched.step_pace import StepPace
 
 MOST_HELD = 1 / 4  # share of decode rows that may miss a step that is planned early
 
 
 class DraftPlanner:
-    """Asks the drafter for drafts of decode rows, and counts what was accepted."""
+    """Asks the drafter for drafts of decode rows, and counts what was accepted.
 
-    def __init__(self, drafter: Drafter, cache: CacheManager, clock: Callable[[], float]) -> None:
-        self._drafter, self._cache, self._clock = drafter, cache, clock
+    Drafts take only the room that prompts leave in a step: if prompts fill it, each draft displaces a prompt token.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        cache: CacheManager,
+        clock: Callable[[], float],
+        demand: PromptDemand,
+        pace: StepPace | None,
+    ) -> None:
+        """`pace` limits the prompt tokens of steps with decode rows. None: only the step's budget does."""
+        self._drafter, self._cache, self._clock, self._demand = drafter, cache, StepClock(clock), demand
+        self._pace = pace
+        self._num_left = 0  # drafts that the step under construction may still get
         self._num_drafts = self._num_tokens = 0
         self._accepted: Counter[int] = Counter()  # by position in the draft
-        self._last_result_s = 0.0  # when the last result came
+
+    def begin_plan(self, budget: int, num_rows: int) -> None:
+        """Set how many drafts the next step may have: what `num_rows` rows and the prompts leave of its `budget`."""
+        room = max(0, budget - num_rows)
+        num_prompt_tokens = self._demand.num_tokens(room)
+        if num_prompt_tokens and self._pace is not None:
+            room = min(room, self._pace.num_tokens)
+        self._num_left = room - max(BLOCK_SIZE, num_prompt_tokens)
 
     def early_rows(self, running: Iterable[ScheduledRequest]) -> set[ScheduledRequest] | None:
         """Return the rows that may be planned before the result of their step in flight.
@@ -45,7 +68,7 @@ class DraftPlanner:
             can = self._may_plan_early(scheduled)
             if can:
                 found.add(scheduled)
-            if not can or not self._drafter.plans_early(scheduled.request, scheduled.lease):
+            if not can or (self._num_left > 0 and not self._drafter.plans_early(scheduled.request, scheduled.lease)):
                 may_be_held -= 1
             if may_be_held < 0:
                 return None
@@ -71,15 +94,15 @@ class DraftPlanner:
     ) -> tuple[IntArray | None, Sequence[IntArray]]:
         """Return drafts for the row's next step and the grammar's masks after each of them; None: no drafts.
 
-        Blocks for them are taken. Drafts leave budget for every other row and for one chunk of a prompt, and pass at
-        most one block boundary. In deterministic mode the drafts of an optimistic row stay in its block, because the
-        split of the keys follows from their number, which is not known yet.
+        Blocks for them are taken. Drafts leave budget for every other row and for prompts, and pass at most one block
+        boundary. In deterministic mode the drafts of an optimistic row stay in its block, because the split of the keys
+        follows from their number, which is not known yet.
         """
         request, start = scheduled.request, scheduled.lease.num_planned
         if start + 1 < request.num_tokens:
             return None, ()
         spare = builder.budget - (num_running - builder.num_rows) - BLOCK_SIZE
-        most = min(spare, scheduled.num_to_compute - start - 1, BLOCK_SIZE - 1)
+        most = min(spare, self._num_left, scheduled.num_to_compute - start - 1, BLOCK_SIZE - 1)
         if start > request.num_tokens and self._cache.deterministic:
             most = min(most, BLOCK_SIZE - 1 - start % BLOCK_SIZE)
         if most <= 0:
@@ -95,11 +118,13 @@ class DraftPlanner:
             drafts = drafts[: scheduled.lease.num_blocks * BLOCK_SIZE - start - 1]
         if not len(drafts):
             return None, ()
+        self._num_left -= len(drafts)
         return drafts, masks[: len(drafts)]
 
     def begin(self, issued: IssuedStep) -> None:
-        """Note the time at which a step was planned."""
-        issued.started_s = self._clock()
+        """Note the time at which a step was planned, and whether it computes prompts."""
+        self._clock.begin(issued.plan.step)
+        self._demand.planned(issued.plan)
 
     def count_accepted(self, issued: IssuedStep, result: StepResult) -> None:
         """Count the drafts of a step whose result is there, accepted or not, and how long it took.
@@ -118,15 +143,10 @@ class DraftPlanner:
                     self._num_tokens += num_drafts
                     self._accepted.update(range(num_accepted))
                     self._drafter.judged(scheduled.request, num_drafts, num_accepted)
-        now, began_s = (
-            self._clock(),
-            max(issued.started_s, self._last_result_s),
-        )  # the step may have waited for the one before
-        elapsed_s: float | None = None
-        if issued.plan.num_decodes == len(rows):
-            elapsed_s = now - began_s
+        elapsed_s: float | None = self._clock.end(issued.plan.step)
+        if issued.plan.num_decodes < len(rows):  # prompts took a part of the time
+            elapsed_s = None
         self._drafter.stepped(result.num_tokens, len(result.token_ids), elapsed_s)
-        self._last_result_s = now
 
     def forget(self, request: Request) -> None:
         self._drafter.forget(request)

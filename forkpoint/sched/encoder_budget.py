@@ -26,7 +26,7 @@ class EncoderBudget:
         self._max_tokens, self._cache_size = max_tokens, cache_size
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # number of tokens by digest, least recently used first
         self._num_kept = 0  # tokens
-        self._dropped: list[bytes] = []  # that no plan has named yet
+        self._dropped: list[bytes] = []  # digests that no plan has named yet
         self._left = max_tokens  # of the step under construction
         self.stats = EncoderStats()
 

@@ -6,11 +6,11 @@ import logging
 from typing import Final
 
 from forkpoint.cache.manager import CacheManager
+from forkpoint.cache.peer_offers import WANTS_OFFER, asked_lease
+from forkpoint.cache.peers import PeerExchange
 from forkpoint.config import BLOCK_SIZE
-from forkpoint.sched.plan import StepResult
 from forkpoint.sched.scheduled_request import ScheduledRequest
 
-WANTS_OFFER: Final = "do_remote_decode"  # of kv_transfer_params: another engine will continue this prompt
 LOGGER: Final = logging.getLogger("forkpoint")
 
 
@@ -33,7 +33,8 @@ class Handover:
             )
         if params is None or peers is None or request.wants_prompt_logprobs:
             return
-        offer, fetched, restoring = peers.read(params), peers.fetched, self._cache.restoring
+        usable = self._cache.layout.usable_prefix(request.num_tokens)
+        offer, fetched, restoring = peers.read(params, lease.chain, usable), self._cache.fetched, self._cache.restoring
         if offer is None or fetched is None or restoring is None:
             return
         hit = self._cache.lookup(lease, request.num_tokens)
@@ -43,19 +44,40 @@ class Handover:
         if longest >= offer.num_tokens:
             fetched.decline(offer)
         else:
-            fetched.take_up(lease, offer, self._cache.layout.usable_prefix(request.num_tokens), hit.kv_num_tokens)
+            fetched.take_up(lease, offer, usable, hit.kv_num_tokens)
+
+    def offer_computed(self, scheduled: ScheduledRequest) -> None:
+        """Offer what earlier plans have computed of a prompt, if its request asks for an offer."""
+        peers, lease = self._offering(scheduled), scheduled.lease
+        if peers is not None and lease.node is not None and not lease.detached:
+            peers.offer_computed(scheduled.request.id, lease.node, self._asked_lease(scheduled))
 
     def offer(self, scheduled: ScheduledRequest) -> None:
         """Offer the prompt of a request that ends, if the request asks for that, in its `kv_transfer_params`."""
-        request, peers = scheduled.request, self._cache.peers
-        params = request.params.kv_transfer_params
-        if params is None or peers is None or params.get(WANTS_OFFER) is not True:
+        request, peers = scheduled.request, self._offering(scheduled)
+        if peers is None:
             return
-        offer = peers.offer(self._cache.lookup(scheduled.lease, request.num_prompt_tokens))
+        hit = self._cache.lookup(scheduled.lease, request.num_prompt_tokens)
+        offer = peers.offer(request.id, hit, self._asked_lease(scheduled))
         if offer is not None:
             request.kv_transfer_params = offer.params(request.id)
 
-    def note(self, result: StepResult) -> None:
-        """Take in which fetches have ended."""
-        if result.fetched is not None and self._cache.peers is not None and self._cache.peers.fetched is not None:
-            self._cache.peers.fetched.apply(result.fetched)
+    def abandon(self, scheduled: ScheduledRequest) -> None:
+        """End the offer of a request that leaves, unless it is complete."""
+        peers, request = self._offering(scheduled), scheduled.request
+        if peers is not None and request.kv_transfer_params is None:
+            peers.abandon(request.id, self._asked_lease(scheduled))
+
+    def _offering(self, scheduled: ScheduledRequest) -> PeerExchange | None:
+        """Return the exchange with other engines if a request asks for an offer."""
+        params = scheduled.request.params.kv_transfer_params
+        if params is None or params.get(WANTS_OFFER) is not True:
+            return None
+        return self._cache.peers
+
+    def _asked_lease(self, scheduled: ScheduledRequest) -> int | None:
+        try:
+            return asked_lease(scheduled.request.params.kv_transfer_params or {})
+        except ValueError as error:
+            LOGGER.warning("a prompt is offered under a lease of the engine's own: %s", error)
+            return None

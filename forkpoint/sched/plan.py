@@ -63,12 +63,13 @@ class StepRows:
     samples itself, up to the first that does not, and rejects the rest. A decode row has one other token.
 
     The row reads the state before `start` from `read_slot`, and writes the state after its last accepted token to
-    `write_slot`. A runner may write that state in a later step and keep records of the tokens until then. The row also
-    saves the state after exactly `save_positions[j]` tokens in `save_slots[j]`. Such a position lies in `(start, end]`
-    before any draft, or in `(start of the row's last step, start]` if that step had drafts. Rows with `samples` set
-    sample from the logits of their last token and of the token before each draft. An `optimistic` row was planned as if
-    every draft in flight were accepted: the runner subtracts the rejected ones from its `start`. If the row then starts
-    before a position to be saved, that slot's contents are void.
+    `write_slot`. A runner may write that state in a later step and keep records of the tokens until then: states that
+    are written every few tokens have `written` tokens of the row, and other states lack the last `pending` ones. The
+    row also saves the state after exactly `save_positions[j]` tokens in `save_slots[j]`. Such a position lies in
+    `(start, end]` before any draft, or in `(start of the row's last step, start]` if that step had drafts. Rows with
+    `samples` set sample from the logits of their last token and of the token before each draft. An `optimistic` row was
+    planned as if every draft in flight were accepted: the runner subtracts the rejected ones from its `start` and
+    `pending`. If the row then starts before a position to be saved, that slot's contents are void.
     """
 
     row: IntArray  # [N], like the next columns
@@ -77,6 +78,8 @@ class StepRows:
     num_drafts: IntArray
     read_slot: IntArray  # NO_SLOT: the zero state
     write_slot: IntArray
+    written: IntArray
+    pending: IntArray  # the tokens of the row's last step if it had drafts; otherwise 0
     samples: BoolArray
     tokens: IntArray  # [T], row after row; LAST_SAMPLED and TO_DRAFT if only the runner knows the id
     block_ptr: IntArray  # [N + 1]
@@ -94,7 +97,22 @@ class StepRows:
     def empty(cls) -> StepRows:
         none, pointers = _no_ints(), np.zeros(1, np.int32)
         empty = np.empty(0, np.bool_)
-        return cls(none, none, none, none, none, none, empty, none, pointers, none, pointers, none, none, empty)
+        columns = (none,) * 8
+        return cls(*columns, empty, none, pointers, none, pointers, none, none, empty)
+
+
+@dataclass(frozen=True, slots=True)
+class StateFlush:
+    """A removed row leaves a state in `slot` that others may resume from: the runner folds the row's records into it.
+
+    The row had `num_tokens` tokens. `written` and `pending` say how far the state lags, as in StepRows.
+    """
+
+    row: int
+    slot: int  # before the plan's moves
+    num_tokens: int
+    written: int
+    pending: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +144,15 @@ class TokenMasks:
 class StepPlan:
     """One forward pass, and what the runner does before it.
 
-    The runner handles `removed` rows, `dropped_images`, `moves`, `added` and `replaced` rows, then `rows`. `moves` run
-    one after the other: compaction and copies from and to the tiers depend on their order. All block and slot ids are
-    those after the moves. A plan without rows has copies alone. The first `num_decodes` rows go through the decode
-    kernels, the others through the prefill kernels, whose results differ in their last bits.
+    The runner handles `flushes`, `removed` rows, `dropped_images`, `moves`, `added` and `replaced` rows, then `rows`.
+    `moves` run one after the other: compaction and copies from and to the tiers depend on their order. All other block
+    and slot ids are those after the moves. A plan without rows has copies alone. The first `num_decodes` rows go
+    through the decode kernels, the others through the prefill kernels, whose results differ in their last bits.
     """
 
     step: int
     removed: tuple[int, ...] = ()
+    flushes: tuple[StateFlush, ...] = ()  # of removed rows
     dropped_images: tuple[bytes, ...] = ()  # digests whose embeddings the runner keeps no longer
     moves: tuple[Move, ...] = ()
     added: tuple[AddedRow, ...] = ()

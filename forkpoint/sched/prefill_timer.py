@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -15,10 +15,10 @@ LEAST_TOKENS: Final = 1024  # of prompts in a step; the time of a step with fewe
 
 
 class PrefillTimer:
-    """Reports steps with many prompt tokens to a LoadChoice."""
+    """Reports steps with many prompt tokens to the choices of all tiers."""
 
-    def __init__(self, choice: LoadChoice, clock: Callable[[], float]) -> None:
-        self._choice, self._clock = choice, StepClock(clock)
+    def __init__(self, choices: Sequence[LoadChoice], clock: Callable[[], float]) -> None:
+        self._choices, self._clock = choices, StepClock(clock)
 
     def begin(self, plan: StepPlan) -> None:
         """Note that a step was planned."""
@@ -31,4 +31,6 @@ class PrefillTimer:
         num_tokens = int(lens.sum())
         if num_tokens >= LEAST_TOKENS:
             start = plan.rows.start[plan.num_decodes :].astype(np.int64)
-            self._choice.note_step(num_tokens, float((lens * (2 * start + lens)).sum() / 2), seconds)
+            num_pairs = float((lens * (2 * start + lens)).sum() / 2)
+            for choice in self._choices:
+                choice.note_step(num_tokens, num_pairs, seconds)

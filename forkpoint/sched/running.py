@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from forkpoint.sched.plan import NO_ROW
+from forkpoint.sched.plan import NO_ROW, StateFlush
 from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
 
 
@@ -13,7 +13,7 @@ class RunningSet:
     """Requests that have a row. A request with steps in flight keeps its row until they end.
 
     Others read `requests`, which may be planned, in order; `leaving`, which leave once their steps in flight have
-    ended; `free_rows`; and `removed_rows`, freed since the last `drain_removed`.
+    ended; `free_rows`; and `removed_rows` and their `flushes`, freed since the last `drain_removed`.
     """
 
     def __init__(self, num_rows: int, issued: Sequence[IssuedStep]) -> None:
@@ -22,6 +22,7 @@ class RunningSet:
         self.leaving: list[ScheduledRequest] = []
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.removed_rows: list[int] = []
+        self.flushes: list[StateFlush] = []
         self._issued = issued
 
     @property
@@ -54,17 +55,20 @@ class RunningSet:
         self.leaving = [each for each in self.leaving if self._in_flight(each)]
         return ready
 
-    def vacate(self, scheduled: ScheduledRequest) -> None:
-        """Free the row of a request that has left, and note it for `drain_removed`."""
+    def vacate(self, scheduled: ScheduledRequest, flush: StateFlush | None) -> None:
+        """Free the row of a request that has left, and note it for `drain_removed`, with what completes its state."""
         scheduled.leaving = False
+        if flush is not None:
+            self.flushes.append(flush)
         self.removed_rows.append(scheduled.row)
         self.free_rows.append(scheduled.row)
         scheduled.row = NO_ROW
 
-    def drain_removed(self) -> tuple[int, ...]:
-        """Return the rows freed since the last call and forget them; the next plan must name them."""
-        removed, self.removed_rows = tuple(self.removed_rows), []
-        return removed
+    def drain_removed(self) -> tuple[tuple[int, ...], tuple[StateFlush, ...]]:
+        """Return the rows freed since the last call, and their flushes, and forget them; the next plan has both."""
+        drained = tuple(self.removed_rows), tuple(self.flushes)
+        self.removed_rows, self.flushes = [], []
+        return drained
 
     def last_unplanned(self, step: int) -> ScheduledRequest | None:
         """Return the last request in order without a row in step `step`, the one to preempt first.

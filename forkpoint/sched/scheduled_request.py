@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forkpoint.cache.lease import Lease
+from forkpoint.cache.lease import NOT_DECODED, Lease
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.outputs import CacheReport
-from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult
+from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, StateFlush, StepPlan, StepResult
 from forkpoint.sched.request import Request
 
 
@@ -49,6 +50,22 @@ class ScheduledRequest:
         """Return the tokens up to position `end` that the lease's hash chain does not have yet."""
         return self.request.token_ids(self.lease.chain.num_tokens, end)
 
+    def last_flush(self, interval: int, slot: int) -> StateFlush | None:
+        """Return what completes the state in `slot` once the row leaves, if the state may become a checkpoint.
+
+        States are written every `interval` tokens.
+        """
+        lease = self.lease
+        lags = lease.first_decode != NOT_DECODED and (interval > 1 or lease.num_pending)
+        if not lags or lease.detached or slot == NO_SLOT or lease.num_planned % BLOCK_SIZE:
+            return None
+        written = end = lease.num_planned
+        if interval > 1:
+            counts = (lease.first_decode, end, lease.num_pending)
+            first, start, pending = (np.full(1, value, np.int32) for value in counts)
+            written = int(num_written(first, start, pending, interval)[0])
+        return StateFlush(self.row, slot, end, written, lease.num_pending)
+
     def record_hit(self, hit: PrefixHit, gained: int | None = None) -> None:
         """Put a report of this hit on the request: `request.cache`, or `request.resume_cache` after a preemption.
 
@@ -84,7 +101,17 @@ class IssuedStep:
     sampled: list[ScheduledRequest]
     readers: list[Checkpoint]
     filed: list[Node | Checkpoint]
-    started_s: float = 0.0  # when its planning had ended, by the DraftPlanner's clock
+
+
+def num_written(first_decode: IntArray, start: IntArray, pending: IntArray, interval: int) -> IntArray:
+    """Return how many tokens the states in the rows' slots have at `start`, if written at multiples of `interval`.
+
+    A row's last step wrote its state at the last multiple that the step's start had reached. At its first decode step,
+    and before it, the state has all tokens. The results of all steps but the last one must be known.
+    """
+    last_start = start - np.maximum(pending, 1)
+    written = np.maximum(first_decode, last_start // interval * interval)
+    return np.where(first_decode == NOT_DECODED, start, written)
 
 
 def confirm_tokens(issued: IssuedStep, result: StepResult) -> tuple[list[ScheduledRequest], list[int]]:

@@ -20,12 +20,14 @@ from forkpoint.params import FinishReason
 from forkpoint.sched.admission import Admission
 from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.chunks import Chunks
+from forkpoint.sched.departures import Departures
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.drafting import DraftPlanner
 from forkpoint.sched.encoder_budget import EncoderBudget
 from forkpoint.sched.handover import Handover
 from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult, TokenLogprobs
 from forkpoint.sched.prefill_timer import PrefillTimer
+from forkpoint.sched.prompt_demand import PromptDemand
 from forkpoint.sched.prompt_scores import take_prompt_logprobs
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestUpdate, follow
@@ -33,7 +35,7 @@ from forkpoint.sched.retries import Retries
 from forkpoint.sched.running import RunningSet
 from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest, confirm_tokens
 from forkpoint.sched.sizes import check_size, longest_answer
-from forkpoint.sched.stats import DraftStats, SchedulerStats
+from forkpoint.sched.stats import DraftStats, EncoderStats, SchedulerStats
 from forkpoint.sched.step_pace import StepPace
 
 
@@ -58,8 +60,15 @@ class Scheduler:
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
         tiers: TierSizes = NO_TIERS,
+        state_write_interval: int = 1,
+        has_images: bool = True,
     ) -> None:
+        """`state_write_interval`: the runner writes states that allow it every so many tokens.
+
+        `has_images`: the runner has a vision tower, so that requests may have images.
+        """
         self.layout = layout
+        self._interval = state_write_interval
         self.config = scheduler
         self.cache = CacheManager(
             layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy, tiers=tiers
@@ -68,27 +77,31 @@ class Scheduler:
         self._issued: deque[IssuedStep] = deque()
         self._running = RunningSet(scheduler.max_num_seqs, self._issued)
         capture = capture or CAPTURE.find(cache.capture_policy)()
-        self._encoder = EncoderBudget(scheduler.encoder_budget, scheduler.encoder_cache_size)
+        self._encoder: EncoderBudget | None = None
+        if has_images:
+            self._encoder = EncoderBudget(scheduler.encoder_budget, scheduler.encoder_cache_size)
         interval = layout.capture_interval(cache.checkpoint_interval)
         self._chunks = Chunks(self.cache, self._waiting, capture, interval, self._encoder)
         self._admission = Admission(self.cache, self._waiting, self._running, self._chunks, clock)
-        self._drafting: DraftPlanner | None = None
-        if drafter is not None:
-            self._drafting = DraftPlanner(drafter, self.cache, clock)
-        self._handover = Handover(self.cache)
-        self._timer: PrefillTimer | None = None
-        if self.cache.tier is not None and self.cache.tier.choice is not None:
-            self._timer = PrefillTimer(self.cache.tier.choice, tiers.clock)
+        self._departures = Departures(self.cache, self._running, self._admission, state_write_interval)
         self._pace: StepPace | None = None
         if scheduler.max_inter_token_latency_ms is not None:
             self._pace = StepPace(scheduler.max_inter_token_latency_ms / 1000, clock)
+        self._drafting: DraftPlanner | None = None
+        if drafter is not None:
+            demand = PromptDemand(self._waiting, self._running)
+            self._drafting = DraftPlanner(drafter, self.cache, clock, demand, self._pace)
+        self._handover = Handover(self.cache)
+        self._timers: list[PrefillTimer | StepPace] = []
+        if self.cache.load_choices:
+            self._timers.append(PrefillTimer(self.cache.load_choices, tiers.clock))
+        if self._pace is not None:
+            self._timers.append(self._pace)
         self._requests: dict[str, ScheduledRequest] = {}
         self._retries = Retries()
         self._steps = itertools.count()
         self._arrivals = itertools.count()
         self._num_steps = 0
-        self._num_preemptions = 0
-        self._preempted_now = False  # in the step under construction
 
     # --- requests
 
@@ -109,19 +122,28 @@ class Scheduler:
         order = request.priority, next(self._arrivals)
         scheduled = ScheduledRequest(request, lease, order, waits_for_output=self._drafting is not None)
         self._handover.take_up(scheduled)
-        self._wait(scheduled)
+        self._admission.enqueue(scheduled)
         self._requests[request.id] = scheduled
-
-    def _wait(self, scheduled: ScheduledRequest) -> None:
-        """Queue a request. If others come before it, protect the checkpoint that it would resume from until then."""
-        if self._running.requests or self._waiting.requests:
-            scheduled.expected = self._admission.lookup(scheduled).checkpoint
-            self.cache.expect(scheduled.expected, 1)
-        self._waiting.add(scheduled)
 
     def check(self, request: Request) -> None:
         """Raise RequestTooLargeError if even an otherwise empty arena cannot hold the request with all its outputs."""
         check_size(request, self.cache)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request at once and return it; None if there is no such request, or it has ended already."""
+        scheduled = self._requests.pop(request_id, None)
+        if scheduled is None:
+            return None
+        scheduled.ended = True
+        self._handover.abandon(scheduled)
+        if self._drafting is not None:
+            self._drafting.forget(scheduled.request)
+        if scheduled.row == NO_ROW:
+            self._admission.withdraw(scheduled)
+            self.cache.forget_private(scheduled.lease, scheduled.request.num_prompt_tokens)
+        elif not scheduled.leaving:
+            self._departures.leave(scheduled)
+        return scheduled.request
 
     @property
     def is_full(self) -> bool:
@@ -140,18 +162,21 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Let nothing cached so far be found again, embeddings of images included. Always True: that never fails."""
         self.cache.reset()
-        self._encoder.clear()
+        if self._encoder is not None:
+            self._encoder.clear()
         return True
 
     def stats(self) -> SchedulerStats:
         """Return gauges as they are now and counters since the start."""
-        drafts = DraftStats()
+        drafts, encoder = DraftStats(), EncoderStats()
         if self._drafting is not None:
             drafts = self._drafting.stats()
+        if self._encoder is not None:
+            encoder = self._encoder.stats
         return SchedulerStats(
             num_running=self._running.num_requests,
             num_waiting=len(self._waiting.requests),
-            num_preemptions=self._num_preemptions,
+            num_preemptions=self._departures.num_preemptions,
             num_steps=self._num_steps,
             num_pages_held=self.cache.room.num_pages_held,
             num_slots_held=self.cache.room.num_slots_held,
@@ -159,13 +184,12 @@ class Scheduler:
             slots_per_page=self.layout.slots_per_page,
             cache=self.cache.stats(),
             drafts=drafts,
-            encoder=self._encoder.stats,
+            encoder=encoder,
         )
 
     def check_integrity(self) -> None:
         """Raise AssertionError that names what is off if pages, blocks, slots or checkpoints do not add up."""
-        holding = itertools.chain(self._running.requests, self._running.leaving)
-        check_integrity(self.cache, [scheduled.lease for scheduled in holding])
+        check_integrity(self.cache, [each.lease for each in (*self._running.requests, *self._running.leaving)])
 
     # --- planning
 
@@ -174,44 +198,48 @@ class Scheduler:
 
         None if nothing can be planned before a result arrives or a request is added.
         """
-        self._preempted_now = False
-        self._encoder.begin_step()
+        if self._encoder is not None:
+            self._encoder.begin_step()
         suspect: ScheduledRequest | None = None
         early = set[ScheduledRequest]()
         if self._retries.suspects:
             suspect = self._retries.next()
-        if self._drafting is not None and self._issued and suspect is None:
-            found = self._drafting.early_rows(self._running.requests)
-            if found is None:
-                return None
-            early = found
-        step, budget, restoring = next(self._steps), self.config.max_num_batched_tokens, self.cache.restoring
-        self.cache.begin_plan()
-        builder = PlanBuilder(step, budget, self.cache)
+        if self._drafting is not None:
+            self._drafting.begin_plan(self.config.max_num_batched_tokens, self._running.num_requests)
+            if self._issued and suspect is None:
+                found = self._drafting.early_rows(self._running.requests)
+                if found is None:
+                    return None
+                early = found
+        step, budget = next(self._steps), self.config.max_num_batched_tokens
+        if self.cache.restoring is not None:
+            self.cache.begin_plan()
+        builder = PlanBuilder(step, budget, self.cache, self._interval)
         if suspect is None:
             self._plan_all(builder, early)
         else:
             self.cache.drop_restore()  # it may hold memory that this request needs, and no other request is planned
             self._plan_alone(builder, suspect)
             if builder.budget == budget and not self._issued:  # other requests hold the memory that it needs
-                self._preempt_all()
-                builder = PlanBuilder(step, budget, self.cache)
+                self._departures.preempt_all()
+                builder = PlanBuilder(step, budget, self.cache, self._interval)
                 self._plan_alone(builder, suspect)
-        waits, has_copies = False, self.cache.has_unsent or (restoring is not None and restoring.has_loaded)
-        if builder.budget == budget and not has_copies:
+        waits = False
+        if builder.budget == budget and not self.cache.has_copies:
             waits = not self._issued and self.cache.is_reading
             is_stuck = not self._issued and bool(self._running.requests or self._waiting.requests)
             assert waits or not is_stuck, "nothing can run, yet requests wait"
             if not waits:
                 return None
-        removed = self._running.drain_removed() if self._running.removed_rows else ()
-        issued = builder.finish(removed, self._encoder.drain_dropped(), waits_for_tiers=waits)
+        removed, flushes = self._running.drain_removed() if self._running.removed_rows else ((), ())
+        dropped_images: tuple[bytes, ...] = ()
+        if self._encoder is not None:
+            dropped_images = self._encoder.drain_dropped()
+        issued = builder.finish(removed, flushes, dropped_images, waits_for_tiers=waits)
         if self._drafting is not None:
             self._drafting.begin(issued)
-        if self._timer is not None:
-            self._timer.begin(issued.plan)
-        if self._pace is not None:
-            self._pace.begin(issued.plan)
+        for timer in self._timers:
+            timer.begin(issued.plan)
         self._issued.append(issued)
         self._num_steps += 1
         return issued.plan
@@ -223,7 +251,8 @@ class Scheduler:
         """
         if not self.cache.save_to_disk():
             return None
-        issued = PlanBuilder(next(self._steps), 0, self.cache).finish((), waits_for_tiers=True)
+        builder = PlanBuilder(next(self._steps), 0, self.cache)
+        issued = builder.finish(*self._running.drain_removed(), waits_for_tiers=True)
         self._issued.append(issued)
         return issued.plan
 
@@ -232,15 +261,17 @@ class Scheduler:
 
         With a limit on the time between tokens, prompts next to decode rows get what fits in the rest of that time.
         """
+        num_preempted_before = self._departures.num_preemptions
         in_prefill = self._plan_decodes(builder, list(self._running.requests), early)
         if self._pace is not None and builder.num_rows:
             builder.cap(self._pace.num_tokens)
         for scheduled in in_prefill:
-            if self._waiting.is_more_urgent(scheduled) and not self._preempted_now:
+            nobody_left = self._departures.num_preemptions == num_preempted_before
+            if nobody_left and self._waiting.is_more_urgent(scheduled):
                 self._admission.admit_waiting(builder, more_urgent_than=scheduled)
             if not scheduled.leaving and scheduled.row != NO_ROW:  # a decode row may have preempted it
                 self._plan_prefill(builder, scheduled)
-        if self._waiting.requests and not self._preempted_now:
+        if self._waiting.requests and self._departures.num_preemptions == num_preempted_before:
             self._admission.admit_waiting(builder)
 
     def _plan_alone(self, builder: PlanBuilder, suspect: ScheduledRequest) -> None:
@@ -260,20 +291,21 @@ class Scheduler:
 
         A row that waits for its last output is planned only if it is among the `early` ones.
         """
-        step = builder.step
+        step, departures = builder.step, self._departures
+        num_preempted_before = departures.num_preemptions
         in_prefill: list[ScheduledRequest] = []
         steady: list[ScheduledRequest] = []
         for scheduled in running:
-            lease = scheduled.lease
+            lease, request = scheduled.lease, scheduled.request
             start = lease.num_planned
             if start < scheduled.prefill_end:
                 in_prefill.append(scheduled)
-            elif self._preempted_now and (scheduled.leaving or scheduled.row == NO_ROW):
+            elif departures.num_preemptions != num_preempted_before and (scheduled.leaving or scheduled.row == NO_ROW):
                 continue
             elif start >= scheduled.num_to_compute:
                 continue  # its last token is in flight
-            elif scheduled.waits_for_output or scheduled.request.is_constrained:
-                if start < scheduled.request.num_tokens or scheduled in early:
+            elif scheduled.waits_for_output or (request.grammar is not None and request.is_constrained):
+                if start < request.num_tokens or scheduled in early:
                     self._plan_decode(builder, scheduled)
             elif start % BLOCK_SIZE and start > scheduled.num_tokens_at_admission and not lease.has_duplicates:
                 scheduled.last_step = step
@@ -292,18 +324,19 @@ class Scheduler:
         start = lease.num_planned
         if lease.in_reach:
             self.cache.extend(lease, scheduled.tokens_beyond_chain(start))
-            self.cache.resolve_boundary(lease)
+            self.cache.boundaries.resolve(lease)
         self._drop_duplicates(builder, scheduled)
         # Blocks come before the checkpoint: one that its own request reads could not give way to a block.
         while not self.cache.ensure_blocks(lease, start + 1):
-            if not self._make_room(scheduled, builder, may_preempt_itself=True):
+            if not self._departures.make_room(scheduled, builder.step, may_preempt_itself=True):
                 return
         drafts: IntArray | None = None
         masks: Sequence[IntArray] = ()
         if self._drafting is not None:
             drafts, masks = self._drafting.plan(builder, scheduled, self._running.num_requests)
         if start % BLOCK_SIZE < lease.num_last_step:  # the last step came to a boundary or passed one
-            if not self.cache.cross_boundary(lease, scheduled.tokens_beyond_chain(start)):
+            self.cache.extend(lease, scheduled.tokens_beyond_chain(start))
+            if not self.cache.boundaries.cross(lease):
                 return
             self._drop_duplicates(builder, scheduled)
         builder.add_decode(scheduled, drafts, masks)
@@ -321,83 +354,12 @@ class Scheduler:
         if end <= start:
             return
         while not self.cache.ensure_blocks(scheduled.lease, end):
-            if not self._make_room(scheduled, builder, may_preempt_itself=False):
+            if not self._departures.make_room(scheduled, builder.step, may_preempt_itself=False):
                 end = min(end, scheduled.lease.num_blocks * BLOCK_SIZE)
                 break
         if start < end:
+            self._handover.offer_computed(scheduled)
             self._chunks.add(builder, scheduled, start, end)
-
-    def _make_room(self, scheduled: ScheduledRequest, builder: PlanBuilder, may_preempt_itself: bool) -> bool:
-        """Stop the restore, or else preempt the last request not planned yet that comes after `scheduled`.
-
-        Returns whether there may be room now. False: `scheduled` has to wait, or was preempted itself.
-        """
-        if self.cache.drop_restore():
-            return True
-        if self._running.leaving:
-            return False  # their pages come back with the results in flight
-        victim = self._running.last_unplanned(builder.step)
-        if victim is None or victim.order < scheduled.order:
-            return False
-        if victim is scheduled:
-            if may_preempt_itself and self._running.num_requests > 1:
-                self._preempt(scheduled)
-            return False
-        self._preempt(victim)
-        return not self._running.leaving
-
-    # --- leaving
-
-    def _preempt(self, scheduled: ScheduledRequest) -> None:
-        self._preempted_now = True
-        self._num_preemptions += 1
-        scheduled.request.num_preemptions += 1
-        self._leave(scheduled)
-
-    def _preempt_all(self) -> None:
-        for scheduled in list(self._running.requests):
-            self._preempt(scheduled)
-
-    def abort(self, request_id: str) -> Request | None:
-        """End a request at once and return it; None if there is no such request, or it has ended already."""
-        scheduled = self._requests.pop(request_id, None)
-        if scheduled is None:
-            return None
-        scheduled.ended = True
-        if self._drafting is not None:
-            self._drafting.forget(scheduled.request)
-        if scheduled.row == NO_ROW:
-            self._waiting.remove(scheduled)
-            self.cache.stop_waiting(scheduled.lease)
-            self.cache.expect(scheduled.expected, -1)
-            self.cache.forget_private(scheduled.lease, scheduled.request.num_prompt_tokens)
-        elif not scheduled.leaving:
-            self._leave(scheduled)
-        return scheduled.request
-
-    def _leave(self, scheduled: ScheduledRequest) -> None:
-        if self._running.leave(scheduled):
-            self._release(scheduled)
-
-    def _release(self, scheduled: ScheduledRequest) -> None:
-        """Give back what a request holds, none of whose steps is in flight. It waits again unless it has ended."""
-        self._running.vacate(scheduled)
-        request, lease = scheduled.request, scheduled.lease
-        self.cache.extend(lease, scheduled.tokens_beyond_chain(request.num_tokens))
-        # A request that ended in mid-step has computed tokens past its end: the hash chain does not name its state.
-        is_named = lease.num_planned <= request.num_tokens
-        awaits_tool = scheduled.ended and request.awaits_tool
-        scheduled.lease = self.cache.release(lease, donate=is_named, awaits_tool=awaits_tool)
-        if scheduled.ended:
-            self.cache.forget_private(lease, request.num_prompt_tokens)
-            return
-        scheduled.junctions = frozenset()
-        scheduled.restores, scheduled.num_restored_tokens = True, 0
-        self._wait(scheduled)
-
-    def _release_ready(self) -> None:
-        for scheduled in self._running.take_ready():
-            self._release(scheduled)
 
     # --- results
 
@@ -408,11 +370,10 @@ class Scheduler:
         """
         issued = self._issued.popleft()
         assert issued.plan.step == result.step, f"result of step {result.step}, expected {issued.plan.step}"
-        if self._timer is not None:
-            self._timer.end(issued.plan)
-        if self._pace is not None:
-            self._pace.end(issued.plan)
-        self.note_tiers(result)
+        for timer in self._timers:
+            timer.end(issued.plan)
+        if result.tier_news is not None or result.fetched is not None:
+            self.cache.apply_news(result.tier_news, result.fetched)
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)
         sampled, ends = confirm_tokens(issued, result)
@@ -444,19 +405,14 @@ class Scheduler:
                     continue
             updates.append(RequestUpdate(request, token, found))
         if self._running.leaving:
-            self._release_ready()
+            self._departures.release_ready()
         return updates
-
-    def note_tiers(self, result: StepResult) -> None:
-        """Take in what tiers and fetches have done. `apply` does so; call it for a result that is not applied."""
-        if result.tier_news is not None:
-            self.cache.apply_news(result.tier_news)
-        self._handover.note(result)
 
     def _fail_request(self, scheduled: ScheduledRequest) -> RequestUpdate:
         """End a request whose logits were not finite, let nobody reuse what it computed; return its update."""
         filed, scheduled.lease.detached = list(scheduled.lease.filed), True
-        self._encoder.forget(scheduled.request.images)  # their embeddings may be the cause
+        if self._encoder is not None:
+            self._encoder.forget(scheduled.request.images)  # their embeddings may be the cause
         self.abort(scheduled.request.id)
         self.cache.condemn(filed)
         text = f"request {scheduled.request.id}: the model produced non-finite logits; check the weights and the dtype"
@@ -471,8 +427,9 @@ class Scheduler:
         assert self._issued and self._issued[0].plan.step == step
         in_step = list(self._issued[0].requests)
         self.cache.drop_restore()
-        filed = self.cache.drain_filed()
-        self._encoder.clear()  # the runner has computed only some of the embeddings
+        filed = self.cache.filing.drain()
+        if self._encoder is not None:
+            self._encoder.clear()  # the runner has computed only some of the embeddings
         while self._issued:
             issued = self._issued.popleft()
             for checkpoint in issued.readers:
@@ -488,7 +445,7 @@ class Scheduler:
             for scheduled in alive:
                 updates.append(RequestUpdate(scheduled.request, finish_reason=FinishReason.ERROR, error=error))
                 self.abort(scheduled.request.id)
-        self._preempt_all()
-        self._release_ready()
+        self._departures.preempt_all()
+        self._departures.release_ready()
         self.cache.condemn(filed)
         return updates

@@ -12,7 +12,7 @@ def longest_answer(request: Request, cache: CacheManager) -> int:
     layout = cache.layout
     if request.params.max_tokens is not None or not layout.has_kv:
         return request.max_tokens
-    longest = layout.longest_request(cache.num_pages) - request.num_prompt_tokens
+    longest = layout.longest_request(cache.arena.num_pages) - request.num_prompt_tokens
     return max(1, min(request.max_tokens, longest))
 
 
@@ -22,7 +22,7 @@ def check_size(request: Request, cache: CacheManager) -> None:
     total = request.num_prompt_tokens + num_outputs
     if not cache.room.ever_fits(total):
         need = cache.layout.num_pages_for(total, 1) * cache.layout.page_bytes
-        have = (cache.num_pages - 1) * cache.layout.page_bytes
+        have = (cache.arena.num_pages - 1) * cache.layout.page_bytes
         raise RequestTooLargeError(
             f"request {request.id}: {request.num_prompt_tokens} prompt + {num_outputs} output tokens need "
             f"{need} bytes of cache and the arena has {have}; shorten it or raise kv_cache_memory_bytes"

@@ -57,8 +57,10 @@ class StepPace:
         """The prompt tokens that the next step may compute next to decode rows."""
         weight, x, y, *_ = self._sums
         slope = self._slope
-        if not slope and x:
-            slope = y / x
+        if x:
+            # No step takes less than no time without prompts. A slope kept from a step that something held up would
+            # otherwise allow a block a step, and steps of a block each would keep it.
+            slope = min(slope or y / x, y / x)
         if not slope:
             return FIRST_TOKENS
         return tokens_within(self._limit_s, x / weight, y / weight, slope)

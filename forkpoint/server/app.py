@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -9,6 +10,8 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.routing import Route
 
 from forkpoint.server.api_answer import create
 from forkpoint.server.body import BodyRoute, Endpoint, documents
@@ -89,10 +92,27 @@ def create_app(service: Service) -> FastAPI:
     _add_response_routes(app, responses)
     _add_model_routes(app, service)
     _add_operator_routes(app, service)
+    _add_document(app)
     add_page(app)
     if service.config.enable_dev_endpoints:
         _add_dev_routes(app, service)
     return app
+
+
+def _add_document(app: FastAPI) -> None:
+    """Serve the OpenAPI document, which is generated when it is first asked for and then kept.
+
+    Most servers are never asked. Generating it takes half a second, so a thread does it and other requests go on.
+    """
+    (plain,) = (route for route in app.routes if isinstance(route, Route) and route.path == app.openapi_url)
+    app.router.routes.remove(plain)
+
+    async def document(request: Request) -> Response:
+        await asyncio.to_thread(app.openapi)
+        answer: Response = await plain.endpoint(request)
+        return answer
+
+    app.add_route(plain.path, document, include_in_schema=False)
 
 
 def _allow_origins(app: FastAPI, config: ServerConfig) -> None:

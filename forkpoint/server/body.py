@@ -9,28 +9,29 @@ import asyncio
 import inspect
 import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from forkpoint.checks import listed
+from forkpoint.checks import listed, shown
 from forkpoint.server.errors import UNAVAILABLE, HTTPError, too_large
 from forkpoint.server.sse import encode
 
 JSON_HINT = "send a JSON object with Content-Type: application/json"
-MAX_SHOWN = 80  # characters of a wrong value that an error message shows
 # In the location of an error, pydantic puts the alternatives of a union between field names; these are their names.
 KIND = re.compile(r"str|int|[A-Z]\w*|.*\[.*")
 MAX_DEPTH = 64  # levels of nested objects and lists; templates and schemas are read by recursion
+PART_BYTES: Final = 64 * 2**10  # parts of a body grow to this size, so that slow clients do not leave many tiny ones
+FREED_PARTS: Final = 32  # parts of a body that are freed at once
 # Fields, of all APIs, whose values reach templates, schemas or answers without being parsed further.
 PASSED_ON = frozenset(
     ("messages", "system", "input", "tools", "documents", "chat_template_kwargs", "metadata", "text", "reasoning")
@@ -38,6 +39,7 @@ PASSED_ON = frozenset(
 B = TypeVar("B", bound=BaseModel)
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Any]]
+Parts: TypeAlias = "Sequence[bytes | bytearray]"  # of a body
 
 
 class BodyRoute(APIRoute):
@@ -95,20 +97,23 @@ class Bodies:
         self._held = set[_Held]()
 
     @asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Read the raw body and hold it until the context is left.
+    async def read(self, request: Request) -> AsyncIterator[Parts]:
+        """Read the raw body and hold it until the context is left. It stays in parts: joining them takes too long.
 
         Raises HTTPError if the body is missing, cut off, too large, given up for others, or has no JSON Content-Type:
         web pages may send bodies of other types to any server.
         """
-        held, parts = _Held(), list[bytes]()
+        held, parts = _Held(), list[bytearray]()
         self._held.add(held)
         try:
             async with held.limit:
                 async for part in request.stream():
-                    parts.append(part)
                     self._add(held, len(part))
-                yield _json_body(request, b"".join(parts))
+                    if not parts or len(parts[-1]) >= PART_BYTES:
+                        parts.append(bytearray())
+                    parts[-1] += part
+                _require_json(request, parts)
+                yield parts
         except ClientDisconnect:
             raise HTTPError(400, "the client left before its body was complete") from None
         except TimeoutError:
@@ -117,6 +122,9 @@ class Bodies:
             raise HTTPError(503, "too much is being sent at once; try again later", UNAVAILABLE) from None
         finally:
             self._drop(held)
+            while len(parts) > FREED_PARTS:  # returning all memory at once would hold up the event loop
+                del parts[-FREED_PARTS:]
+                await asyncio.sleep(0)
 
     def _add(self, held: _Held, num_bytes: int) -> None:
         """Count more bytes of a body, and give up others if needed.
@@ -141,12 +149,11 @@ class Bodies:
             self._num_bytes -= held.num_bytes
 
 
-def _json_body(request: Request, data: bytes) -> bytes:
-    if not data:
+def _require_json(request: Request, body: Parts) -> None:
+    if not body or not body[0]:
         raise HTTPError(400, f"the body is empty; {JSON_HINT}")
     if not is_json(request.headers.get("content-type", "").encode("latin-1")):
-        raise HTTPError(400, f"the body is {_shown(data)}; {JSON_HINT}")
-    return data
+        raise HTTPError(400, f"the Content-Type is {request.headers.get('content-type', '')!r}; {JSON_HINT}")
 
 
 def is_json(content_type: bytes) -> bool:
@@ -214,7 +221,7 @@ def _wrong_body(errors: Sequence[Mapping[str, Any]]) -> HTTPError:
     said = error["msg"]
     if error["type"] == "model_type":  # then the text names our class
         said = "Input should be an object"
-    return HTTPError(400, f"{place or 'the body'}: {said}; given {_shown(error['input'])}", param=place or None)
+    return HTTPError(400, f"{place or 'the body'}: {said}; given {shown(error['input'])}", param=place or None)
 
 
 def _wrong_json(error: Exception) -> HTTPError:
@@ -226,8 +233,8 @@ def _wrong_json(error: Exception) -> HTTPError:
             said = f"byte {error.start} is not {error.encoding}; send UTF-8"
         case RecursionError():
             said = "it is nested too deeply"
-        case _:
-            said = str(error)
+        case _:  # the only other error that `json` raises
+            said = f"an integer has more than {sys.get_int_max_str_digits()} digits"
     return HTTPError(400, f"the body is not valid JSON: {said}")
 
 
@@ -245,21 +252,11 @@ def _num_right(error: Mapping[str, Any]) -> int:
     return next((part for part in error["loc"][1:] if isinstance(part, int)), 0)
 
 
-def _shown(value: object) -> str:
-    """Return the beginning of a wrong value as an error message shows it."""
-    text = repr(_beginning(value))
-    if len(text) > MAX_SHOWN:
-        return text[:MAX_SHOWN] + "..."
-    return text
-
-
-def _beginning(value: object) -> object:
-    """Return the part of a value that fills `MAX_SHOWN` characters. Formatting the whole value can take seconds."""
-    match value:
-        case str() | bytes():
-            return value[: MAX_SHOWN + 1]
-        case list():
-            return [_beginning(inner) for inner in value[:MAX_SHOWN]]
-        case dict():
-            return {_beginning(name): _beginning(inner) for name, inner in islice(value.items(), MAX_SHOWN)}
-    return value
+def transfer_params(data: bytes) -> object:
+    """Return the `kv_transfer_params` of a raw body that may be malformed; None if there are none."""
+    if b"kv_transfer_params" not in data:
+        return None
+    try:
+        return json.loads(data).get("kv_transfer_params")
+    except (ValueError, AttributeError, RecursionError):
+        return None

@@ -78,7 +78,10 @@ class ServerConfig:
         "auto",
         "hermes",
         "qwen3_coder",
+        "qwen3_json",
         "qwen3_xml",
+        "glm45",
+        "glm47",
         "granite4",
         "granite",
         "jamba",
@@ -96,7 +99,18 @@ class ServerConfig:
         "the notation of tool calls, by vLLM's name; auto: that of the chat template; none leaves calls in the text",
     )
     reasoning_parser: Literal[
-        "auto", "qwen3", "deepseek_r1", "kimi_k2", "nano_v3", "nemotron_v3", "olmo3", "ling3", "minicpmv", "none"
+        "auto",
+        "qwen3",
+        "deepseek_r1",
+        "kimi_k2",
+        "nano_v3",
+        "nemotron_v3",
+        "olmo3",
+        "ling3",
+        "glm45",
+        "glm47",
+        "minicpmv",
+        "none",
     ] = option("auto", "separate <think> parts from the answer; none leaves them in it; vLLM's names all mean auto")
     sse_keep_alive_interval: float = option(
         15.0,

@@ -1,6 +1,9 @@
 """HTTP connections with limits on the head of a request, on slow clients, and on the number of connections.
 
 uvicorn has no such limits with its parser in C, whose cost grows with the square of the length of an endless line.
+
+A request may be answered before its body has come, for example because the body is too large. The rest of the body is
+then read at a bounded rate and dropped, so that clients which read only after they have sent all get the answer.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from forkpoint.obs.logs import LOGGER
@@ -25,6 +29,9 @@ PIECE_BYTES: Final = 16 * 2**10  # passed to the parser at once, so that the lim
 HEAD_TIMEOUT_S: Final = 30.0  # from the opening of the connection, or a head's first byte, to the head's last byte
 BODY_GRACE_S: Final = 30.0  # time for a body on top of what it needs at the lowest rate
 MIN_BODY_BYTES_PER_S: Final = 1024  # the lowest rate
+DISCARD_S: Final = 10.0  # time for the rest of a body whose request has been answered; then the connection is closed
+UNPACED_BYTES: Final = 2 * 2**20  # of a body that are read as soon as they come
+PACE_S: Final = 0.001  # between two reads, of at most 256 KiB, of the rest of such bodies, on all connections together
 MAX_FILES: Final = 2**20  # open files; no client load needs more
 RESERVED_FILES: Final = 128  # open files that are kept for files, readers and the engine
 LOG_INTERVAL_S: Final = 10.0  # between two log lines about too many connections
@@ -57,6 +64,7 @@ class Connections:
     num_open: int = 0
     waiting: dict[Connection, None] = field(default_factory=dict)
     _logged_s: float | None = None  # when the lack of room was logged last
+    _next_turn_s: float = 0.0  # when the next read of a large body may happen
 
     def make_room(self, now_s: float) -> bool:
         """Close a waiting connection if there are too many. Return False if there are too many and none waits.
@@ -77,6 +85,24 @@ class Connections:
         next(iter(self.waiting)).give_way()
         return True
 
+    def next_turn(self, now_s: float) -> float:
+        """Return when a connection may read more of a large body.
+
+        All connections take turns, so large bodies take a bounded share of the event loop however many come.
+        """
+        self._next_turn_s = max(self._next_turn_s, now_s) + PACE_S
+        return self._next_turn_s
+
+
+class _Flow(FlowControl):
+    """uvicorn's flow control, which does not resume reading while a connection waits for its turn."""
+
+    waits = False
+
+    def resume_reading(self) -> None:
+        if not self.waits:
+            super().resume_reading()
+
 
 class Connection(HttpToolsProtocol):
     """uvicorn's connection, with the limits above. It refuses in JSON."""
@@ -88,11 +114,13 @@ class Connection(HttpToolsProtocol):
         self._num_silent_bytes = 0  # bytes since the parser last reported the end of a head, or a part or end of a body
         self._num_body_bytes = 0
         self._body_began_s = 0.0
+        self._discards = False  # whether the rest of the body is dropped, because the request has been answered
 
     # --- asyncio
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow: _Flow = _Flow(transport)
         self._shared.num_open += 1
         if self._shared.make_room(self.loop.time()):
             self._wait_for_head()
@@ -110,6 +138,16 @@ class Connection(HttpToolsProtocol):
             if self.transport.is_closing() or self.parser is None:
                 return
             self._feed(data[start : start + PIECE_BYTES])
+        if (self._discards or self._num_body_bytes > UNPACED_BYTES) and not self.transport.is_closing():
+            self.flow.waits = True
+            self.flow.pause_reading()
+            self.loop.call_at(self._shared.next_turn(self.loop.time()), self._read_on)
+
+    def _read_on(self) -> None:
+        self.flow.waits = False
+        is_full = self._is_answering() and len(self.cycle.body) > HIGH_WATER_LIMIT  # then the cycle resumes
+        if not is_full and not self.pipeline and not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def give_way(self) -> None:
         """Close at once, without an answer, to make room for a new connection."""
@@ -159,11 +197,19 @@ class Connection(HttpToolsProtocol):
         self._num_silent_bytes = 0
         self._stop_waiting()
         super().on_message_complete()
+        if self._discards:
+            self._discards = False
+            self._wait_for_head()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.timeout_keep_alive_task is not None:
-            self._shared.waiting[self] = None
+        if self.timeout_keep_alive_task is None:
+            return  # the connection is closing, or the next request has come already
+        if self.cycle.more_body:
+            self._stop_waiting()
+            self._discards = True
+            self._timer = self.loop.call_later(DISCARD_S, self.give_way)
+        self._shared.waiting[self] = None
 
     # --- time
 

@@ -60,6 +60,7 @@ class RequestBody(Body):
     """
 
     no_effect: ClassVar[frozenset[str]]
+    other_names: ClassVar[Mapping[str, str]]
     ignored: ClassVar[Mapping[str, str]]
     refused: ClassVar[Mapping[str, Any]]
 
@@ -68,15 +69,25 @@ class RequestBody(Body):
         if apis:
             cls.no_effect = frozenset(" ".join(RULES[api].get("no_effect", "") for api in apis).split())
             cls.ignored = {name: do for api in apis for name, do in RULES[api].get("ignored", {}).items()}
+            cls.other_names = {name: own for api in apis for name, own in RULES[api].get("other_names", {}).items()}
             cls.refused = {name: rule for api in apis for name, rule in RULES[api].get("refused", {}).items()}
 
     @model_validator(mode="before")
     @classmethod
     def _drop_unused(cls, given: object) -> object:
-        """Leave out nulls, and unknown fields beyond `MAX_UNUSED`: pydantic's time grows with their number squared."""
+        """Leave out nulls, and unknown fields beyond `MAX_UNUSED`: pydantic's time grows with their number squared.
+
+        Other names of a field become its own name. Raises HTTPError if a request gives both with different values.
+        """
         if not isinstance(given, dict):
             return given
         fields = {name: value for name, value in given.items() if value is not None}
+        for name in cls.other_names.keys() & fields.keys():
+            own, value = cls.other_names[name], fields.pop(name)
+            if fields.setdefault(own, value) != value:
+                raise HTTPError(
+                    400, f"{name} is another name of {own}, which is given too; give one of them", param=name
+                )
         known = cls.model_fields.keys() | cls.no_effect | cls.ignored.keys() | cls.refused.keys()
         unknown = [name for name in fields if name not in known]
         for name in unknown[MAX_UNUSED:]:
@@ -110,6 +121,8 @@ class RequestBody(Body):
         """Add to the OpenAPI document's `schema` the fields that are accepted without effect."""
         for name in sorted(cls.no_effect - set(cls.model_fields)):
             schema["properties"][name] = {"description": "accepted; changes nothing in the answer's text"}
+        for name, own in sorted(cls.other_names.items()):
+            schema["properties"][name] = {"description": f"another name of {own}"}
         for name, do in sorted(cls.ignored.items()):
             schema["properties"].setdefault(name, {"description": f"accepted and ignored; {do}"})
 

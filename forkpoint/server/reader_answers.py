@@ -7,19 +7,17 @@ API process says that it has opened it, too, through the reader's entry in /proc
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import pickle
 import struct
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, Final
 
-LEAST_SHARED_BYTES: Final = 1 << 18  # smaller arrays are sent with the rest of the answer
+from forkpoint.shared_arrays import CAN_SHARE, LEAST_SHARED_BYTES, NAME, SharedMemory
+
 HEAD: Final = struct.Struct("!QQQQ")  # bytes of the pickle, number of shared arrays, process id, file descriptor
 SIZE: Final = struct.Struct("!Q")  # bytes of one shared array
-CAN_SHARE: Final = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class PackedAnswer:
 
 def _filled(parts: list[memoryview]) -> int:
     """Return the file descriptor of anonymous memory that holds `parts`."""
-    memory = os.memfd_create("forkpoint-answer")
+    memory = os.memfd_create(NAME)
     try:
         with open(memory, "wb", closefd=False) as file:
             for part in parts:
@@ -72,16 +70,12 @@ async def receive_answer(inbox: asyncio.StreamReader) -> Any:
     num_bytes, num_shared, pid, descriptor = HEAD.unpack(await inbox.readexactly(HEAD.size))
     sizes = [size for (size,) in SIZE.iter_unpack(await inbox.readexactly(SIZE.size * num_shared))]
     pickled = await inbox.readexactly(num_bytes)
-    return pickle.loads(pickled, buffers=_mapped(f"/proc/{pid}/fd/{descriptor}", sizes))
+    return pickle.loads(pickled, buffers=_mapped(pid, descriptor, sizes))
 
 
-def _mapped(path: str, sizes: list[int]) -> list[memoryview]:
-    """Return the arrays of the given sizes in bytes that follow each other in the shared memory at `path`."""
+def _mapped(process_id: int, descriptor: int, sizes: list[int]) -> list[memoryview]:
+    """Return the arrays of the given sizes in bytes that follow each other in a reader's shared memory."""
     if not sizes:
         return []
-    memory = os.open(path, os.O_RDWR)
-    try:
-        whole = memoryview(mmap.mmap(memory, sum(sizes)))
-    finally:
-        os.close(memory)
+    whole = memoryview(SharedMemory.open(process_id, descriptor))
     return [whole[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]

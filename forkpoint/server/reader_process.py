@@ -7,7 +7,6 @@ within milliseconds with everything loaded, shares the loader's memory, and may 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import pickle
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from forkpoint.errors import EngineStoppedError, ForkpointError
+from forkpoint.freed_memory import return_freed_memory
 from forkpoint.obs.logs import LOGGER
 from forkpoint.server.errors import HTTPError, to_http
 from forkpoint.server.reader_answers import PackedAnswer
@@ -90,7 +90,7 @@ def _load_and_fork(texts: Texts, channel: Connection) -> None:
                 case Facts() as facts:
                     texts.begin(facts)
                     gc.collect()
-                    _return_freed_memory()  # what readers inherit would hide their own growth
+                    return_freed_memory()  # what readers inherit would hide their own growth
                     gc.freeze()  # without it each reader's first collection would copy all shared memory
                 case StartReader(number, niceness):
                     handle = reduction.recv_handle(channel)
@@ -152,12 +152,6 @@ def _private_bytes() -> int | None:
     return (resident - shared) * resource.getpagesize()
 
 
-def _return_freed_memory() -> None:
-    """Return memory to the system that the C library keeps for later."""
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def _is_usable(started_with: int | None, num_data_bytes: int) -> bool:
     """Return whether a reader that had `started_with` bytes may be used again after a request of this size."""
     now = _private_bytes()
@@ -165,7 +159,7 @@ def _is_usable(started_with: int | None, num_data_bytes: int) -> bool:
         return num_data_bytes <= MAX_UNMEASURED_BYTES
     if now - started_with <= RETIRE_BYTES:
         return True
-    _return_freed_memory()  # that of decoded pictures, for example
+    return_freed_memory()  # that of decoded pictures, for example
     return (_private_bytes() or 0) - started_with <= RETIRE_BYTES
 
 

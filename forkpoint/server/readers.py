@@ -15,7 +15,7 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe, reduction
@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final, TypeVar
 
 from forkpoint.errors import EngineStoppedError, ForkpointError, RequestFailedError
+from forkpoint.server.body import Parts
 from forkpoint.server.lanes import Lane
 from forkpoint.server.reader_answers import receive_answer
 from forkpoint.server.reader_process import HEAD, IS_USABLE, EndReader, Failed, StartReader, fork_loader
@@ -46,7 +47,7 @@ class _Reader:
     inbox: asyncio.StreamReader
     outbox: asyncio.StreamWriter
 
-    async def ask(self, function: bytes, parts: Sequence[bytes]) -> tuple[Any, bool]:
+    async def ask(self, function: bytes, parts: Parts) -> tuple[Any, bool]:
         """Return the answer, and whether the reader may be used again."""
         self.outbox.write(HEAD.pack(len(function), sum(map(len, parts))) + function)
         for part in parts:
@@ -112,7 +113,7 @@ class Readers:
         finally:
             self.num_open -= 1
 
-    async def run(self, prepare: Prepare[T], *parts: bytes, lane: Lane | None = None) -> T:
+    async def run(self, prepare: Prepare[T], *parts: bytes | bytearray, lane: Lane | None = None) -> T:
         """Run `prepare` on the joined `parts` in a reader and return the result, by default in the lane of their size.
 
         Raises the errors of `prepare` and `Lane.turn`, RequestFailedError if the reader dies of the request, and
@@ -122,6 +123,7 @@ class Readers:
         lane = lane or self._lane(num_bytes)
         async with lane.turn(num_bytes):
             answer = await self._run(lane, pickle.dumps(prepare), parts)
+        del parts  # the error's traceback would keep them
         if isinstance(answer, Failed):
             raise answer.error
         return answer  # type: ignore[no-any-return]
@@ -142,7 +144,7 @@ class Readers:
             return self._small
         return self._medium if num_bytes < LARGE_BYTES else self._large
 
-    async def _run(self, lane: Lane, function: bytes, parts: Sequence[bytes]) -> Any:
+    async def _run(self, lane: Lane, function: bytes, parts: Parts) -> Any:
         while lane.idle and lane.idle[-1].inbox.at_eof():  # the system killed the reader while it was idle
             self._end(lane.idle.pop())
         reader = lane.idle.pop() if lane.idle else await self._start(lane)

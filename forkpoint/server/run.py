@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -22,7 +23,7 @@ from forkpoint.engine.async_engine import AsyncEngine
 from forkpoint.engine.chat import read_template
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import EngineStoppedError, ForkpointError
-from forkpoint.obs.logs import LOGGER, Reading, is_idle, load_line, set_up_logging
+from forkpoint.obs.logs import LOGGER, Reading, counted, is_idle, load_line, set_up_logging
 from forkpoint.server.app import create_app
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.connections import RESERVED_FILES, Connection, Connections, raise_file_limit
@@ -87,8 +88,6 @@ class ApiServer:
         serving = asyncio.create_task(http.serve([self._listener]))
         living = asyncio.create_task(self._live())
         logging = asyncio.create_task(self._log_load())
-        # FastAPI keeps the OpenAPI document. Generating it takes a second, which no client has to wait for this way.
-        documenting = asyncio.create_task(asyncio.to_thread(http.app.openapi))
         self._handle_signals(living)
         try:
             await asyncio.wait((living, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +100,7 @@ class ApiServer:
             await self._engine.close()
             await self._service.close()
             http.should_exit = True
-            await asyncio.gather(serving, living, logging, documenting, return_exceptions=True)
+            await asyncio.gather(serving, living, logging, return_exceptions=True)
         LOGGER.info("stopped")
         return exit_code
 
@@ -113,6 +112,8 @@ class ApiServer:
         await self._engine.start(self._writer())
         inputs = self._engine.inputs
         self._readers.begin(Facts(inputs.vocab_size, inputs.max_model_len, inputs.eos_token_ids))
+        gc.collect()
+        gc.freeze()  # otherwise a full collection would hold up all streams while it examines all imported objects
         LOGGER.info("ready: %s on %s (chat page at /, API under /v1)", self._config.served_model_name[0], self.url)
         self.ready.set()
         ends = [asyncio.create_task(self._engine.ended()), asyncio.create_task(self._readers.lost())]
@@ -152,14 +153,13 @@ class ApiServer:
         self._service.closing = True
         limit = self._config.shutdown_timeout_s
         if self._service.num_open:
-            LOGGER.info(
-                "stopping: %d open requests have %g s to end; Ctrl-C again cuts them off", self._service.num_open, limit
-            )
+            still_open = counted(self._service.num_open, "open request")
+            LOGGER.info("stopping: %s may take %g s to end; Ctrl-C again ends the server at once", still_open, limit)
         deadline = time.monotonic() + limit
         while self._service.num_open and time.monotonic() < deadline and self._num_signals < 2:
             await asyncio.sleep(0.05)
         if self._service.num_open:
-            LOGGER.warning("%d requests did not end in time and are cut off", self._service.num_open)
+            LOGGER.warning("stopping: %s cut off", counted(self._service.num_open, "open request"))
 
     def _handle_signals(self, living: asyncio.Task[ForkpointError]) -> None:
         def stop() -> None:
@@ -195,10 +195,9 @@ class _Uvicorn(uvicorn.Server):
         refused = partial(service.metrics.http_answer, "none", "other")
         connections = Connections(max(1, raise_file_limit() - RESERVED_FILES), refused)
         http: Any = partial(Connection, shared=connections)
-        self.app = create_app(service)
         super().__init__(
             uvicorn.Config(
-                self.app,
+                create_app(service),
                 log_config=None,
                 log_level=service.config.uvicorn_log_level,
                 access_log=False,

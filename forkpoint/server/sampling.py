@@ -71,10 +71,15 @@ class SampledBody(RequestBody):
 
 
 class ResponseFormat(Body):
-    """OpenAI's `response_format`. The type json_schema needs `json_schema: {"name", "schema"}`."""
+    """OpenAI's `response_format`. The type json_schema needs `json_schema: {"name", "schema"}`.
 
-    type: Literal["text", "json_object", "json_schema"]
+    `schema` may stand in the format itself, also with the type json_object, because other servers take it there. The
+    type structural_tag has xgrammar's fields.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class SamplingBody(SampledBody):
@@ -184,6 +189,8 @@ def sampling_params(
             raise HTTPError(400, f"{name}={value} is not allowed; this server returns at most {most} (--max-logprobs)")
     same = SamplingParams.__dataclass_fields__.keys() & SamplingBody.model_fields.keys()
     given: dict[str, Any] = {name: value for name in same if (value := getattr(body, name)) is not None}
+    if (body.kv_transfer_params or {}).get("do_remote_decode") is True:
+        given.pop("min_tokens", None)  # some proxies ask for one token and leave the client's min_tokens in place
     if body.seed is not None:
         given["seed"] = body.seed & (2**63 - 1)  # clients send signed and unsigned 64-bit values
     limits = [limit for limit in (max_tokens, texts.sampling.get("max_tokens")) if limit is not None]
@@ -225,9 +232,11 @@ def _from_format(given: ResponseFormat | None) -> dict[str, Any] | None:
     """Return the format as `structured_outputs`; None for text. Raises HTTPError for one without a schema."""
     if given is None or given.type == "text":
         return None
-    if given.type == "json_object":
+    if given.type == "structural_tag":
+        return {"structural_tag": given.model_dump(by_alias=True, exclude_none=True)}
+    schema = (given.json_schema or {}).get("schema", given.schema_)
+    if given.type == "json_object" and schema is None:
         return {"json_object": True}
-    schema = (given.json_schema or {}).get("schema")
     if not isinstance(schema, dict):
         raise HTTPError(400, 'response_format needs json_schema: {"name", "schema"}', param="response_format")
     return {"json": schema}

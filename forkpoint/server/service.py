@@ -17,18 +17,18 @@ from starlette.types import Receive
 
 from forkpoint.config import SchedulerConfig
 from forkpoint.engine.async_engine import AsyncEngine, OpenRequest
-from forkpoint.errors import EngineStoppedError, QueueFullError
+from forkpoint.errors import EngineStoppedError, ForkpointError, QueueFullError
 from forkpoint.obs.logs import num_lost_lines
-from forkpoint.server.body import Bodies
+from forkpoint.server.body import Bodies, Parts, transfer_params
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
 from forkpoint.server.metrics import Metrics
 from forkpoint.server.middleware import own_salt
-from forkpoint.server.readers import Readers
+from forkpoint.server.readers import SMALL_BYTES, Readers
 from forkpoint.server.sampling import PreparedRequest
 from forkpoint.server.sse import unless_left
-from forkpoint.server.texts import MissingImages, Prepare, RequestReading, Room
+from forkpoint.server.texts import MissingImages, Prepare, RequestReading, Room, Texts
 from forkpoint.server.trials import Trials
 
 if TYPE_CHECKING:
@@ -97,36 +97,59 @@ class Service:
 
         Raises the error to answer with, among them QueueFullError if too many requests are open.
         """
-        async with self.body(request) as data:
-            return await self.prepare_from(data, prepare, request)
+        async with self.body(request) as body:
+            return await self.prepare_from(body, prepare, request)
 
-    async def prepare_from(self, data: bytes, prepare: Prepare[T], request: Request) -> T:
+    async def prepare_from(self, body: Parts, prepare: Prepare[T], request: Request) -> T:
         """Do as `prepare` for a body that has been received. May be called several times for one body."""
-        return await unless_left(request.receive, self._read(prepare, data))
+        return await unless_left(request.receive, self._read(prepare, body))
 
-    async def _read(self, prepare: Prepare[T], data: bytes) -> T:
+    async def _read(self, prepare: Prepare[T], body: Parts) -> T:
         """Run `prepare` in a reader. If the request names images by URL, fetch them and run it again."""
         room = self._room()
         reading = RequestReading(prepare, replace(room, num_open=room.num_open - 1))  # without this request itself
-        answer = await self.readers.run(reading, data)
+        answer = await self.readers.run(reading, *body)
         if not isinstance(answer, MissingImages):
             return answer
         assert self.fetcher is not None, "readers ask for images only if hosts are allowed"
         async with self.fetcher.fetched(answer.urls) as fetched:
             sizes = tuple((url, sum(map(len, parts))) for url, parts in fetched.items())
             # not joined here, because that would hold a large image twice and the event loop up
-            answer = await self.readers.run(replace(reading, fetched=sizes), data, *chain(*fetched.values()))
+            answer = await self.readers.run(replace(reading, fetched=sizes), *body, *chain(*fetched.values()))
         assert not isinstance(answer, MissingImages)
         return answer
 
     @contextlib.asynccontextmanager
-    async def body(self, request: Request) -> AsyncIterator[bytes]:
-        """Receive the request's body, and count the request as open until the context is left. Raises as `prepare`."""
+    async def body(self, request: Request) -> AsyncIterator[Parts]:
+        """Receive the request's body, and count the request as open until the context is left. Raises as `prepare`.
+
+        If the request is refused, another engine that was asked for the answer at the same time learns of it.
+        """
         self.check_healthy()
-        self._check_room(1)
+        try:
+            self._check_room(1)
+        except QueueFullError:
+            if self.engine.config.links_peers:  # otherwise the body need not be read
+                async with self.bodies.read(request) as body:
+                    await self._end_offer(body)
+            raise
         with self.readers.counted():
-            async with self.bodies.read(request) as data:
-                yield data
+            async with self.bodies.read(request) as body:
+                try:
+                    yield body
+                except Exception:
+                    await self._end_offer(body)
+                    raise
+
+    async def _end_offer(self, body: Parts) -> None:
+        """Let the engine end the offer of a refused request. A large body is parsed by a reader."""
+        if not self.engine.config.links_peers:
+            return
+        if sum(map(len, body)) <= SMALL_BYTES:
+            self.engine.end_offer(transfer_params(b"".join(body)))
+            return
+        with contextlib.suppress(ForkpointError, HTTPError):  # then the other engine waits for its own time limit
+            self.engine.end_offer(await self.readers.run(read_transfer_params, *body))
 
     async def open(self, name: str, prepared: PreparedRequest, receive: Receive) -> Generation:
         """Send all prompts to the engine, or none if one is refused, and return their generation.
@@ -135,6 +158,13 @@ class Service:
         QueueFullError if too many completions are open, and HTTPError for a priority under another policy than
         `priority`.
         """
+        try:
+            return await self._open(name, prepared, receive)
+        except Exception:
+            self.engine.end_offer(prepared.params.kv_transfer_params)
+            raise
+
+    async def _open(self, name: str, prepared: PreparedRequest, receive: Receive) -> Generation:
         config, params, priority = self.config, prepared.params, prepared.priority
         with self.readers.counted():
             await self.trials.check(params.structured_outputs, receive)
@@ -172,3 +202,8 @@ class Service:
     def new_id(self) -> str:
         """Return a new id for an answer. X-Request-Id does not serve, as clients may send the same one twice."""
         return uuid.uuid4().hex
+
+
+def read_transfer_params(texts: Texts, data: bytes) -> object:
+    """Do as `transfer_params`. Runs in a reader's process."""
+    return transfer_params(data)

@@ -165,6 +165,7 @@ def _render(texts: Texts, body: ChatBody, tools: list[dict[str, Any]] | None, pa
         continue_final_message=carry_on,
         variables=template_variables(body, texts.config.default_chat_template_kwargs),
         mm_processor_kwargs=body.mm_processor_kwargs,
+        media_io_kwargs=body.media_io_kwargs,
     )
 
 

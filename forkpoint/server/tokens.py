@@ -13,7 +13,8 @@ from forkpoint.server.protocol import Body, Many, ReplyModel, TokenId
 from forkpoint.server.talk import prompt_of
 from forkpoint.server.texts import Texts
 
-CHAT_FIELDS = {"messages", "tools", "add_generation_prompt", "chat_template_kwargs", "mm_processor_kwargs"}
+CHAT_FIELDS = {"messages", "tools", "add_generation_prompt", "chat_template_kwargs"}
+CHAT_FIELDS |= {"mm_processor_kwargs", "media_io_kwargs"}
 
 
 class TokenizeBody(Body):
@@ -27,6 +28,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -52,7 +52,7 @@ class EngineReplica:
         self.options = options
         self._now = 0.0
         given = dict(vars(options))
-        self._disk = SimulatedDisk(options.layout, given.pop("disk_rate"))
+        self._disk = SimulatedDisk(options.layout.in_tiers(), given.pop("disk_rate"))
         given["tiers"] = replace(options.tiers, wall_clock=lambda: self._now, clock=lambda: self._now)
         self.sched = Scheduler(**given, clock=lambda: self._now)
         self._requests: dict[str, Request] = {}
@@ -60,6 +60,7 @@ class EngineReplica:
         self._row_ids: dict[int, str] = {}
         self._plan: StepPlan | None = None
         self._counters = ReplicaCounters()
+        self._block_bytes = sum(group.block_bytes for group in options.layout.groups)
 
     def add(self, request: TraceRequest) -> bool:
         """Queue a request. Return False if the arena can never hold it."""
@@ -96,7 +97,7 @@ class EngineReplica:
         self._disk.start(plan.moves, now_s)
         if plan.waits_for_tiers:
             load = replace(load, waits_s=self._disk.next_s(now_s) - now_s)
-        counters.kv_written_bytes += load.num_tokens * sum(group.block_bytes for group in layout.groups) // BLOCK_SIZE
+        counters.kv_written_bytes += load.num_tokens * self._block_bytes // BLOCK_SIZE
         counters.state_written_bytes += load.num_saves * layout.slot_bytes
         return load
 
@@ -168,13 +169,16 @@ def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
         decode_kv_tokens=int((decoded * (2 * ends - decoded + 1)).sum()) // 2,
         num_saves=len(rows.save_slots),
         num_sampled=len(plan.sampled_rows) + num_drafts,
-        copied_bytes=_num_bytes((move for move in plan.moves if move.route is MoveRoute.ARENA), layout),
+        copied_bytes=_num_bytes(plan.moves, {MoveRoute.ARENA}, layout, layout.slot_bytes),
         num_drafts=num_drafts,
-        host_bytes=_num_bytes((move for move in plan.moves if move.route in HOST_ROUTES), layout),
+        host_bytes=_num_bytes(plan.moves, HOST_ROUTES, layout, layout.stored_slot_bytes),
     )
 
 
-def _num_bytes(moves: Iterable[Move], layout: CacheLayout) -> int:
-    """Return the bytes of the units that these moves copy."""
+def _num_bytes(moves: Iterable[Move], routes: Set[MoveRoute], layout: CacheLayout, slot_bytes: int) -> int:
+    """Return the bytes of the units that moves of these routes copy, slots of `slot_bytes` among them."""
+    copied = [move for move in moves if move.route in routes]
+    if not copied:
+        return 0
     blocks = [group.block_bytes for group in layout.groups]
-    return sum(layout.slot_bytes if move.kind is MoveKind.SLOT else blocks[move.group] for move in moves)
+    return sum(slot_bytes if move.kind is MoveKind.SLOT else blocks[move.group] for move in copied)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from forkpoint.cache.disk_entries import DiskFacts, no_entries
-from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.layout import WIDEST_STORED, CacheLayout
 from forkpoint.cache.policies import CAPTURE, EVICTION
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import GIB, MAX_HOST_GIB, CacheConfig, SchedulerConfig
@@ -53,6 +53,9 @@ def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler
         if kind not in chosen:
             raise ConfigError(f"no option {option!r} of {ENGINE}; give {', '.join(f'{name}=...' for name in chosen)}")
         chosen[kind] = value
+    if any(chosen[name] != TIERS[name] for name in ("host_memory", "disk_memory")):
+        layout = CacheLayout.create(shape.layers, longest=WIDEST_STORED + 1)
+    stored = layout.in_tiers()
     num_pages = memory_bytes // layout.page_bytes
     if num_pages < 2:
         raise ConfigError(f"{memory_bytes} bytes hold no two pages of {layout.page_bytes}; give more memory")
@@ -65,7 +68,7 @@ def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler
         policy=EVICTION.find(chosen["eviction"])(),
         capture=CAPTURE.find(chosen["capture"])(),
         drafter=_drafter(*(chosen[name] for name in DRAFTS)),
-        tiers=TierSizes(_num_pages("host_memory", chosen, layout.page_bytes), _disk(chosen, layout)),
+        tiers=TierSizes(_num_pages("host_memory", chosen, stored.page_bytes), _disk(chosen, stored), weighs_disk=True),
         disk_rate=_disk_rate(chosen["disk_rate"]),
     )
 

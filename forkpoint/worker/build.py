@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, STORED_AT_ONCE, DiskFacts
-from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.layout import WIDEST_STORED, CacheLayout, KVSpec
 from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.config import EngineConfig
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, UnsupportedModelError
 from forkpoint.models.decoder import Model
-from forkpoint.models.registry import load_model
-from forkpoint.obs.logs import LOGGER, operator_lines
+from forkpoint.models.registry import MODELS, load_config, load_model
+from forkpoint.obs.logs import LOGGER, counted, operator_lines, operators_line
+from forkpoint.ops.compile_ahead import compiles_in_parallel, compiling_only
 from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.select import select_table
-from forkpoint.ops.table import OpTable
+from forkpoint.ops.table import OpTable, is_torch
 from forkpoint.platforms.cpu import free_host_bytes
 from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import resolve_platform
 from forkpoint.runtime.graphs import graph_shapes
-from forkpoint.runtime.runner import Loaded, ModelRunner
+from forkpoint.runtime.loaded import Loaded
+from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.worker.disk import open_disk_tier
 from forkpoint.worker.memory import GIB, bytes_beside_arena, explained_exhaustion
 from forkpoint.worker.peers import open_peer_link
 from forkpoint.worker.sizing import choose_num_host_pages, choose_num_pages
-from forkpoint.worker.trial import compile_ahead
+from forkpoint.worker.trial import run_full_step, try_graphs, try_kernels
 from forkpoint.worker.weights_progress import WeightsProgress
 from forkpoint.worker.worker import Worker, WorkerFacts
 
@@ -50,42 +52,35 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     platform = resolve_platform(config.device, rank, size)
     _set_num_threads(config, platform)
     ops = select_table(platform.operators(config.cpu_ops), config.deterministic, config.force_state_copy)
-    if size > 1 and config.deterministic and ops.backends["linear"].startswith("torch"):
-        LOGGER.warning(
-            "deterministic: torch computes the matrix products here, and may add in another order in a matrix of fewer "
-            "rows; the bits of %d ranks may differ from those of one",
-            size,
-        )
     sched = platform.defaults.with_options(config.scheduler)
     _check_device(config, sched.max_num_seqs, platform)
-    ranks = ALONE
-    if place is not None:
-        ranks = Ranks.meet(platform.collectives, rank, size, place, config.deterministic, platform.device)
-        ranks.check_equal({"options": config, "operators": ops.backends}, platform.device)
+    ranks = _meet(config, ops, platform, rank, place)
+    _check_model(config, platform)
     model = _load(config, ops, platform, ranks)
     layout = _make_layout(config, model, platform)
     drafts = _max_num_drafts(config, layout, ops)
-    has_graphs = platform.has_graphs and not config.enforce_eager and model.recordable
-    shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=drafts) if has_graphs else ()
+    has_graphs = platform.has_graphs and not any(is_torch(ops, name) for name in model.waiting)
+    shapes = _graph_shapes(config, sched.max_num_seqs, drafts, has_graphs)
     sizes = replace(model.config, layers=(), draft_layer=()), model.config.flops_per_token, model.config.flops_per_pair
     alike = {"sizes of the model": sizes, "layout of the cache": layout, "shapes of graphs": shapes}
     ranks.check_equal(alike, platform.device)
     interval = _state_write_interval(config, layout, sched.max_num_seqs, platform)
-    loaded = Loaded(model, ops, layout, sched, platform, shapes, drafts, interval)
+    dealt = (ranks.context, config.interleave)
+    loaded = Loaded(model, ops, layout, sched, platform, shapes, drafts, interval, *dealt)
     _log_model(config, loaded)
     if shapes:
         _try_kernels(config, loaded)
     num_pages = ranks.least(_size_arena(config, loaded), platform.device)
     num_host_pages = 0
     if config.host_tier_bytes:
-        num_host_pages = choose_num_host_pages(layout, config.host_tier_bytes, size, free_host_bytes())
+        num_host_pages = choose_num_host_pages(layout.in_tiers(), config.host_tier_bytes, size, free_host_bytes())
     runner = _make_runner(config, loaded, num_pages, num_host_pages)
     disk: DiskFacts | None = None
     if config.kv_disk_path is not None:
         disk = open_disk_tier(config, loaded, runner.arena, ranks)
     peers: PeerFacts | None = None
     if config.links_peers:
-        peers = open_peer_link(config, loaded, runner.arena)
+        peers = open_peer_link(config, loaded, runner.arena, ranks)
     facts = WorkerFacts(
         layout,
         num_pages,
@@ -98,28 +93,93 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         disk,
         peers,
         platform.has_copy_streams,
+        interval,
     )
     runner.arena.copies.start(LOGGER.log)
-    return Worker(facts, runner, platform.release_unused)
+    return Worker(facts, runner, platform.release_unused, prepare=runner.record_next)
+
+
+def _graph_shapes(config: EngineConfig, num_rows: int, num_drafts: int, has_graphs: bool) -> tuple[StepShape, ...]:
+    """Return the shapes of the steps to record. Steps that gather keys are not recorded."""
+    if config.enforce_eager or not has_graphs:
+        return ()
+    shapes = graph_shapes(num_rows, max_num_drafts=num_drafts)
+    if config.decode_context_parallel_size == 1:
+        return shapes
+    if config.deterministic:
+        return ()
+    return tuple(shape for shape in shapes if not shape.num_segments)
+
+
+def _meet(config: EngineConfig, ops: OpTable, platform: Platform, rank: int, place: Path | None) -> Ranks:
+    """Meet the other ranks, which must have the same options and operators. Raises ConfigError."""
+    size, context_size = config.tensor_parallel_size, config.decode_context_parallel_size
+    if size > 1 and config.deterministic and ops.backends["linear"].startswith("torch"):
+        LOGGER.warning(
+            "deterministic: torch computes the matrix products here, and may add in another order in a matrix of fewer "
+            "rows; the bits of %d ranks may differ from those of one",
+            size,
+        )
+    if place is None:
+        return ALONE
+    ranks = Ranks.meet(platform.collectives, rank, size, place, config.deterministic, platform.device, context_size)
+    ranks.check_equal({"options": config, "operators": ops.backends}, platform.device)
+    return ranks
 
 
 def _make_layout(config: EngineConfig, model: Model, platform: Platform) -> CacheLayout:
-    """Return the layout of the arena. Layers with windows keep all blocks if tiers or peers get whole paths."""
+    """Return the layout of the arena. Layers with wide windows keep all blocks if there are tiers or peers.
+
+    Raises ConfigError if the model's keys cannot be dealt to ranks.
+    """
     longest = model.config.max_model_len
     if config.host_tier_bytes or config.disk_tier_bytes or config.links_peers:
-        longest = 0
-    return CacheLayout.create(model.layer_specs, platform.traits(platform.device).kernel_block_sizes, longest)
+        if any(WIDEST_STORED < window < longest for window in _windows(model)):
+            LOGGER.info(
+                "layers with a window of more than %d tokens keep all blocks: tiers and links to other engines would "
+                "hold a whole window with each state",
+                WIDEST_STORED,
+            )
+        longest = min(longest, WIDEST_STORED + 1)
+    sizes, dealt_to = platform.traits(platform.device).kernel_block_sizes, config.decode_context_parallel_size
+    layout = CacheLayout.create(model.layer_specs, sizes, longest, dealt_to)
+    if dealt_to == 1:
+        return layout
+    why = ""
+    if not layout.has_kv:
+        why = "for this model, which has no attention to all tokens whose keys could be dealt"
+    elif not platform.shares_memory and _windows(model):
+        why = f"on {platform.device} for this model: layers with a window need work lists of their own there"
+    if why:
+        raise ConfigError(f"decode_context_parallel_size={dealt_to} is not possible {why}; leave it out")
+    return layout
+
+
+def _windows(model: Model) -> list[int]:
+    specs = (spec for layer in model.layer_specs for spec in layer)
+    return [spec.window for spec in specs if isinstance(spec, KVSpec) and spec.window is not None]
 
 
 def _try_kernels(config: EngineConfig, loaded: Loaded) -> None:
-    """Compile what steps without graphs launch. Raises ConfigError if memory runs out."""
-    most_pages: int | None = None
-    if config.kv_cache_memory_bytes is not None:
-        most_pages = config.kv_cache_memory_bytes // loaded.layout.page_bytes
+    """Compile the kernels of all later steps, and run those that graphs do not serve."""
+    given, platform = config.kv_cache_memory_bytes, loaded.platform
+    most_pages = None if given is None else given // loaded.layout.page_bytes
     remedy = f"lower max_num_batched_tokens={loaded.sched.max_num_batched_tokens}, or give enforce_eager"
-    with _timed("kernels tried"), explained_exhaustion("trying kernels", remedy):
-        compile_ahead(loaded, most_pages)
-    loaded.platform.release_unused()
+    with explained_exhaustion("trying kernels", remedy):
+        if compiles_in_parallel():
+            num_threads = max(1, (os.cpu_count() or 1) // config.tensor_parallel_size)
+            compiling = compiling_only(platform.device, num_threads)
+            with _timed("kernels compiled"), compiling, loaded.model.few_layers():
+                try_kernels(loaded, most_pages)
+                try_graphs(loaded)
+                if given is None:  # it runs later, when memory is measured
+                    run_full_step(loaded)
+            platform.release_unused()
+        with _timed("kernels tried"):
+            try_kernels(loaded, most_pages)
+            if not compiles_in_parallel():
+                try_graphs(loaded)
+    platform.release_unused()
 
 
 def _set_num_threads(config: EngineConfig, platform: Platform) -> None:
@@ -153,16 +213,12 @@ def _check_device(config: EngineConfig, num_rows: int, platform: Platform) -> No
             f"kv_cache_dtype='fp8' is not possible on {device}, which does not convert 8-bit floats (NVIDIA GPUs of "
             "compute capability 8.9 or more do); give 'auto'"
         )
-    if config.host_tier_bytes and not (platform.shares_memory or platform.has_copy_streams):
+    has_tiers = config.host_tier_bytes or config.disk_tier_bytes or config.links_peers
+    if has_tiers and not (platform.shares_memory or platform.has_copy_streams):
         raise ConfigError(
-            f"a host tier (kv_offloading_size, kv_transfer_config) is not possible on {device}, whose steps would wait "
-            "for its copies; it needs a CPU or a device that torch calls cuda; leave it out"
-        )
-    if (config.disk_tier_bytes or config.links_peers) and not platform.shares_memory:
-        raise ConfigError(
-            f"a disk tier (kv_disk_path) or a link to other engines (NixlConnector in kv_transfer_config) is not "
-            f"possible on {device}, whose steps would wait for its copies; both are for models that run on a CPU; "
-            "leave it out, and give kv_offloading_size for a tier in the host's memory"
+            f"tiers and links to other engines (kv_offloading_size, kv_disk_path, kv_transfer_config) are not possible "
+            f"on {device}, whose steps would wait for their copies; they need a CPU or a device that torch calls cuda; "
+            "leave them out"
         )
     if traits.most_rows is not None and num_rows > traits.most_rows:
         raise ConfigError(
@@ -188,6 +244,16 @@ def _state_write_interval(config: EngineConfig, layout: CacheLayout, num_rows: i
     return platform.traits(platform.device).state_write_interval
 
 
+def _check_model(config: EngineConfig, platform: Platform) -> None:
+    """Raise UnsupportedModelError for a model whose last tests on such a device failed."""
+    name = load_config(config.model, hf_overrides=config.hf_overrides).architecture
+    if MODELS.find(name).needs_host and not platform.shares_memory:
+        raise UnsupportedModelError(
+            f"{config.model} is a {name}, which has not passed its tests on {platform.device} yet; run it with "
+            "device='cpu'"
+        )
+
+
 def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) -> Model:
     remedy = "use a smaller model or a device with more memory, or end other programs that hold some of it"
     doing = f"loading the weights ({platform.free_bytes() / GIB:.1f} GiB were free)"
@@ -210,6 +276,7 @@ def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) 
             vision=config.read_image_settings(),
             ranks=ranks,
             fp8_as_bytes=not platform.traits(platform.device).has_fp8,
+            on_host=platform.shares_memory,
         )
 
 
@@ -226,7 +293,8 @@ def _size_arena(config: EngineConfig, loaded: Loaded) -> int:
         LOGGER.info("memory beside weights and arena: %.2f GiB for activations, logits and graphs", beside / GIB)
         # Read again: by now the driver holds the memory that kernels take when they first run.
         share = max(0, (platform.arena_bytes(config.gpu_memory_utilization) or 0) - beside)
-    if share is not None and config.host_tier_bytes and platform.has_copy_streams:
+    has_buffers = config.host_tier_bytes or config.disk_tier_bytes or config.links_peers
+    if share is not None and has_buffers and platform.has_copy_streams:
         share = max(0, share - STORED_AT_ONCE - FETCHED_AT_ONCE)
     limit = loaded.model.config.max_model_len
     return choose_num_pages(loaded.layout, limit, given, platform.free_bytes(), share)
@@ -239,11 +307,11 @@ def _make_runner(config: EngineConfig, loaded: Loaded, num_pages: int, num_host_
         runner = ModelRunner(loaded, num_pages, num_host_pages=num_host_pages)
     if loaded.shapes:
         remedy = "lower gpu_memory_utilization, kv_cache_memory_bytes or max_num_seqs, or give enforce_eager"
-        bar = partial(tqdm, desc="Recording graphs", disable=not _shows_progress(config), dynamic_ncols=True)
-        free = loaded.platform.free_bytes()
-        with _timed(f"{len(loaded.shapes)} graphs recorded"), explained_exhaustion("recording graphs", remedy):
-            runner.record_graphs(bar)
-        LOGGER.info("memory of graphs: %.2f GiB", (free - loaded.platform.free_bytes()) / GIB)
+        with (
+            _timed(f"largest of {len(loaded.shapes)} graphs recorded"),
+            explained_exhaustion("recording graphs", remedy),
+        ):
+            runner.record_largest()
     return runner
 
 
@@ -269,8 +337,9 @@ def _log_model(config: EngineConfig, loaded: Loaded) -> None:
         words.append(f"states {config.mamba_ssm_cache_dtype}")
     if loaded.state_write_interval > 1:
         words.append(f"written every {loaded.state_write_interval} tokens")
-    words.append(f"{torch.get_num_threads()} CPU threads")
+    words.append(counted(torch.get_num_threads(), "CPU thread"))
     LOGGER.info("model: %s from %s, %s", model.config.architecture, config.model, ", ".join(words))
     copied = [name for name in layout.state_operators if name not in ops.redirects]
+    LOGGER.info(operators_line(ops.backends))
     for line in operator_lines(ops.backends, copied):
-        LOGGER.info(line)
+        LOGGER.debug(line)

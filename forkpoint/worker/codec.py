@@ -1,8 +1,12 @@
-"""Plans and results as bytes: dataclasses as msgpack, arrays as their own bytes."""
+"""Plans and results as bytes: dataclasses as msgpack, arrays as their own bytes.
+
+A large array in shared memory is sent as the place where it is. The sender keeps it until the receiver has it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_origin
 
 import msgspec
@@ -10,6 +14,7 @@ import numpy as np
 
 from forkpoint import errors
 from forkpoint.errors import EngineStoppedError, ForkpointError
+from forkpoint.shared_arrays import LEAST_SHARED_BYTES, OpenedMemory, Place, place_of
 
 MAX_ERROR_LENGTH = 1000  # characters; some libraries put whole tensors into their messages
 
@@ -40,12 +45,17 @@ def encoder() -> Callable[[Any], bytes]:
 
 
 def decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Return a decoder of one type or union. It raises msgspec.DecodeError for bytes that do not fit it."""
-    return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain).decode
+    """Return a decoder of one type or union.
+
+    It raises msgspec.DecodeError for bytes that do not fit it, and OSError if shared memory cannot be opened.
+    """
+    return msgspec.msgpack.Decoder(kind, dec_hook=partial(_from_plain, OpenedMemory())).decode
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
+        if value.nbytes >= LEAST_SHARED_BYTES and (place := place_of(value)) is not None:
+            return value.dtype.str, value.shape, tuple(place)
         data = value.data if value.flags.c_contiguous and value.nbytes else value.tobytes()  # without a copy of images
         return value.dtype.str, value.shape, data
     if isinstance(value, np.generic):
@@ -53,8 +63,10 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent to another process")
 
 
-def _from_plain(kind: Any, value: Any) -> Any:
+def _from_plain(memory: OpenedMemory, kind: Any, value: Any) -> Any:
     if kind is not np.ndarray and get_origin(kind) is not np.ndarray:
         raise TypeError(f"{kind} cannot come from another process")
     dtype, shape, data = value
+    if isinstance(data, list):
+        return memory.array(Place(*data), dtype, tuple(shape))
     return np.ndarray(shape, dtype, bytearray(data))  # writable, like the array that was sent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ import torch
 from forkpoint.cache.disk_entries import DiskFacts
 from forkpoint.cache.tree import Origin
 from forkpoint.config import EngineConfig
+from forkpoint.disk.folder import make_way, own_folder
 from forkpoint.disk.namespace import namespace_of, weights_digest
 from forkpoint.disk.slab import SlabLayout
 from forkpoint.disk.store import DiskStore, open_store
 from forkpoint.errors import ConfigError
 from forkpoint.ops.ranks import Ranks
 from forkpoint.runtime.buffers import ArenaBuffer
-from forkpoint.runtime.runner import Loaded
+from forkpoint.runtime.loaded import Loaded
 from forkpoint.sched.plan import MoveKind
 from forkpoint.version import installed_version
 
@@ -28,34 +28,34 @@ LEAST_PAGES = 3  # page 0, which stays empty, a page of blocks and one of slots
 def open_disk_tier(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ranks: Ranks) -> DiskFacts | None:
     """Open the rank's disk tier and give it to `arena`. None: some rank cannot use one, which the log explains.
 
-    Raises ConfigError for a size that holds nothing, and for models without keys and values.
+    Raises ConfigError for a size that holds nothing.
     """
     assert config.kv_disk_path is not None
-    layout = loaded.layout
-    if not layout.has_kv:
-        raise ConfigError("kv_disk_path is not possible for models without attention: leave it out")
     slab = slab_layout(arena)
     if config.disk_tier_bytes // ranks.size < LEAST_PAGES * slab.page_bytes:
         raise ConfigError(
             f"kv_disk_size={config.kv_disk_size} holds nothing: on {ranks.size} ranks it has to be "
             f"{LEAST_PAGES * slab.page_bytes * ranks.size} bytes or more"
         )
-    namespace = namespace_of(namespace_facts(config, loaded, ranks))
+    facts = namespace_facts(config, loaded, ranks)
+    folder = own_folder(Path(config.kv_disk_path), namespace_of({**facts, "ranks": ranks.size}))
+    if not ranks.rank:
+        make_way(folder)
     store: DiskStore | None = open_store(
-        Path(config.kv_disk_path), slab, config.disk_tier_bytes, namespace, ranks.rank, ranks.size
+        folder, slab, config.disk_tier_bytes, namespace_of(facts), ranks.rank, ranks.size
     )
     has_all = ranks.least(int(store is not None), loaded.platform.device)
     if store is None or not has_all:
         if store is not None:
             store.close()
         return None
-    arena.disk = store
+    arena.use_disk(store)
     return store.facts
 
 
 def slab_layout(arena: ArenaBuffer) -> SlabLayout:
     """Return the places of the arena's units on a disk."""
-    layout, (block_bytes, slot_bytes) = arena.layout, map(arena.unit_bytes, (MoveKind.BLOCK, MoveKind.SLOT))
+    layout, (block_bytes, slot_bytes) = arena.stored, map(arena.stored_bytes, (MoveKind.BLOCK, MoveKind.SLOT))
     return SlabLayout(layout.blocks_per_page, layout.slots_per_page, block_bytes, slot_bytes)
 
 
@@ -71,6 +71,7 @@ def namespace_facts(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> dict[
         "layout": loaded.layout,
         "origins": [origin.value for origin in Origin],
         "ranks": (ranks.rank, ranks.size),
+        "tokens of a rank": (config.decode_context_parallel_size, config.interleave),
         "deterministic": config.deterministic,
     }
     if config.deterministic:
@@ -79,6 +80,6 @@ def namespace_facts(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> dict[
             "operators": loaded.ops.backends,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "device": (str(loaded.platform.device), platform.machine(), torch.backends.cpu.get_cpu_capability()),
+            "device": loaded.platform.hardware,
         }
     return facts

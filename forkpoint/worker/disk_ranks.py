@@ -14,29 +14,45 @@ from forkpoint.cache.disk_entries import DiskFacts, Records
 from forkpoint.sched.plan import TierNews
 
 
-class TierTickets:
-    """Collects the ranks' news. A ticket is done when it is so on all ranks, and failed if it failed on one."""
+class Reports:
+    """Counts which tickets all ranks have reported. A ticket has failed if it failed on one of them."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._reported = Counter[int]()
         self._failed = set[int]()
+
+    def add(self, done: Sequence[int], failed: Sequence[int]) -> None:
+        """Take in a report of one rank."""
+        self._reported.update((*done, *failed))
+        self._failed.update(failed)
+
+    def take(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return, once, the tickets that are done and that have failed."""
+        complete = [ticket for ticket, count in self._reported.items() if count == self._num_ranks]
+        failed = tuple(ticket for ticket in complete if ticket in self._failed)
+        done = tuple(ticket for ticket in complete if ticket not in self._failed)
+        for ticket in complete:
+            del self._reported[ticket]
+        self._failed.difference_update(failed)
+        return done, failed
+
+
+class TierTickets:
+    """Collects the ranks' news of tiers."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._reports = Reports(num_ranks)
         self._writes = True
 
     def merge(self, news: Sequence[TierNews]) -> TierNews | None:
         """Return the tickets that all ranks have reported with `news` and earlier; each once. None: there are none."""
         for each in news:
             self._writes = self._writes and each.writes
-            self._reported.update((*each.done, *each.failed))
-            self._failed.update(each.failed)
-        complete = [ticket for ticket, count in self._reported.items() if count == self._num_ranks]
-        if not complete:
+            self._reports.add(each.done, each.failed)
+        done, failed = self._reports.take()
+        if not done and not failed:
             return None
-        failed = tuple(ticket for ticket in complete if ticket in self._failed)
-        done = tuple(ticket for ticket in complete if ticket not in self._failed)
-        for ticket in complete:
-            del self._reported[ticket]
-        self._failed.difference_update(failed)
         return TierNews(done, failed, self._writes)
 
 

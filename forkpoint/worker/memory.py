@@ -12,13 +12,16 @@ import torch
 from forkpoint.checks import first_line
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError
+from forkpoint.runtime.dealt_keys import MOST_GATHERED
+from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.records import records_bytes
-from forkpoint.runtime.runner import Loaded, ModelRunner
+from forkpoint.runtime.runner import ModelRunner
 from forkpoint.worker.trial import encode_largest_image, full_step_pages, run_full_step
 
 GIB = 1 << 30
 SAMPLER_BYTES_PER_LOGIT = 20  # bytes; a few fp32 copies of the logits of all rows, and the counts for penalties
 NUM_TRIALS = 4  # graphs whose size is measured; recording all of them twice would take too long
+GATHERED_COPIES = 3  # of keys: a rank's own part and all parts, apart and in the order of the tokens
 SLACK_BYTES = 256 << 20  # for workspaces of libraries and the rounding of allocators
 
 
@@ -38,8 +41,9 @@ def bytes_beside_arena(loaded: Loaded) -> int:
     """Return the bytes of device memory that steps need next to weights and arena.
 
     These are the activations of a full step, measured by running one; those of the vision tower for the largest image,
-    and the most embeddings that are kept during a step; the sampler's copies of the logits; graphs of the `shapes`; and
-    the records of tokens. Raises ConfigError if a full step does not fit next to the weights.
+    and the most embeddings that are kept during a step; the sampler's copies of the logits; graphs of the `shapes`; the
+    records of tokens; and keys that are gathered from other ranks. Raises ConfigError if a full step does not fit next
+    to the weights.
     """
     sched, platform, config, shapes = loaded.sched, loaded.platform, loaded.model.config, loaded.shapes
     remedy = (
@@ -63,7 +67,18 @@ def bytes_beside_arena(loaded: Loaded) -> int:
         recorded += len(shapes) * graph_bytes(loaded)
     most_tokens, interval = 1 + loaded.max_num_drafts, loaded.state_write_interval
     records = records_bytes(loaded.layout, sched.max_num_seqs, most_tokens, interval)
-    return max(0, activations) + encoding + logits + recorded + records + SLACK_BYTES
+    gathered = gathered_bytes(loaded)
+    return max(0, activations) + encoding + logits + recorded + records + gathered + SLACK_BYTES
+
+
+def gathered_bytes(loaded: Loaded) -> int:
+    """Return the bytes that the keys of one layer take when they are gathered from all ranks, with their copies."""
+    if loaded.ranks.size == 1:
+        return 0
+    specs = (spec for spec in loaded.layout.kv if spec.window is None)
+    largest = max((spec.block_bytes(BLOCK_SIZE) for spec in specs), default=0)
+    num_tokens = max(MOST_GATHERED, loaded.model.config.max_model_len)
+    return GATHERED_COPIES * num_tokens // BLOCK_SIZE * largest
 
 
 def graph_bytes(loaded: Loaded) -> int:
@@ -77,7 +92,8 @@ def graph_bytes(loaded: Loaded) -> int:
     def record() -> tuple[ModelRunner, int]:
         runner = ModelRunner(replace(loaded, shapes=trials), 1 + layout.num_pages_for(BLOCK_SIZE, 1))
         before = platform.free_bytes()
-        runner.record_graphs()
+        while runner.record_next():
+            pass
         return runner, before - platform.free_bytes()
 
     if not trials:

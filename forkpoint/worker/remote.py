@@ -1,7 +1,8 @@
 """A worker in processes of its own, one for each rank, connected by local sockets.
 
 Each plan is one message to all ranks. An empty message asks for the answer to the oldest plan without one, so that a
-rank writes only when the engine reads. A rank ends when its socket is closed.
+rank writes only when the engine reads. PREPARE asks for a call of `Worker.prepare`. A rank ends when its socket is
+closed.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import contextlib
 import multiprocessing
 import tempfile
 import time
+import uuid
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -24,15 +26,20 @@ import msgspec
 
 from forkpoint.config import EngineConfig
 from forkpoint.errors import EngineStoppedError, ForkpointError, StepFailedError
+from forkpoint.images import ImageSpan
 from forkpoint.obs.logs import LOGGER, set_up_logging
-from forkpoint.sched.plan import StepPlan, StepResult, SubmittedStep, TierNews
+from forkpoint.quick_imports import collection_paused
+from forkpoint.sched.plan import AddedRow, FetchNews, StepPlan, StepResult, SubmittedStep, TierNews
+from forkpoint.shared_arrays import in_shared_memory
 from forkpoint.worker.child import begin_child, how_it_ended, start_child
 from forkpoint.worker.codec import Failure, decoder, encoder
 from forkpoint.worker.disk_ranks import TierTickets, common_disk
+from forkpoint.worker.peer_ranks import FetchTickets, common_peers
 from forkpoint.worker.worker import Worker, WorkerFacts
 
 STOP_TIMEOUT_S = 10.0  # for the device to finish and the worker to end; then it is killed
 APART_S = 3.0  # ranks that have not answered so long after another one failed are waiting for it
+PREPARE = b"\xc1"  # a byte that no message in msgpack begins with
 MEETING = "ranks"  # name of the file through which ranks find each other
 
 
@@ -40,7 +47,7 @@ class StepAnswer(msgspec.Struct, array_like=True, frozen=True):
     """A step's result, or why there is none.
 
     `refused`: the plan contradicts the worker's batch. Only the first rank sends the result; all send the `digest` of
-    the sampled ids, and the news of their disks.
+    the sampled ids, and the news of their tiers and fetches.
     """
 
     result: StepResult | None = None
@@ -48,6 +55,7 @@ class StepAnswer(msgspec.Struct, array_like=True, frozen=True):
     failure: str = ""
     refused: bool = False
     tier_news: TierNews | None = None
+    fetched: FetchNews | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,9 @@ def start_worker(config: EngineConfig) -> Worker:
 
     Raises what `build_worker` raises there, or EngineStoppedError if a process ends.
     """
+    options = config.kv_transfer_config
+    if options is not None and options.links_peers and options.engine_id is None:  # one for all ranks
+        config = replace(config, kv_transfer_config=replace(options, engine_id=uuid.uuid4().hex))
     return start_ranks([config] * config.tensor_parallel_size)
 
 
@@ -81,7 +92,7 @@ def start_ranks(configs: Sequence[EngineConfig]) -> Worker:
             there.close()
             ranks.append(RankProcess(names[rank], here, process))
         runner = RemoteRunner(ranks)
-        return Worker(runner.wait_until_built(), runner, lambda: None, runner.check)
+        return Worker(runner.wait_until_built(), runner, lambda: None, runner.check, runner.prepare)
 
 
 class RemoteRunner:
@@ -94,11 +105,11 @@ class RemoteRunner:
         self._ranks = ranks
         self._encode, self._decode = encoder(), decoder(StepAnswer)
         self._why: str | None = None  # why the ranks were ended
-        self._tickets = TierTickets(len(ranks))
+        self._tickets, self._fetches = TierTickets(len(ranks)), FetchTickets(len(ranks))
         self._end = Finalize(self, _end, (ranks,), exitpriority=1)  # runs when this process ends, at the latest
 
     def wait_until_built(self) -> WorkerFacts:
-        """Wait for all ranks, and return the first one's facts with the disk that all share.
+        """Wait for all ranks, and return the first one's facts with the disk and the ports that all share.
 
         Raises what building a worker raised; all ranks have ended then.
         """
@@ -117,16 +128,18 @@ class RemoteRunner:
                     raise message.error()
                 assert isinstance(message, WorkerFacts)
                 facts[rank.name] = message
-        first = facts[self._ranks[0].name]
-        return replace(first, disk=common_disk([each.disk for each in facts.values()]))
+        found = [facts[rank.name] for rank in self._ranks]
+        disk, peers = common_disk([each.disk for each in found]), common_peers([each.peers for each in found])
+        return replace(found[0], disk=disk, peers=peers)
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
-        """Send a plan. Raises EngineStoppedError if a rank has ended."""
+        """Send a plan, with large images in shared memory. Raises EngineStoppedError if a rank has ended."""
+        plan = replace(plan, added=tuple(map(_with_shared_pixels, plan.added)))
         self._send(self._encode(plan))
-        return _RemoteStep(self, plan.step)
+        return _RemoteStep(self, plan.step, [added.images for added in plan.added])
 
     def answer(self) -> StepAnswer:
-        """Return the first rank's answer to the oldest plan without one, with the news of all disks.
+        """Return the first rank's answer to the oldest plan without one, with the news of all ranks.
 
         Raises EngineStoppedError, after ending all ranks, if one has ended or they disagree.
         """
@@ -161,9 +174,21 @@ class RemoteRunner:
             if answer.digest != first.digest:
                 raise self._stopped(f"{name} sampled other tokens than {self._ranks[0].name}")
         news = self._tickets.merge([answer.tier_news for answer in answers.values() if answer.tier_news is not None])
-        if news is not None and first.result is not None:
-            return msgspec.structs.replace(first, result=replace(first.result, tier_news=news))
+        fetched = self._fetches.merge([answers[rank.name].fetched for rank in self._ranks])
+        if (news is not None or fetched is not None) and first.result is not None:
+            return msgspec.structs.replace(first, result=replace(first.result, tier_news=news, fetched=fetched))
         return first
+
+    def prepare(self) -> bool:
+        """Let all ranks do work ahead; see `Worker`. Raises EngineStoppedError if a rank has ended."""
+        self._send(PREPARE)
+        answers = []
+        for rank in self._ranks:
+            try:
+                answers.append(bool(rank.socket.recv()))
+            except (EOFError, OSError):
+                raise self._gone(rank) from None
+        return any(answers)
 
     def check(self) -> None:
         """Raise EngineStoppedError, after ending all ranks, if one has ended."""
@@ -204,10 +229,19 @@ def _end(ranks: Sequence[RankProcess], kill: bool = False) -> None:
             rank.process.join()
 
 
+def _with_shared_pixels(added: AddedRow) -> AddedRow:
+    if not added.images:
+        return added
+    return replace(added, images=tuple(replace(image, pixels=in_shared_memory(image.pixels)) for image in added.images))
+
+
 @dataclass(frozen=True, slots=True)
 class _RemoteStep:
+    """A step whose result is to come. The ranks may not have opened its images' pixels before."""
+
     runner: RemoteRunner
     step: int
+    images: Sequence[Sequence[ImageSpan]] = field(repr=False)
 
     def result(self) -> StepResult:
         answer = self.runner.answer()
@@ -226,7 +260,8 @@ def serve_worker(config: EngineConfig, rank: int, place: Path | None, socket: Co
     begin_child()
     set_up_logging(config.log_level if rank == 0 else "error")
     try:
-        from forkpoint.worker.build import build_worker  # imports torch, which the engine does not need
+        with collection_paused():
+            from forkpoint.worker.build import build_worker  # imports torch, which the engine does not need
 
         worker = build_worker(config, rank, place)
     except Exception as error:
@@ -250,6 +285,9 @@ def _run_plans(worker: Worker, socket: Connection, rank: int) -> None:
         if not data:
             socket.send_bytes(encode(_answer(steps.popleft(), rank)))
             continue
+        if data == PREPARE:
+            socket.send(worker.prepare())
+            continue
         try:
             steps.append(worker.runner.submit(decode(data)))
         except Exception as error:  # the plan contradicts the batch; errors of the model come with the result
@@ -265,4 +303,5 @@ def _answer(step: SubmittedStep | StepAnswer, rank: int) -> StepAnswer:
         LOGGER.debug("a step failed", exc_info=error)
         return StepAnswer(failure=f"{type(error).__name__}: {error}")
     digest = zlib.crc32(result.token_ids.tobytes())
-    return StepAnswer(None if rank else replace(result, tier_news=None), digest, tier_news=result.tier_news)
+    own = None if rank else replace(result, tier_news=None, fetched=None)
+    return StepAnswer(own, digest, tier_news=result.tier_news, fetched=result.fetched)

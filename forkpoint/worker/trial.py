@@ -14,7 +14,8 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.models.vision import VisionTower
 from forkpoint.params import SamplingParams
-from forkpoint.runtime.runner import Loaded, ModelRunner
+from forkpoint.runtime.loaded import Loaded
+from forkpoint.runtime.runner import ModelRunner
 from forkpoint.sched.plan import TokenMasks
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
@@ -46,11 +47,11 @@ def encode_largest_image(tower: VisionTower) -> None:
     settings = tower.config.settings
     num_rows = math.isqrt(settings.max_tokens)
     height, width = num_rows * settings.token_side, settings.max_tokens // num_rows * settings.token_side
-    tower(torch.zeros((height, width, 3), dtype=torch.uint8))
+    tower(torch.zeros((height, width, 3), dtype=getattr(torch, settings.pixel_type)))
 
 
-def compile_ahead(loaded: Loaded, most_pages: int | None = None) -> None:
-    """Compile kernels, so that no request has to wait for a compiler. Runs in an arena of its own.
+def try_kernels(loaded: Loaded, most_pages: int | None = None) -> None:
+    """Run steps that graphs do not serve, so that no request has to wait for a compiler. The arena is their own.
 
     Runs prompts of ever fewer tokens next to a row that decodes, with each way of sampling. The first prompt makes a
     full step, or what `most_pages` hold. Without `most_pages` it makes half a step, because `run_full_step` comes
@@ -75,7 +76,18 @@ def compile_ahead(loaded: Loaded, most_pages: int | None = None) -> None:
         request = _request(length, 1, number, **SAMPLINGS[min(number, len(SAMPLINGS) - 1)])
         planner.add(request)
         while not request.output_token_ids and (plan := planner.schedule()) is not None:
-            planner.apply(runner.submit(replace(plan, masks=masks)).result())
+            known = replace(plan.rows, tokens=np.maximum(plan.rows.tokens, 0))  # without ids that kernels fill in
+            result = runner.submit(replace(plan, rows=known, masks=masks)).result()
+            # Kernels that are only compiled sample nothing, and random weights may give logits that are not finite.
+            planner.apply(replace(result, token_ids=np.zeros_like(result.token_ids), failed_rows=()))
+    runner.close()
+
+
+def try_graphs(loaded: Loaded) -> None:
+    """Issue the work of all graphs on padding."""
+    runner = ModelRunner(loaded, 1 + loaded.layout.num_pages_for(BLOCK_SIZE, 1))
+    runner.issue_all()
+    runner.platform.synchronize()
     runner.close()
 
 
@@ -102,7 +114,9 @@ def _parts(loaded: Loaded, prompts: Sequence[int]) -> tuple[ModelRunner, Schedul
     cache = CacheConfig(enable_prefix_caching=False)
     few_rows = replace(loaded.sched, max_num_seqs=len(prompts))
     runner = ModelRunner(replace(loaded, shapes=(), sched=few_rows), num_pages)
-    return runner, Scheduler(loaded.layout, num_pages, cache, loaded.sched)
+    return runner, Scheduler(
+        loaded.layout, num_pages, cache, loaded.sched, state_write_interval=loaded.state_write_interval
+    )
 
 
 def _request(length: int, max_tokens: int, number: int = -1, **params: Any) -> Request:

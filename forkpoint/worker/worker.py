@@ -27,6 +27,7 @@ class WorkerFacts:
     disk: DiskFacts | None = None  # the disk tier
     peers: PeerFacts | None = None  # the link to other engines
     host_streams: bool = False  # copies of the host tier run beside the steps
+    state_write_interval: int = 1  # tokens between two writes of the states that allow it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,12 @@ class Worker:
     """A runner with its facts.
 
     Call `release` to free memory once the runner was closed and dropped. `check` raises EngineStoppedError if a process
-    of the worker has ended.
+    of the worker has ended. `prepare` does for up to a tenth of a second what later steps would have to wait for, and
+    returns False if nothing is left to do. Call it while no step is in flight.
     """
 
     facts: WorkerFacts
     runner: Runner
     release: Callable[[], None]
     check: Callable[[], None] = lambda: None
+    prepare: Callable[[], bool] = lambda: False

@@ -23,14 +23,11 @@ class VllmOptions:
     """The flags that change what is kept.
 
     `dense`: retention interval None, every chunk end and every boundary crossed in decode stays. `unit`: the prefix
-    match unit, 0 for none. `internal_checkpoint`: the prefill kernel exports the state at the last boundary
-    (otherwise a chunk ends there). `drop_block`: multi-token prediction with a KV connector.
+    match unit, a multiple of GRID, 0 for none.
     """
 
     dense: bool = False
     unit: int = 0
-    internal_checkpoint: bool = True
-    drop_block: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ class VllmCache:
     # --- lookup
 
     def can_ever_fit(self, sequence: Sequence) -> bool:
-        """Return whether a sequence can run alone: its blocks, a running state and an exported one, and one more with
+        """Return whether a sequence can run alone: its blocks, a running state and a stored one, and one more with
         partial tails."""
         blocks = math.ceil(sequence.num_tokens / self.geometry.block_tokens)
         num_states = 3 if self.options.unit else 2
@@ -107,7 +104,6 @@ class VllmCache:
         num_full = 0
         while (num_full + 1) * size < num_known_tokens and self._has(0, hashes, (num_full + 1) * size):
             num_full += 1
-        num_full = max(0, num_full - self.options.drop_block)
         kv_end = num_full * size
         if self.options.unit:
             kv_end = self._partial_end(sequence, kv_end, num_known_tokens)
@@ -142,7 +138,7 @@ class VllmCache:
     def _last_boundary(self, sequence: Sequence) -> int:
         """Return the last boundary of the prompt whose state is kept."""
         size = self.geometry.block_tokens
-        return max(0, (sequence.prefill_end - 1) // size - self.options.drop_block) * size
+        return (sequence.prefill_end - 1) // size * size
 
     def _partial_tail(self, sequence: Sequence) -> int:
         unit = self.options.unit
@@ -159,25 +155,23 @@ class VllmCache:
             end = end // size * size
         elif end < sequence.prefill_end and budget >= size:
             return start
-        stops, partial = [self._junction(sequence)], self._partial_tail(sequence)
-        if not self._passes(start, partial, end):
-            stops.append(partial)
-        if start % size:
-            stops.append(-(-start // size) * size)
-        last = self._last_boundary(sequence)
-        if not self._exports(start, last, end):
-            stops.append(last)
+        stops = [self._junction(sequence)]
+        if not self._stored_midway(sequence, start, end):
+            next_boundary = -(-start // size) * size  # `start` itself, which is no stop, if it is a boundary
+            stops += [next_boundary, self._last_boundary(sequence), self._partial_tail(sequence)]
         return min((stop for stop in stops if start < stop < end), default=end)
 
-    def _passes(self, start: int, partial: int, end: int) -> bool:
-        """Return whether the kernel stores the state of a partial tail while the last chunk passes."""
-        return self.options.internal_checkpoint and start % GRID == 0 and start < partial < end
+    def _stored_midway(self, sequence: Sequence, start: int, end: int) -> int:
+        """Return the position whose state the kernel stores while the last chunk passes it; 0 if there is none.
 
-    def _exports(self, start: int, boundary: int, end: int) -> bool:
-        """Return whether the kernel stores the state at `boundary` while a chunk passes."""
+        The state needs a column of the block table between that of the chunk's first state and that of its last one.
+        """
         size = self.geometry.block_tokens
-        aligned = start % GRID == 0 and start < boundary < end and -(-end // size) - 1 == boundary // size
-        return self.options.internal_checkpoint and aligned
+        step = self.options.unit or size
+        position = (sequence.prefill_end - 1) // step * step
+        has_column = -(-end // size) - 2 > (start - 1) // size
+        passes = end >= sequence.prefill_end and start % step == 0 and start < position < end
+        return position if passes and has_column else 0
 
     # --- room
 
@@ -260,12 +254,11 @@ class VllmCache:
         return True
 
     def _for_checkpoint(self, sequence: Sequence, start: int, end: int) -> int:
-        exported = self._exports(start, self._last_boundary(sequence), end)
-        partial = self._partial_tail(sequence)
-        ids = self.geometry.num_state_groups * exported
-        return ids + (1 + self.geometry.num_state_groups) * (
-            partial > 0 and (partial == end or self._passes(start, partial, end))
-        )
+        """Return the ids that a chunk's checkpoint takes: a state, and an attention block with a partial tail."""
+        position = self._stored_midway(sequence, start, end)
+        if not position and end == self._partial_tail(sequence):
+            position = end
+        return (self.geometry.num_state_groups + (position % self.geometry.block_tokens > 0)) * (position > 0)
 
     def grow(self, sequence: Sequence, end: int) -> bool:
         held, size = self._held[sequence], self.geometry.block_tokens
@@ -287,19 +280,19 @@ class VllmCache:
         self._let_go(held)
         self._name_blocks(sequence, start, end)
         num_saves, copied = 0, 0
-        last = self._last_boundary(sequence)
-        if self._exports(start, last, end):
-            exported = self._take(self.geometry.num_state_groups)
-            if exported is not None:
-                self._name_states(sequence, exported, last)
-                held.released.append(exported)
+        midway, last = self._stored_midway(sequence, start, end), self._last_boundary(sequence)
+        if midway and midway % size == 0:
+            stored = self._take(self.geometry.num_state_groups)
+            if stored is not None:
+                self._name_states(sequence, stored, midway)
+                held.released.append(stored)
                 num_saves += 1
         if end % size == 0:
             num_saves += self._turn_over(sequence, end, self.options.dense or end in (last, self._junction(sequence)))
             copied = self.geometry.num_state_groups * self.geometry.id_bytes
-        partial = self._partial_tail(sequence)
-        if end % size and (end == partial or self._passes(start, partial, end)):
-            num_saves += self._save_partial(sequence, partial)
+        tail = midway or end
+        if tail % size and tail == self._partial_tail(sequence):
+            num_saves += self._save_partial(sequence, tail)
         return PeerChunk(num_saves, copied)
 
     def _name_blocks(self, sequence: Sequence, start: int, end: int) -> None:

@@ -143,7 +143,6 @@ def test_a_step_reads_no_scalars_and_copies_once_to_the_host(tmp_path: Path, int
     driver = Driver.create(model, ops, platform=NpuPlatform(), shapes=[StepShape(2, 0, 0)])
     assert driver.runner.batch.table.kernel_block_size == 32  # half of a block
     fake_npu.counted()
-    driver.runner.record_graphs()
     got = _prefill_and_decode(driver)
     counts = fake_npu.counted()
     assert "scalar read" not in counts and "blocking copy" not in counts, counts
@@ -208,16 +207,16 @@ def test_steps_with_drafts_read_no_scalars_either(
     options = {"max_num_drafts": 2, "state_write_interval": interval}
     driver = Driver.create(model, ops, platform=NpuPlatform(), shapes=[StepShape(3, 0, 0, 1)], **options)
     fake_npu.counted()
-    driver.runner.record_graphs()
     slot, got, wrong = driver.slot(), list[int](), (want[2] + 1) % 96
     driver.run([driver.chunk(0, 0, 20, -1, slot, samples=True)], [driver.added(0, ids)])
     got += driver.last.token_ids.tolist()
     for drafts in ([want[1], wrong], [], [want[4], wrong]):
         row = Row(0, 19 + len(got), [-1, *drafts], slot, slot, num_drafts=len(drafts), decodes=True)
-        result = driver.runner.submit(plan_of(driver.step, [row])).result()
+        result = driver.runner.submit(plan_of(driver.step, [driver.lags.of(row)])).result()
         driver.step += 1
         assert result.replayed
         got += result.token_ids.tolist()
+        driver.lags.reject(0, len(row.tokens) - len(result.token_ids))
     assert got[:5] == want and len(got) == 6
     counts = fake_npu.counted()
     assert "scalar read" not in counts and counts["to host"] == driver.step == 4
@@ -243,7 +242,8 @@ def test_nothing_waits_for_a_step_that_is_on_its_way(
         shapes = [StepShape(3, 0, 0, 1)] if recorded else []
         options = {"max_num_drafts": 2, "shapes": shapes} | ({"platform": NpuPlatform()} if device else {})
         driver = Driver.create(model, ops, **options)
-        driver.runner.record_graphs()
+        while driver.runner.record_next():
+            pass
         slot, ahead = driver.slot(), device is not None
         driver.run([driver.chunk(0, 0, 5, -1, slot, samples=True)], [driver.added(0, ids)])
         end, before, got = 5, None, driver.outputs[0]
@@ -253,13 +253,16 @@ def test_nothing_waits_for_a_step_that_is_on_its_way(
             )
             waits.clear()
             fake_npu.counted()
-            step = driver.runner.submit(plan_of(plan_step, [row]))
+            step = driver.runner.submit(plan_of(plan_step, [driver.lags.of(row)]))
             counts = fake_npu.counted()
             assert not {"scalar read", "blocking copy"} & set(counts) and min(waits, default=3) >= 3
             if before is not None:
                 got += before.result().token_ids.tolist()
             before = step if ahead else None
-            got += [] if ahead else step.result().token_ids.tolist()
+            if not ahead:
+                found = step.result().token_ids.tolist()
+                driver.lags.reject(0, 3 - len(found))
+                got += found
             end = 5 + len(got) - 1 + 3 * ahead  # as if all were right of the step that runs
         answers.append(got + (before.result().token_ids.tolist() if before else []))
     there, here = answers

@@ -30,6 +30,11 @@ NEVER_LAUNCHED = {  # by what their names begin with
     "ops.sampling.kernel._rank_kernel": "torch sorts the likeliest ids there: `ops/turns.py`",
     "ops.sampling.shortlist_kernel.": "multiplies FP8 by FP8",
     "ops.exchange.": "no kernel there writes to another card's memory",
+    "ops.attention.image_kernel.": "torch attends to the patches of images there: `ops/turns.py`",
+    "ops.norm.layer_kernel.": "torch adds and normalises in the towers of images there: `ops/turns.py`",
+    "ops.attention.pool_": "torch chooses pools of keys and attends to them there: `ops/turns.py`",
+    "ops.attention.store_kernel.": "torch stores the keys of pools there: `ops/turns.py`",
+    "ops.attention.partial_kernel.": "torch computes each rank's part of attention there: `ops/turns.py`",
     "ops.attention.expanded_kernel._expanded_kernel": "keys are not made of latents there: `ops/turns.py`",
 }
 

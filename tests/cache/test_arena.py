@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint.cache.arena import Arena, Move, MoveKind
+from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.errors import ConfigError
 from tests.sched.harness import LAYOUTS
 
@@ -207,3 +207,11 @@ def test_turnover_counts_arenas() -> None:
 def test_an_arena_needs_a_page() -> None:
     with pytest.raises(ConfigError, match="2 pages"):
         Arena(LAYOUTS["one each"], 1)
+
+
+def test_moves_of_other_rooms_do_not_say_where_a_slot_is() -> None:
+    arena = Arena(LAYOUTS["one each"], 4)
+    arena.moves += [Move(MoveKind.SLOT, 3, 5, MoveRoute.HOST), Move(MoveKind.BLOCK, 4, 5, MoveRoute.ARENA)]
+    assert arena.issued_slot(5) == 5
+    arena.moves += [Move(MoveKind.SLOT, 7, 5, MoveRoute.ARENA), Move(MoveKind.SLOT, 5, 2, MoveRoute.STORE)]
+    assert arena.issued_slot(5) == 7 and arena.issued_slot(2) == 2

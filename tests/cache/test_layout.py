@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from forkpoint.cache.layout import MAX_PADDING, CacheLayout, keys_in_fp8
+from forkpoint.cache.layout import CacheLayout, keys_in_fp8
+from forkpoint.cache.page_size import MAX_PADDING
 from forkpoint.errors import ConfigError, UnsupportedModelError
 from tests.cache.shapes import LATENT, REAL_LAYOUTS, layout_of
-from tests.sched.harness import LAYOUTS
+from tests.sched.harness import LAYOUTS, WINDOWED
 
 KIB, MIB = 1024, 1 << 20
 ALL = {**LAYOUTS, **REAL_LAYOUTS}
+STORED = {f"{name} in tiers": layout.in_tiers() for name, layout in {**ALL, **WINDOWED}.items() if layout.windows}
+AND_STORED = {**ALL, **STORED}
 
 
-@pytest.mark.parametrize("layout", ALL.values(), ids=list(ALL))
+@pytest.mark.parametrize("layout", AND_STORED.values(), ids=list(AND_STORED))
 def test_at_most_5_percent_of_a_page_is_padding(layout: CacheLayout) -> None:
     assert layout.padding <= MAX_PADDING
     blocks, slots = layout.blocks_per_page, layout.slots_per_page
@@ -27,7 +30,7 @@ def test_at_most_5_percent_of_a_page_is_padding(layout: CacheLayout) -> None:
         assert slots * layout.slot_stride_bytes == layout.page_bytes
 
 
-@pytest.mark.parametrize("layout", ALL.values(), ids=list(ALL))
+@pytest.mark.parametrize("layout", AND_STORED.values(), ids=list(AND_STORED))
 def test_every_view_is_aligned(layout: CacheLayout) -> None:
     for stride in (layout.block_stride_bytes, layout.slot_stride_bytes):
         assert stride % 64 == 0
@@ -60,11 +63,13 @@ DOCUMENTED = {
     "Kimi-Linear": "Kimi-Linear-48B-A3B",
     "Ling-2.6": "Ling-2.6-flash",
     "Ling-3.0": "Ling-3.0-flash",
+    "Ling-3.0 VL": "Ling-3.0-flash",
     "GLM-5.3": "GLM-5.3-Flash",
     "Jamba": "Jamba-1",
     "Falcon-Mamba": "FalconMamba-7B",
     "Mamba": "Mamba-2.8B",
     "Nemotron-3": "Nemotron-3-Nano-30B-A3B",
+    "Nemotron 3 Omni": "Nemotron-3-Nano-30B-A3B",
     "Nemotron-H": "Nemotron-H-8B",
     "Falcon-H1": "Falcon-H1-0.5B",
     "Zamba2": "Zamba2-7B",

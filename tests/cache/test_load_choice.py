@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forkpoint.cache.eviction import RecomputeCost
-from forkpoint.cache.load_choice import SLACK_S, TRY_AGAIN_S, LoadChoice
+from forkpoint.cache.load_choice import PATIENCE, SLACK_S, TRY_AGAIN_S, LoadChoice, LoadProgress
 
 MIB = 1 << 20
 WINDOW = 128 * MIB  # which is read at a time
@@ -68,3 +68,26 @@ def test_old_steps_count_for_less() -> None:
     for _ in range(40):
         timed.choice.note_step(8192, 0.0, 0.1)
     assert not timed.pays()
+
+
+def test_a_load_that_turns_out_slower_than_computing_is_given_up() -> None:
+    timed = Timed()
+    patience = PATIENCE * 0.5  # 16384 tokens take 0.5 s
+
+    def goes_on(elapsed_s: float, arrived: int, awaited: int = 4 * MIB, rest: int = 512 * MIB) -> bool:
+        return timed.choice.goes_on(LoadProgress(elapsed_s, arrived, awaited, rest), 0, 16384)
+
+    assert goes_on(100.0, 0), "nobody knows how fast computing is"
+    timed.choice.note_step(8192, 0.0, 0.25)
+    assert goes_on(patience / 2, 0), "it is too early to say"
+    assert goes_on(1.1 * patience, 64 * MIB), "as fast as this it takes a tenth of a second"
+    assert goes_on(10.0, 0, rest=0), "all of it may arrive now"
+    assert goes_on(10.0, 4 * MIB, awaited=0), "it came at once, as far as anybody knows"
+    assert timed.pays()
+    assert not goes_on(1.1 * patience, 8 * MIB, awaited=64 * MIB, rest=448 * MIB), "it takes 0.7 s"
+    timed.now += TRY_AGAIN_S + 1
+    assert timed.pays()
+    assert not goes_on(1.1 * patience, 0)
+    assert not timed.pays(), "its rate is known now"
+    timed.now += TRY_AGAIN_S + 1
+    assert timed.pays()

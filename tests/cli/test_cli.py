@@ -112,6 +112,7 @@ ERRORS = [
     (["generate", "--model", "", "--prompt", "x"], "no config.json in ''"),
     (["serve", ""], "no config.json in ''"),
     (["fly"], "invalid choice"),
+    (["sevre"], "did you mean serve?"),
     ([], "COMMAND"),
 ]
 
@@ -208,6 +209,13 @@ def test_chat_asks_one_thing_and_ends(
 ) -> None:
     assert run(["chat", "--model", model, "--max-tokens", "4", "-q", "hello"], monkeypatch, "ignored\n") == 0
     assert capsys.readouterr().out.count("prompt tokens cached") == 1
+
+
+def test_compile_starts_an_engine_and_ends(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", model, "--max-num-seqs", "4", "--log-level", "info"]) == 0
+    shown = capsys.readouterr()
+    assert f"the kernels for {model} with these options are compiled" in shown.out and "weights loaded" in shown.err
+    assert main(["compile", model, "--max-num-seqs", "0"]) == 2
 
 
 def test_collect_env_names_the_versions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,9 @@ def test_the_demo_prints_identical_outputs(tmp_path: Path, capsys: pytest.Captur
     model = str(make_random_model(tmp_path, TINY))
     assert main(["demo", "--model", model, "--max-tokens", "4", "--log-level", "error"]) == 0
     out, warned = capsys.readouterr()
-    assert warned.startswith("the method mtp is left out: ")
+    begun, measuring, left_out = warned.splitlines()
+    assert (begun.split()[0], measuring.split()[0]) == ("Answering", "Measuring")
+    assert left_out.startswith("the method mtp is left out: ")
     shown, _, drafted = out.partition("\n\nOne long answer")
     methods = [line.split() for line in drafted.splitlines()[4:]]
     assert [(name, count, same) for name, count, *_, same in methods] == [("none", "40", "yes"), ("ngram", "40", "yes")]

@@ -46,6 +46,14 @@ def test_the_overview_is_short_and_the_groups_have_everything(command: str, caps
     assert together == flags(everything)
 
 
+def test_the_overview_names_what_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    overview, everything = shown("run-batch --help", capsys), shown("run-batch --help=all", capsys)
+    assert {"--input-file", "--output-file"} <= flags(overview)
+    for text in (overview, everything):
+        assert text.startswith("usage: forkpoint run-batch -i PATH -o PATH [options]\n")
+    assert shown("compile --help", capsys).startswith("usage: forkpoint compile [MODEL] [options]\n")
+
+
 def test_a_word_finds_options_by_name_and_description(capsys: pytest.CaptureFixture[str]) -> None:
     assert flags(shown("serve --help=max_model_len", capsys)) == {"--max-model-len"}
     assert {"--max-num-seqs", "--max-num-batched-tokens"} <= flags(shown("serve --help=max-num", capsys))

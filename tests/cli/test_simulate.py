@@ -9,7 +9,7 @@ import pytest
 
 from forkpoint.cli.main import main
 
-CHAT = "chat:sessions=8,turns=3"
+CHAT = "chat:sessions=8,turns=3,answer=80"
 
 
 def test_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -27,7 +27,8 @@ def test_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_a_host_tier_keeps_what_the_memory_does_not(tmp_path: Path) -> None:
     out, results = tmp_path / "results.json", []
     for flags in ([], ["--host-memory", "16"], ["--host-memory", "16", "--host-rate", "1"]):
-        arguments = ["simulate", "chat:sessions=10", "--memory", "1", "--json", str(out), "--jobs", "1", *flags]
+        common = ["--memory", "1", "--json", str(out), "--jobs", "1"]
+        arguments = ["simulate", "chat:sessions=10,answer=100", *common, *flags]
         assert main(arguments) == 0
         results.append(json.loads(out.read_text())[0])
     alone, tier, slow = results

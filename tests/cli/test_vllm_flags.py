@@ -10,10 +10,13 @@ import pytest
 import forkpoint
 from forkpoint.cli.options import engine_options, option_values
 from forkpoint.cli.parser import build_parser
+from forkpoint.cli.spellings import OTHER_NAMES, known_name
 from forkpoint.cli.vllm_flags import TABLE, notice_lines
+from forkpoint.cli.vllm_variables import INSTEAD, variable_lines
 from forkpoint.config import EngineConfig
 from forkpoint.server.config import ServerConfig
 
+FLAGS_OF_VLLM = Path(__file__).with_name("vllm_serve_flags.txt")  # those of `vllm serve`, 0.33.0
 PAGE = Path(forkpoint.__file__).parents[1] / "docs" / "server.md"
 SCRIPT = """serve MODEL --host 0.0.0.0 --port 8000 --trust-remote-code --enable-auto-tool-choice
   --tool-call-parser hermes -tp 1 --pipeline-parallel-size 1 --data-parallel-size=1 --gpu-memory-utilization 0.85
@@ -67,8 +70,20 @@ ling-3.0: --trust-remote-code --dtype bfloat16 --gpu-memory-utilization 0.9 --en
   --compilation-config {"cudagraph_mode":"FULL_AND_PIECEWISE"} --enable-prefix-caching --enable-auto-tool-choice
   --tool-call-parser ling3 --reasoning-parser ling3 --speculative-config {"method":"mtp","num_speculative_tokens":3}
 minicpm-v: --trust-remote-code --max_model_len=32k --gdn-prefill-backend triton --reasoning-parser minicpmv
+qwen3.8-flash-next: --enable-hc-sp --sparse-indexer-topk-backend auto --prefix-cache-retention-interval 0
+  --enable-ep-weight-filter --dcp-comm-backend ag_rs --disable-chunked-mm-input --allowed-local-media-path /
+  --speculative-config {"method":"qwen4_exp_mtp","num_speculative_tokens":3}
 intern-s2: --tensor-parallel-size 2 --prefix-match-unit 32 --reasoning-parser qwen3 --tool-call-parser qwen3_coder
+glm-5.3: --tool-call-parser glm47 --reasoning-parser glm45 --kv-cache-dtype fp8_e4m3 --log-level INFO
+  --mamba-ssm-cache-dtype auto --dtype float
+fields: --speculative-config.method mtp --speculative_config.num_speculative_tokens=3 --device-memory-utilization 0.8
+  --compilation_config.cudagraph_mode=FULL -cc.pass_config.fuse_allreduce_rms true --limit-mm-per-prompt.video 0
+  --limit-mm-per-prompt.image 2 --default-chat-template-kwargs.enable_thinking false --hf_overrides.architectures+ A,B
+  --max-num-batched-tokens 16k --disable-prefix-caching --enable-log-stats --disable-lora -q fp8 --shutdown-timeout 5
 """
+
+
+SUBPARSERS = argparse._SubParsersAction
 
 
 def recipes() -> dict[str, str]:
@@ -100,11 +115,21 @@ def test_a_script_for_vllm_is_taken_and_told_what_changes_nothing() -> None:
 def test_recipes_of_served_families_start(name: str) -> None:
     options = parse(f"serve MODEL {recipes()[name]}")
     config = EngineConfig.from_flat(**engine_options(options))
-    ServerConfig(**option_values(options, ServerConfig))
+    server = ServerConfig(**option_values(options, ServerConfig))
     if name == "qwen3.8 on Ascend":
         assert config.speculative_config is not None and config.speculative_config.ignored == ("enforce_eager",)
     if name == "qwen3.8, longer":
         assert config.hf_overrides == {"text_config": {"max_position_embeddings": 1010000}}
+    if name == "glm-5.3":
+        assert (config.kv_cache_dtype, config.mamba_ssm_cache_dtype) == ("fp8", "float32")
+        assert (config.dtype, config.log_level) == ("float32", "info")
+    if name == "fields":
+        assert config.speculative_config is not None and config.speculative_config.num_speculative_tokens == 3
+        assert config.hf_overrides == {"architectures": ["A", "B"]}
+        assert (config.gpu_memory_utilization, config.quantization) == (0.8, "fp8")
+        assert not config.cache.enable_prefix_caching and config.scheduler["max_num_batched_tokens"] == 16_000
+        assert (server.disable_log_stats, server.shutdown_timeout_s) == (False, 5)
+        assert server.default_chat_template_kwargs == {"enable_thinking": False}
     lengths = {"kimi-linear": None, "minicpm-v": 32_000, "lfm2.5": 32_768}
     assert config.max_model_len == lengths.get(name, config.max_model_len)
 
@@ -123,6 +148,17 @@ def test_recipes_of_served_families_start(name: str) -> None:
         ("--enable-mamba-cache-stochastic-rounding", "--mamba-ssm-cache-dtype float32 does not round them"),
         ("--max-model-len long", "'long' is not a number of tokens; give an integer, one with a unit such as 32k"),
         ("--video-pruning-rate 0.5", "0.5 is not possible here: no tokens of videos are left out; give 0 or 0.0"),
+        ("--rope-scaling {}", "--hf-overrides changes fields of config.json, such as rope_parameters; leave it out"),
+        ("--spec-method mtp", "--speculative-config has the method and its num_speculative_tokens; leave it out"),
+        ("--kv-cache-dtype-skip-layers 0 2", "keys and values of all layers have one dtype, --kv-cache-dtype; leave"),
+        ("--logprobs-mode raw_logits", "the model's own logits; give raw_logprobs, or leave it out"),
+        ("--data-parallel-start-rank 1", "1 is not possible here: there is one node; give 0, or leave it out"),
+        ("--device-ids 2,3", "CUDA_VISIBLE_DEVICES (on Ascend ASCEND_RT_VISIBLE_DEVICES) chooses the devices; leave"),
+        ("--max-num-queued-reqs 9", "--max-open-requests bounds all requests, and --max-queue-len those that wait; l"),
+        ("--disable-chunked-prefill", "off is not possible here: long prompts are always computed in chunks"),
+        ("--tool-strict-level function", "function is not possible here: tool_choice required, or a named function,"),
+        ("--speculative-config {} -sc.method mtp --speculative-config.method mtp", "as a whole and by its fields; gi"),
+        ("--limit-mm-per-prompt.image", "--limit-mm-per-prompt.image has no value; give --limit-mm-per-prompt.image="),
         ("--distributed-executor-backend ray", "invalid choice: 'ray' (choose from 'uni', 'mp')"),
     ],
 )
@@ -132,6 +168,24 @@ def test_what_is_not_here_is_refused_in_one_line(given: str, says: str, capsys: 
     error = capsys.readouterr().err
     assert ended.value.code == 2
     assert error.startswith("error: ") and error.count("\n") == 1 and says in error
+
+
+def test_every_flag_of_vllm_is_known() -> None:
+    (serve,) = (action.choices["serve"] for action in build_parser()._actions if isinstance(action, SUBPARSERS))
+    known = serve._option_string_actions
+    assert [flag for flag in FLAGS_OF_VLLM.read_text().split() if known_name(flag, known) not in known] == []
+    assert [name for name in OTHER_NAMES.values() if name not in known] == []
+
+
+def test_variables_of_vllm_are_read_or_named() -> None:
+    variables = {"VLLM_API_KEY": "secret", "VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V1": "1", "VLLM_B": "2", "PATH": ""}
+    assert variable_lines(variables) == [
+        "VLLM_BATCH_INVARIANT is not read here; give --deterministic",
+        "vLLM's variables VLLM_B, VLLM_USE_V1 change nothing here",
+    ]
+    (serve,) = (action.choices["serve"] for action in build_parser()._actions if isinstance(action, SUBPARSERS))
+    flags = [word for text in INSTEAD.values() for word in text.split() if word.startswith("--")]
+    assert [flag for flag in flags if flag not in serve._option_string_actions] == []
 
 
 def test_the_documentation_shows_the_table_as_it_is() -> None:
@@ -148,6 +202,6 @@ def test_help_stays_readable_and_no_flag_is_there_twice() -> None:
     assert "--pipeline-parallel-size" not in text and "docs/server.md" in text
     flags = [flag.split("/")[0] for row in TABLE for flag in row.flags.split()]
     assert len(flags) == len(set(flags))
-    assert text.splitlines()[0] == "usage: forkpoint serve [MODEL] [options]"
+    assert text.startswith("usage: forkpoint serve ")
     titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert {"server options:", "HTTPS options:", "log and metrics options:", "engine options:"} <= set(titles)

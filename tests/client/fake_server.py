@@ -6,6 +6,7 @@ import asyncio
 import json
 import mimetypes
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,6 +59,13 @@ class FakeServer:
         self.key: str | None = None  # asked for by /v1/models
         self.page: Path | None = None  # the folder of the chat page
         self.url = ""
+
+    def wait_for_abort(self) -> None:
+        """Waits until a client has gone: a disconnect is noticed a moment after the client shows that it stopped."""
+        end_s = time.monotonic() + 10
+        while not self.aborted:
+            assert time.monotonic() < end_s, "no client went away"
+            time.sleep(0.01)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**26)

@@ -38,7 +38,9 @@ def contents_of(name: EntryName) -> bytes:
 
 
 def write(store: DiskStore, name: EntryName, unit: int, ticket: int) -> None:
-    store.submit_write(name, unit, memoryview(contents_of(name)), ticket)
+    buffer, contents = store.buffer(name.kind), contents_of(name)
+    buffer[: len(contents)] = contents
+    store.submit_write(name, unit, buffer, ticket)
 
 
 def settled(store: DiskStore, tickets: set[int]) -> TierNews:
@@ -59,9 +61,10 @@ def read(store: DiskStore, name: EntryName, unit: int, ticket: int = 10**6) -> b
     store.submit_read(name, unit, ticket)
     if ticket in settled(store, {ticket}).failed:
         return None
-    target = np.zeros(LAYOUT.unit_bytes(name.kind), np.uint8)
-    store.take(ticket, target.data)
-    return target.tobytes()
+    kind, buffer = store.take(ticket)
+    contents = buffer[: LAYOUT.unit_bytes(name.kind)]
+    store.give_back(kind, buffer)
+    return contents
 
 
 def found(store: DiskStore) -> dict[tuple[int, int], EntryName]:

@@ -23,6 +23,7 @@ import pytest
 from forkpoint.cache.disk_entries import BLOCK, RECORD, SLOT
 from forkpoint.disk.journal import Journal
 from forkpoint.disk.slab import Slab
+from forkpoint.disk.store import open_store
 from tests.disk.stores import (
     LAYOUT,
     NAMESPACE,
@@ -79,9 +80,8 @@ def test_a_read_of_what_is_still_being_written_waits_for_it(tmp_path: Path) -> N
     store.submit_read(name_of(29), 5, 60)
     assert not settled(store, set(range(2, 61))).failed
     for number, ticket in (*((number, 2 * number + 1) for number in range(1, 30)), (29, 60)):
-        target = np.zeros(LAYOUT.block_bytes, np.uint8)
-        store.take(ticket, target.data)
-        assert target.tobytes() == contents_of(name_of(number))
+        _, buffer = store.take(ticket)
+        assert buffer[: LAYOUT.block_bytes] == contents_of(name_of(number))
     store.close()
 
 
@@ -96,6 +96,50 @@ def test_a_page_holds_entries_of_one_kind(tmp_path: Path) -> None:
     store = open_now(tmp_path)
     assert set(found(store).values()) == {name_of(2), name_of(3, SLOT)}
     store.close()
+
+
+def test_the_journal_names_a_unit_only_while_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forgets what a write is about to overwrite, and learns of the new entry afterwards."""
+    store = open_now(tmp_path)
+    for ticket, unit in ((1, 2), (2, 3), (3, 4)):
+        write(store, name_of(ticket), unit, ticket)
+    settled(store, {1, 2, 3})
+    right, named = Slab.write, list[list[int]]()
+
+    def looking(slab: Slab, *given: Any) -> None:
+        shutil.copy(tmp_path / "journal.0", tmp_path / "copy")
+        journal = Journal(tmp_path / "copy", NAMESPACE)
+        named.append(sorted(journal.entries["unit"].tolist()))
+        journal.close()
+        right(slab, *given)
+
+    monkeypatch.setattr(Slab, "write", looking)
+    write(store, name_of(4), 2, 4)
+    store.submit_copy(BLOCK, 2, 4)
+    write(store, name_of(6, SLOT), 4, 6)  # in the page of the units 2 and 3
+    settled(store, {4, 6})
+    store.close()
+    assert named == [[3, 4], [2, 3], [4]]
+
+
+def test_a_damaged_batch_and_all_after_it_are_dropped(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", NAMESPACE)
+    record = np.zeros(1, RECORD)
+    record["kind"], record["live"] = BLOCK, 1
+    sizes = list[int]()
+    for unit in (1, 2, 3):
+        record["unit"], record["hash"] = unit, np.void(bytes([unit]) * 16)
+        journal.append(record, 100, time.time(), 1e9)
+        sizes.append((tmp_path / "journal").stat().st_size)
+    journal.close()
+    whole = (tmp_path / "journal").read_bytes()
+    for offset in range(sizes[0], sizes[1]):  # in the second batch
+        data = bytearray(whole)
+        data[offset] ^= 1
+        (tmp_path / "journal").write_bytes(data)
+        journal = Journal(tmp_path / "journal", NAMESPACE)
+        assert journal.entries["unit"].tolist() == [1] and journal.window_bytes == 100, offset
+        journal.close()
 
 
 def test_removed_entries_do_not_come_back(tmp_path: Path) -> None:
@@ -116,13 +160,12 @@ def test_removed_entries_do_not_come_back(tmp_path: Path) -> None:
     store.close()
 
 
-def test_another_namespace_finds_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
     store = open_now(tmp_path)
     write(store, name_of(1), 2, 1)
     store.close()
-    with caplog.at_level(logging.WARNING, "forkpoint"):
-        store = open_now(tmp_path, b"other namespace!")
-    assert not found(store) and len(caplog.records) == 1
+    store = open_now(tmp_path, b"other namespace!")
+    assert not found(store)
     store.close()
     store = open_now(tmp_path, NAMESPACE)
     assert not found(store), "the files belong to the other namespace now"
@@ -160,13 +203,24 @@ def test_a_smaller_slab_keeps_what_fits(tmp_path: Path) -> None:
 def test_a_second_engine_goes_on_without(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forkpoint.disk.store.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("forkpoint.disk.folder.LOCK_WAIT_S", 0.0)
     store = open_now(tmp_path)
     with caplog.at_level(logging.WARNING, "forkpoint"):
         assert opened(tmp_path) is None
-    assert "another engine uses" in caplog.text
+    assert "another engine of the same model" in caplog.text
     store.close()
     open_now(tmp_path).close()
+
+
+def test_ranks_share_a_folder_and_no_file(tmp_path: Path) -> None:
+    stores = [open_store(tmp_path, LAYOUT, 2 * NUM_PAGES * LAYOUT.page_bytes, NAMESPACE, rank, 2) for rank in (0, 1)]
+    for number, store in enumerate(stores):
+        assert store is not None and store.facts.num_pages == NUM_PAGES, "they share the bytes too"
+        write(store, name_of(number), 2, 1)
+        settled(store, {1})
+    for number, store in enumerate(stores):
+        assert store is not None and read(store, name_of(number), 2) == contents_of(name_of(number))
+        store.close()
 
 
 def no_room(*given: Any) -> Any:
@@ -209,6 +263,33 @@ def test_a_disk_that_cannot_be_read_is_a_miss(tmp_path: Path, monkeypatch: pytes
     assert read(store, name_of(1), 2, 7) is None
     monkeypatch.undo()
     assert read(store, name_of(1), 2, 8) is not None
+    store.close()
+
+
+def test_a_slab_that_does_not_fit_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(fd: int, start: int, num_bytes: int) -> None:
+        os.ftruncate(fd, num_bytes // 2)
+        no_room()
+
+    monkeypatch.setattr(os, "posix_fallocate", half)
+    assert opened(tmp_path) is None and (tmp_path / "slab.0").stat().st_size == 0
+
+
+def test_a_disk_that_is_full_at_the_start_keeps_its_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_now(tmp_path)
+    write(store, name_of(1), 2, 1)
+    settled(store, {1})
+    store.close()
+    num_files = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as full:
+        full.setattr("forkpoint.disk.journal._write_all", lambda fd, data: no_room())
+        assert opened(tmp_path) is None
+    assert "its journal" in caplog.text and "cannot be written: " in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == num_files, "a file stayed open"
+    store = open_now(tmp_path)
+    assert found(store) == {(BLOCK, 2): name_of(1)} and count_right(store) == 1
     store.close()
 
 
@@ -292,7 +373,7 @@ def test_damaged_files_give_right_entries_or_none(tmp_path: Path) -> None:
     whole = [path.read_bytes() for path in files]
     store = open_now(folder)
     most, num_right, num_found = count_right(store), 0, 0
-    assert most == len(found(store)) > 8
+    assert most == len(found(store)) > 3  # of any seed
     store.close()
     for _ in range(NUM_DAMAGES):
         damaged = list(map(bytearray, whole))

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
-from torch import Tensor
 
+from forkpoint.cache.disk_entries import DiskFacts
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.tiers import TierSizes
-from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.disk.store import open_store
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.engine import Engine
@@ -31,21 +29,25 @@ from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.platform import Platform
-from forkpoint.runtime.runner import Loaded, ModelRunner, StepOutputs
-from forkpoint.runtime.step_inputs import sampled_tokens
+from forkpoint.runtime.loaded import Loaded
+from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.sched.drafter import Drafter
-from forkpoint.sched.plan import StepPlan, StepResult, SubmittedStep
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.worker.disk import slab_layout
-from forkpoint.worker.disk_ranks import TierTickets, common_disk
-from tests.checkpoints import add_mtp, add_published_mtp, write_checkpoint
+from forkpoint.worker.disk_ranks import common_disk
+from tests.checkpoints import write_checkpoint
+from tests.engine.probe import Probe
 from tests.engine.tokenizers import byte_level
 from tests.four_bit_checkpoints import FORMATS, put_in_four_bits
 from tests.fp8_checkpoints import Layout, write_fp8
 from tests.image_models import write_vision_checkpoint
 from tests.late_streams import LatePlatform
-from tests.thread_ranks import Meeting, ThreadRanks
+from tests.ling_vl_models import write_ling_vl
+from tests.mtp_heads import add_mtp, add_published_mtp
+from tests.nemotron_omni_models import write_nemotron_omni
+from tests.thread_ranks import ThreadRanks
 
 MAX_MODEL_LEN = 2048
 MIX = ["linear_attention", "full_attention", "linear_attention"]
@@ -56,6 +58,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 1,
     "num_hidden_layers": 3,
 }
+FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 # Name -> (family of tests.checkpoints, fields of its config). Pages hold several blocks, several slots, or one of each.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {**SMALL, "head_dim": 16, "layer_types": MIX}),
@@ -104,14 +107,21 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mamba2": ("mamba2", {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "state_size": 16}),
-    "jamba": ("jamba", SMALL),
+    "jamba": ("jamba", {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}),
     "kimi_linear": (
         "kimi_linear",
-        {**SMALL, "num_key_value_heads": 2, "layer_types": MIX, "mlp_layer_types": ["dense", "sparse", "dense"]},
+        {**SMALL, **FOUR_HEADS, "layer_types": MIX, "mlp_layer_types": ["dense", "sparse", "dense"]},
     ),
     "bailing_hybrid": (
         "bailing_hybrid",
-        {**SMALL, "num_key_value_heads": 2, "layer_types": MIX, "mlp_layer_types": ["dense", "sparse", "dense"]},
+        {
+            **SMALL,
+            "num_key_value_heads": 2,
+            "layer_types": MIX,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "expert_swiglu_limit_list": [0, 0, 0.05],
+            "share_expert_swiglu_limit_list": [0, 0, 0.03],
+        },
     ),
     "bailing_moe_v2_5": ("bailing_moe_v2_5", {**SMALL, "layer_group_size": 3, "first_k_dense_replace": 2}),
     "alice_ai": (
@@ -146,12 +156,19 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-SEEING = "qwen3_5"  # the model that reads images
-PUBLISHED_MTP = frozenset({"nemotron_h", "bailing_hybrid", "bailing_moe_v2_5"})
-WITH_MTP = PUBLISHED_MTP | {"qwen3_next", "qwen3_next_moe", SEEING}
+# Models that read images, and what writes them.
+SEEING: dict[str, Callable[..., Any]] = {
+    "qwen3_5": partial(write_vision_checkpoint, mtp=True),
+    "nemotron_omni": write_nemotron_omni,
+    "ling_vl": write_ling_vl,
+}
+PUBLISHED_MTP = frozenset({"nemotron_h", "bailing_hybrid", "bailing_moe_v2_5", "glm5_next", "alice_ai", "qwen4_exp"})
+WITH_MTP = PUBLISHED_MTP | {"qwen3_next", "qwen3_next_moe", "qwen3_5"}
 UNCUT = frozenset({"olmo_hybrid"})  # its one KV head, which a norm over all heads sees whole
+# Models whose keys two ranks cannot keep in turn: they have none to all tokens, choose some, or a rank has its own.
+UNDEALT = UNCUT | {*SEEING, "mamba2", "falcon_mamba", "mistral", "qwen4_exp", "glm5_next", "zamba2"}
 # Models that refuse keys and values in 8 bits.
-LATENT = frozenset({"kimi_linear", "bailing_hybrid", "bailing_moe_v2_5", "glm5_next", "qwen4_exp"})
+LATENT = frozenset({"kimi_linear", "bailing_hybrid", "bailing_moe_v2_5", "ling_vl"})
 
 
 @dataclass(frozen=True)
@@ -178,6 +195,8 @@ class Options:
     state_write_interval: int = 1
     mtp: bool = False
     num_ranks: int = 1  # which run as threads
+    context_size: int = 1  # of the ranks, how many keep the tokens of a block in turn
+    interleave: int = 0  # tokens of a turn; 0: as many as there can be
     kernel_block_sizes: tuple[int, ...] = ()
     encoder_budget: int | None = None
     encoder_cache_size: int = 1 << 15
@@ -206,7 +225,8 @@ class ModelBank:
         self._folder = folder
         self._num_folders = 0
         self._models: dict[object, list[Model]] = {}
-        self.threads = ThreadPoolExecutor(1, initializer=lambda: torch.set_num_threads(1))  # of the second rank
+        self.ranks: dict[int, list[Ranks]] = {}  # of a list of models, by the id of its first
+        self.threads = ThreadPoolExecutor(3, initializer=lambda: torch.set_num_threads(1))  # of further ranks
         self.tokenizer: Tokenizer = byte_level()
         self.vocab_size = int(self.tokenizer.backend.get_vocab_size())
 
@@ -215,8 +235,8 @@ class ModelBank:
         (":gptq"), and ":load" has it converted as it loads."""
         base, _, layout = name.partition(":")
         path = self._folder / name.removesuffix(":load")
-        if base == SEEING and not path.exists():
-            write_vision_checkpoint(path, mtp=True, vocab_size=self.vocab_size)
+        if base in SEEING and not path.exists():
+            SEEING[base](path, vocab_size=self.vocab_size)
         elif not path.exists():
             family, config = {**MODELS, **MORE_MODELS}[base]
             if layout in FORMATS:
@@ -244,15 +264,14 @@ class ModelBank:
 
     def models(self, options: Options) -> list[Model]:
         """Return the models of all ranks."""
-        size = options.num_ranks
-        key = (*replace(options, kernel_block_sizes=()).numbers.items(), options.mtp, size)
+        size, context_size = options.num_ranks, options.context_size
+        key = (*replace(options, kernel_block_sizes=()).numbers.items(), options.mtp, size, context_size)
         if key not in self._models:
             table = select_table(options.cpu_ops, options.deterministic, False)
             kept = {name: getattr(options, name) for name in ("kv_cache_dtype", "state_dtype", "mtp")}
             ranks: list[Ranks] = [ALONE]
             if size > 1:
-                meeting = Meeting(size)
-                ranks = [ThreadRanks(rank, size, options.deterministic, meeting) for rank in range(size)]
+                ranks = [*ThreadRanks.all_of(size, options.deterministic, context_size)]
             folder = self.folder(options.model)
             kept |= {"vision": read_image_settings(folder), "quantization": None}
             if options.model.endswith(":load"):
@@ -260,112 +279,8 @@ class ModelBank:
             load = partial(load_model, folder, ops=table, dtype="float32", **kept)
             others = [self.threads.submit(load, ranks=each) for each in ranks[1:]]
             self._models[key] = [load(ranks=ranks[0]), *(other.result() for other in others)]
+            self.ranks[id(self._models[key][0])] = ranks
         return self._models[key]
-
-
-@dataclass(frozen=True)
-class RanksStep:
-    """A step that several ranks have run."""
-
-    first: SubmittedStep
-    others: Sequence[SubmittedStep]
-    tickets: TierTickets
-
-    def result(self) -> StepResult:
-        found, *others = [step.result() for step in (self.first, *self.others)]
-        for other in others:
-            assert other.token_ids.tolist() == found.token_ids.tolist(), "ranks sampled other tokens"
-        news = [each.tier_news for each in (found, *others) if each.tier_news is not None]
-        return replace(found, tier_news=self.tickets.merge(news))
-
-
-@dataclass
-class Probe:
-    """A ModelRunner, with those of further ranks, that notes what goes in and out.
-
-    `logits[id, i]` are those from which output `i` of sequence `id` was sampled; `entered` counts the tokens of
-    each sequence that the model computed. `before_step` and `after_step` are hooks for faults. The logits of sequence
-    `failing` are not finite once it has been in `failing_after` steps.
-    """
-
-    inner: ModelRunner
-    others: Sequence[ModelRunner] = ()
-    threads: Executor | None = None  # of the others
-    logits: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    entered: Counter[str] = field(default_factory=Counter)
-    replaced: int = 0
-    rows: dict[int, str] = field(default_factory=dict)
-    before_step: Callable[[StepPlan], None] = lambda plan: None
-    after_step: Callable[[StepPlan], None] = lambda plan: None
-    plan: StepPlan | None = None
-    failing: str = ""
-    failing_after: int = 0
-
-    def __post_init__(self) -> None:
-        self._tickets = TierTickets(1 + len(self.others))
-        watch_logits(self.inner, self._note)
-        for other in self.others:  # which have a part of them
-            watch_logits(other, lambda row, num_outputs, logits: None)
-        for runner in (self.inner, *self.others):
-            self._break_hidden(runner)
-
-    def _break_hidden(self, runner: ModelRunner) -> None:
-        """Have the runner's model answer NaN where the sequence that is to fail samples."""
-        forward = runner._forward
-
-        def broken(*given: Any) -> Tensor:
-            hidden, plan = forward(*given), self.plan
-            if self.failing and not self.failing_after and plan is not None:
-                rows = np.repeat(plan.sampled_rows, 1 + plan.rows.num_drafts[plan.rows.samples])
-                fails = [self.rows[row] == self.failing for row in rows.tolist()]
-                hidden[sampled_tokens(plan.rows)[fails]] = torch.nan
-            return hidden
-
-        runner._forward = broken  # type: ignore[method-assign]
-
-    def _note(self, row: int, num_outputs: int, logits: Tensor) -> None:
-        self.logits[self.rows[row], num_outputs] = logits.float().clone()
-
-    def submit(self, plan: StepPlan) -> SubmittedStep:
-        self.plan = plan
-        for added in plan.added:
-            self.rows[added.row] = added.request_id
-        for row, count in zip(plan.rows.row.tolist(), plan.rows.num_tokens.tolist(), strict=True):
-            self.entered[self.rows[row]] += count
-            self.failing_after -= self.failing_after > 0 and self.rows[row] == self.failing
-        self.replaced += len(plan.replaced)
-        self.before_step(plan)
-        pending = self._submit(plan)
-        self.after_step(plan)
-        return pending
-
-    def _submit(self, plan: StepPlan) -> SubmittedStep:
-        if self.threads is None:
-            return self.inner.submit(plan)
-        others = [self.threads.submit(runner.submit, plan) for runner in self.others]
-        return RanksStep(self.inner.submit(plan), [other.result() for other in others], self._tickets)
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-def watch_logits(runner: ModelRunner, note: Callable[[int, int, Tensor], None]) -> None:
-    """Call `note(row, number of outputs before, logits[V])` for every token that the runner samples from now on."""
-    sample = runner._sample
-
-    def noting(plan: StepPlan, outputs: StepOutputs, sampling: Any, plain: bool, windows: Any) -> Any:
-        logits = runner._model.head.whole(outputs.own)
-        rows, ends = plan.sampled_rows, plan.rows.start + plan.rows.num_tokens - plan.rows.num_drafts
-        if runner._records is not None:  # optimistic rows start where the last step's drafts ended
-            ends = ends - runner._records.missed.numpy()[runner._records.late(plan.rows)]
-        before = ends[plan.rows.samples] - runner.batch.num_prompt_tokens[rows]
-        if windows is not None:
-            rows, before = np.repeat(rows, windows.sizes), windows.spread(before)
-        for i, (row, num_outputs) in enumerate(zip(rows.tolist(), before.tolist(), strict=True)):
-            note(row, num_outputs, logits[i])
-        return sample(plan, outputs, sampling, plain, windows)
-
-    runner._sample = noting  # type: ignore[method-assign]
 
 
 @dataclass
@@ -439,13 +354,26 @@ class RealEngine:
             runner.arena.close()
 
 
+def _record_all(runner: ModelRunner) -> None:
+    runner.record_largest()
+    while runner.record_next():
+        pass
+
+
 def start(
-    bank: ModelBank, options: Options, drafter: Drafter | None = None, platform: Platform | None = None
+    bank: ModelBank,
+    options: Options,
+    drafter: Drafter | None = None,
+    platform: Platform | None = None,
+    shapes: Sequence[StepShape] = (),
 ) -> RealEngine:
-    """A fresh engine; its whole arena holds NaN. `options` say how many drafts a drafter may give."""
+    """A fresh engine; its whole arena holds NaN. `options` say how many drafts a drafter may give.
+
+    On a platform with graphs, those of `shapes` are recorded."""
     models = bank.models(options)
-    longest = 0 if options.host_tokens or options.disk_tokens else MAX_MODEL_LEN
-    layout = CacheLayout.create(models[0].layer_specs, options.kernel_block_sizes, longest)
+    sizes_of_blocks, context_size = options.kernel_block_sizes, options.context_size
+    layout = CacheLayout.create(models[0].layer_specs, sizes_of_blocks, MAX_MODEL_LEN, context_size)
+    stored = layout.in_tiers()
     num_pages = options.num_pages or layout.num_pages_for(4 * MAX_MODEL_LEN, 64) + 1
     ops = select_table(options.cpu_ops, options.deterministic, options.force_state_copy)
     config = SchedulerConfig(
@@ -459,25 +387,37 @@ def start(
     if options.host_streams:
         device = LatePlatform(options.host_tokens, options.host_streams)
     drafts, interval = options.max_num_drafts, options.state_write_interval
-    loaded = [Loaded(model, ops, layout, config, device, (), drafts, interval) for model in models]
+    interleave = options.interleave or BLOCK_SIZE // options.context_size
+    loaded = [
+        Loaded(model, ops, layout, config, device, shapes, drafts, interval, ranks.context, interleave)
+        for model, ranks in zip(models, bank.ranks[id(models[0])], strict=True)
+    ]
     num_host_pages = 0
     if options.host_tokens:
-        num_host_pages = layout.num_pages_for(options.host_tokens, max(2, options.host_tokens // 200)) + 1
+        num_host_pages = stored.num_pages_for(options.host_tokens, max(2, options.host_tokens // 200)) + 1
     sizes: dict[str, int] = {"max_model_len": MAX_MODEL_LEN, "num_host_pages": num_host_pages}
     runners = [ModelRunner(each, num_pages, **sizes) for each in loaded]
+    if shapes:
+        others = [bank.threads.submit(_record_all, runner) for runner in runners[1:]]
+        _record_all(runners[0])
+        for other in others:
+            other.result()
     for runner in runners:
         runner.arena.data.fill_(0xFF)  # NaN in every dtype
         runner.arena.host.fill_(0xFF)
         runner.arena.copies.start()
-    num_disk_pages = 0
-    if options.disk_tokens and layout.has_kv:
-        num_disk_pages = layout.num_pages_for(options.disk_tokens, max(2, options.disk_tokens // 200)) + 1
+    num_disk_pages, facts = 0, list[DiskFacts | None]()
+    if options.disk_tokens:
+        num_disk_pages = stored.num_pages_for(options.disk_tokens, max(2, options.disk_tokens // 200)) + 1
         folder = bank.new_folder()
         for rank, runner in enumerate(runners):
             slab, size = slab_layout(runner.arena), len(runners)
             max_bytes = num_disk_pages * slab.page_bytes * size
-            runner.arena.disk = open_store(folder, slab, max_bytes, b"namespace of all", rank, size)
-    disk = common_disk([each.arena.disk.facts if each.arena.disk else None for each in runners])
+            store = open_store(folder, slab, max_bytes, b"namespace of all", rank, size)
+            assert store is not None
+            runner.arena.use_disk(store)
+            facts.append(store.facts)
+    disk = common_disk(facts) if facts else None
     sched = Scheduler(
         layout,
         num_pages,
@@ -486,6 +426,7 @@ def start(
         deterministic=options.deterministic,
         drafter=drafter,
         tiers=TierSizes(num_host_pages, disk, streams=device.has_copy_streams, clock=lambda: 0.0),
+        state_write_interval=interval,
     )
     if sched.cache.restoring is not None and options.loaded_at_once:
         sched.cache.restoring.loaded_at_once = options.loaded_at_once

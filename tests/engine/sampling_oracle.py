@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
 from forkpoint.engine.inputs import InputProcessor
+from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.ops.select import torch_table
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
@@ -62,13 +64,18 @@ def forbidden_ids(inputs: InputProcessor, params: SamplingParams, outputs: Seque
         forbidden = set(range(inputs.vocab_size)).difference(params.allowed_token_ids)
     for word in params.bad_words:
         assert inputs.tokenizer is not None
-        bare = word.lstrip()
-        first, spaced = (inputs.tokenizer.encode(text, add_special_tokens=False) for text in (bare, " " + bare))
-        also = [spaced] if spaced[0] != first[0] and len(spaced) == len(first) else []
-        for ids in [first, *also]:
+        for ids in spellings(inputs.tokenizer, word):
             if len(ids) <= len(outputs) + 1 and list(outputs[len(outputs) + 1 - len(ids) :]) == ids[:-1]:
                 forbidden.add(ids[-1])
     return forbidden
+
+
+@functools.cache
+def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
+    """Return the ids of a bad word at the start of a text, and after a space if they are as many."""
+    bare = word.lstrip()
+    first, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (bare, " " + bare))
+    return [first, spaced] if spaced[0] != first[0] and len(spaced) == len(first) else [first]
 
 
 def resample(inputs: InputProcessor, logits: Tensor, request: Request, outputs: list[int]) -> int:

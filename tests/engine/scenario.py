@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,11 @@ from forkpoint.engine.inputs import Prompt
 from forkpoint.errors import RequestTooLargeError
 from forkpoint.images import ImageSpan
 from forkpoint.ops.cpu.build import load_operators
-from forkpoint.params import FinishReason, SamplingParams, StructuredOutputsParams
-from forkpoint.sched.request import Request
-from tests.engine.compare import Oracle, answer, check_restrictions, check_tokens_entered, compare, not_finite
+from forkpoint.params import SamplingParams, StructuredOutputsParams
+from tests.engine.compare import Oracle, answer, check_restrictions, check_tokens_entered, compare
 from tests.engine.drafters import RandomDrafter
-from tests.engine.real import LATENT, MODELS, SEEING, UNCUT, WITH_MTP, ModelBank, Options, start
-from tests.engine.sampling_oracle import is_forced
+from tests.engine.real import LATENT, MODELS, SEEING, UNCUT, UNDEALT, WITH_MTP, ModelBank, Options, start
+from tests.engine.tally import Tally
 from tests.image_models import IMAGE
 
 LONGEST_PROMPTS = (130, 300, 700)  # of an example; with the shortest, requests outgrow a tight arena as they decode
@@ -34,24 +32,14 @@ IMAGE_SIDES = ((32, 32), (96, 160), (320, 448), (64, 512))  # height and width i
 STOPS = ("e", "th", "an", " the", "o", "do", "s")
 
 
-@dataclass
-class Tally:
-    """What the runs did, so that none of it can silently stop being drawn."""
-
-    seen: Counter[str] = field(default_factory=Counter)
-
-    def note(self, **counts: int | bool) -> None:
-        for name, count in counts.items():
-            self.seen[name] += int(count)
-
-
 class Draw:
     """Random choices of one example."""
 
-    def __init__(self, seed: int, models: Sequence[str]) -> None:
+    def __init__(self, seed: int, models: Sequence[str], dealt: tuple[int, int] | None = None) -> None:
+        """`dealt` gives the number of ranks, and how many of them keep tokens in turn."""
         self.rng = np.random.default_rng([20, seed])
         self._thoughts = np.random.default_rng([23, seed])  # drawn apart, so that the rest is what it was
-        self.seed, self.models = seed, models
+        self.seed, self.models, self.dealt = seed, models, dealt
         self.longest, self.most_outputs = self.pick(*zip(LONGEST_PROMPTS, MOST_OUTPUTS, strict=True))
 
     def chance(self, p: float) -> bool:
@@ -75,7 +63,8 @@ class Draw:
     def options(self) -> Options:
         """Models and operators take turns; the rest is free."""
         cpp = load_operators().module is not None
-        varied, sees = len(self.models) > 1 or SEEING in self.models, SEEING in self.models
+        sees = not SEEING.keys().isdisjoint(self.models)
+        varied = len(self.models) > 1 or sees
         form = ("", ":block", "", ":channel", "")[self.seed % 5] if varied else ""
         if form and sees:
             form = ":load"
@@ -97,9 +86,17 @@ class Draw:
         model = self.models[self.seed % len(self.models)] + form
         by_block = form in (":block", ":load")
         can_be_cut = varied and model not in UNCUT and (deterministic or not by_block)
+        num_ranks = 2 if can_be_cut and self.seed % 6 in (3, 4) else 1
+        interleave, context_size = (0, 8, 1, 0, 4)[self.seed // 3 % 5], 1
+        if num_ranks > 1 and model.partition(":")[0] not in UNDEALT:
+            context_size = 2 if self.seed % 5 else 1
+        if self.dealt is not None:
+            num_ranks, context_size = self.dealt
         return Options(
             model=model,
-            num_ranks=2 if can_be_cut and self.seed % 6 in (3, 4) else 1,
+            num_ranks=num_ranks,
+            context_size=context_size,
+            interleave=interleave * (context_size > 1),
             cpu_ops="cpp" if cpp and self.seed // len(self.models) % 2 else "torch",
             deterministic=deterministic,
             kv_cache_dtype="fp8" if kept_by.random() < 0.4 and not LATENT.intersection(self.models) else "auto",
@@ -112,9 +109,9 @@ class Draw:
             max_num_drafts=(3, 0, 15, 1)[self.seed // 2 % 4],
             host_tokens=host_tokens,
             loaded_at_once=loaded_at_once,
-            host_streams=streams * (not disk_tokens),  # a disk tier has no streams
+            host_streams=streams,
             disk_tokens=disk_tokens,
-            kernel_block_sizes=((), (16,), (128, 32))[kept_by.integers(3)],
+            kernel_block_sizes=((), (16,), (128, 32) if context_size < 4 else (128, 8))[kept_by.integers(3)],
             encoder_budget=(None, 1, 150)[kept_by.integers(3)],
             encoder_cache_size=(1 << 15, 100, 0)[kept_by.integers(3)],
         )
@@ -157,7 +154,7 @@ class Draw:
             chosen["bad_words"] = [self.pick(*BAD_WORDS) for _ in range(self.pick(1, 30))]
         if self.chance(0.15):
             chosen["allowed_token_ids"] = self.ids(self.pick(20, 200), vocab)
-        if SEEING in self.models and self.chance(0.15):
+        if not SEEING.keys().isdisjoint(self.models) and self.chance(0.15):
             chosen["structured_outputs"] = StructuredOutputsParams(regex="[a-z ]{2,40}[.]")
         if self._thoughts.random() < 0.15:
             chosen |= {"thinking": "open", "thinking_token_budget": int(self._thoughts.integers(90))}
@@ -203,16 +200,22 @@ class Example:
     """One engine, its requests, and everything that is checked about them."""
 
     def __init__(
-        self, bank: ModelBank, oracle: Oracle, seed: int, tally: Tally, models: Sequence[str] = tuple(MODELS)
+        self,
+        bank: ModelBank,
+        oracle: Oracle,
+        seed: int,
+        tally: Tally,
+        models: Sequence[str] = tuple(MODELS),
+        dealt: tuple[int, int] | None = None,
     ) -> None:
-        self.draw = Draw(seed, models)
+        self.draw = Draw(seed, models, dealt)
         self.bank, self.oracle, self.tally = bank, oracle, tally
         options = self.draw.options()
         self.tight = self.draw.chance(0.75)
         self._images = np.random.default_rng([23, seed])  # drawn apart, so that texts are what they were
-        self._sees = SEEING in models
+        self._sees = not SEEING.keys().isdisjoint(models)
         self.trunk = self._mixed(self.draw.ids(self.draw.longest, bank.vocab_size))
-        layout = CacheLayout.create(bank.model(options).layer_specs)
+        layout = CacheLayout.create(bank.model(options).layer_specs, dealt_to=options.context_size)
         if options.force_state_copy:
             options = replace(options, max_num_drafts=0)
         most = options.max_num_drafts
@@ -312,7 +315,8 @@ class Example:
                 self._preempt_one()
             run.step()
         flips = self.check()
-        self._count(flips)
+        self.tally.note(flips=0 if run.options.rounds_what_is_kept else flips, jumps=self.jumps)
+        self.tally.add_run(run, self.drafter)
 
     def _add(self, arrival: Arrival) -> None:
         run = self.run
@@ -344,7 +348,7 @@ class Example:
         """Preempt a request as if memory were short, which it seldom is for this model."""
         running = self.run.sched._running.requests
         if running and not self.run.sched._issued:
-            self.run.sched._preempt(self._images.choice(running))
+            self.run.sched._departures.preempt(self._images.choice(running))
 
     def check(self) -> int:
         """Compare every request with the oracle. Returns how many tokens differ by a tie."""
@@ -359,102 +363,3 @@ class Example:
         assert options.force_state_copy or run.core.slot_bytes_copied == 0
         run.check_nothing_leaked()
         return flips
-
-    def _count_images(self, requests: Sequence[Request]) -> dict[str, int]:
-        """Count what happened to requests with images."""
-        run, options = self.run, self.run.options
-        with_images = [request for request in requests if request.images]
-        inside = 0
-        for request in with_images:
-            cached = request.cache.num_cached_tokens
-            inside += any(image.start < cached < image.end for image in request.images)
-        encoders = [runner._encoded for runner in (run.probe.inner, *run.probe.others)]
-        return {
-            "images": len(with_images),
-            "image_hits": sum(request.cache.num_cached_tokens > request.images[0].start for request in with_images),
-            "image_hits_inside": inside,
-            "images_preempted": sum(request.num_preemptions > 0 for request in with_images),
-            "images_under_schemas": sum(request.params.structured_outputs is not None for request in with_images),
-            "image_drafts_accepted": sum(request.num_accepted_tokens for request in with_images),
-            "image_drafts_by_mtp": options.mtp * sum(request.num_draft_tokens for request in with_images),
-            "image_ranks": options.num_ranks > 1,
-            "tower_runs": sum(encoder.num_runs for encoder in encoders if encoder is not None),
-        }
-
-    def _count(self, flips: int) -> None:
-        run, options, tally = self.run, self.run.options, self.tally
-        stats = run.sched.stats()
-        requests = [request for group in run.requests.values() for request in group]
-        resumed = [request.resume_cache for request in requests if request.resume_cache is not None]
-        outputs = [completion for output in run.outputs.values() for completion in output.outputs]
-        caching = options.cache.enable_prefix_caching
-        hits = sum(request.cache.num_cached_tokens for request in requests)
-        if not run.sched.cache.enabled:
-            assert hits == 0
-        tally.note(
-            examples=1,
-            **self._count_images(requests),
-            tokens=sum(len(c.token_ids) for c in outputs),
-            flips=0 if options.rounds_what_is_kept else flips,
-            fp8_keys=options.kv_cache_dtype == "fp8",
-            fp8_keys_deterministic=options.kv_cache_dtype == "fp8" and options.deterministic,
-            states_recorded=options.state_write_interval > 1 and sum(stats.cache.checkpoints_saved.values()),
-            states_recorded_with_drafts=options.state_write_interval > 1 and stats.drafts.num_accepted_tokens,
-            states_recorded_deterministic=options.state_write_interval > 1 and options.deterministic,
-            bfloat16_states=options.state_dtype == "bfloat16",
-            hits=hits > 0,
-            moves=stats.cache.moves,
-            preemptions=stats.num_preemptions,
-            resumed_from_cache=sum(report.num_cached_tokens > 0 for report in resumed),
-            evictions=stats.cache.blocks_evicted + sum(stats.cache.checkpoints_evicted.values()),
-            jumps=self.jumps,
-            replaced_tables=run.probe.replaced,
-            restored=stats.cache.host_hit_tokens,
-            read=stats.cache.disk_hit_tokens,
-            read_deterministic=options.deterministic and stats.cache.disk_hit_tokens,
-            read_with_drafts=options.max_num_drafts and stats.cache.disk_hit_tokens,
-            read_by_ranks=(options.num_ranks > 1) * stats.cache.disk_hit_tokens,
-            sunk=(options.host_tokens > 0) * stats.cache.disk_stored_bytes,
-            restored_deterministic=options.deterministic and stats.cache.host_hit_tokens,
-            restored_with_drafts=options.max_num_drafts and stats.cache.host_hit_tokens,
-            restored_by_ranks=(options.num_ranks > 1) * stats.cache.host_hit_tokens,
-            stored=stats.cache.host_stored_bytes,
-            streamed=(options.host_streams > 0) * stats.cache.host_hit_tokens,
-            copied=run.core.slot_bytes_copied > 0,
-            no_caching=not caching,
-            drafts_accepted=stats.drafts.num_accepted_tokens,
-            drafts_rejected=stats.drafts.num_draft_tokens - stats.drafts.num_accepted_tokens,
-            drafts_under_rules=sum(r.num_draft_tokens > 0 and r.grammar is not None for r in requests),
-            drafts_deterministic=options.deterministic and stats.drafts.num_accepted_tokens,
-            drafts_preempted=sum(r.num_draft_tokens > 0 and r.num_preemptions > 0 for r in requests),
-            drafts_of_past_outputs=self.drafter.num_of_past if self.drafter else 0,
-            drafts_far_crossings=self.drafter.num_far_crossings if self.drafter else 0,
-            drafts_by_mtp=options.mtp and stats.drafts.num_draft_tokens,
-            drafts_of_siblings=sum(len(r) > 1 and r[-1].num_draft_tokens > 0 for r in run.requests.values()),
-            stop_strings=sum(isinstance(c.stop_reason, str) for c in outputs),
-            stop_ids=sum(isinstance(c.stop_reason, int) for c in outputs),
-            eos=sum(c.finish_reason is FinishReason.STOP and c.stop_reason is None for c in outputs),
-            banned=sum(bool(request.params.bad_words) for request in requests),
-            ends_of_thinking=sum(is_forced(run.engine.inputs, request) for request in requests),
-            allowed=sum(request.params.allowed_token_ids is not None for request in requests),
-            prompt_logprobs=sum(o.prompt_logprobs is not None for o in run.outputs.values()),
-            deterministic=options.deterministic,
-            ranks=options.num_ranks > 1,
-            ranks_deterministic=options.num_ranks > 1 and options.deterministic,
-            ranks_fp8_keys=options.num_ranks > 1 and options.kv_cache_dtype == "fp8",
-            ranks_drafts=(options.num_ranks > 1) * stats.drafts.num_accepted_tokens,
-            ranks_under_rules=(options.num_ranks > 1) * sum(r.grammar is not None for r in requests),
-            ranks_preempted=(options.num_ranks > 1) * stats.num_preemptions,
-            failed=sum(map(not_finite, outputs)),
-            ranks_failed=(options.num_ranks > 1) * sum(map(not_finite, outputs)),
-            async_scheduling=options.async_scheduling,
-            cpp=options.cpu_ops == "cpp",
-            fp8=options.model.endswith((":block", ":channel", ":load")),
-            fp8_by_matrix=options.model.endswith(":modelopt"),
-            four_bits=options.model.endswith(":gptq"),
-            four_bits_with_drafts=options.model.endswith(":gptq") and stats.drafts.num_accepted_tokens,
-            scrubbed=run.scrub,
-            no_checkpoints=options.cache.mamba_cache_mode == "none",
-            **{f"kept_{origin}": count for origin, count in stats.cache.checkpoints_saved.items()},
-            **{f"hit_{origin}": count for origin, count in stats.cache.checkpoint_hits.items()},
-        )

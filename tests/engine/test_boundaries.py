@@ -136,7 +136,7 @@ def test_preempt_then_hit(make: Make) -> None:
         while len(bench.run.requests[name][0].output_token_ids) < outputs:
             bench.run.step()
         (entry,) = bench.run.sched._running.requests
-        bench.run.sched._preempt(entry)
+        bench.run.sched._departures.preempt(entry)
         bench.run.run()
         (request,) = bench.run.requests[name]
         assert request.num_preemptions == 1 and request.resume_cache is not None

@@ -21,8 +21,10 @@ from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.resized_pictures import ResizedPictures
 from forkpoint.errors import InvalidPromptError
 from forkpoint.image_families.qwen3_5 import Qwen35Images
+from forkpoint.image_families.settings import View
 from forkpoint.images import ImageSpan
 from tests.image_models import CHAT_IDS, picture, prompt_of, write_chat_model
+from tests.ling_vl_models import write_ling_vl
 
 PAD, START, END = (CHAT_IDS[f"{name}_token_id"] for name in ("image", "vision_start", "vision_end"))
 Pillow = pytest.importorskip("PIL.Image")
@@ -41,6 +43,10 @@ def data_url(image: Any, kind: str = "PNG", **options: Any) -> str:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def base64_of(image: Any) -> str:
+    return data_url(image).partition(",")[2]
 
 
 def looser(url: str) -> str:
@@ -71,6 +77,13 @@ def test_a_conversation_equals_its_text_with_images(llm: LLM) -> None:
         {"type": "input_image", "image_url": looser(data_url(image))},
         {"type": "image_pil", "image_pil": image},
         {"type": "image", "image": image},
+        {"type": "image_url", "image_url": {"url": base64_of(image)}},
+        {"type": "image", "url": data_url(image)},
+        {"type": "image", "data": base64_of(image), "mimeType": "image/png"},
+        {"type": "image", "source_type": "base64", "data": base64_of(image), "mime_type": "image/png"},
+        {"type": "image", "base64": base64_of(image), "mime_type": "image/png"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64_of(image)}},
+        {"type": "image", "source": {"type": "url", "url": data_url(image)}},
     ):
         prompt = llm.render_chat([user("look:", part, "nice")])
         assert prompt.token_ids.tolist() == list(want.prompt_token_ids)
@@ -109,6 +122,20 @@ def test_requests_bound_the_size_of_their_images(llm: LLM) -> None:
         sizes({**flat, "detail": "huge"})
 
 
+def test_requests_say_what_is_behind_transparent_parts(llm: LLM) -> None:
+    clear = url_part(Pillow.new("RGBA", (64, 64), (255, 0, 0, 0)))
+
+    def colours(given: Any) -> list[int]:
+        (span,) = llm._chat.render([user(clear)], media_io_kwargs=given).images  # type: ignore[union-attr]
+        return np.unique(span.pixels.reshape(-1, 3), axis=0).tolist()[0]  # type: ignore[no-any-return]
+
+    black = {"image": {"rgba_background_color": [0, 0, 0], "image_mode": "RGB"}, "audio": {"x": 1}}
+    assert [colours(given) for given in (None, black, {}, None)] == [[255] * 3, [0] * 3, [255] * 3, [255] * 3]
+    for wrong in ({"image": {"rgba_background_color": [0, 0]}}, {"image": {"num_frames": 1}}, {"film": {}}, [1]):
+        with pytest.raises(InvalidPromptError, match=r"media_io_kwargs=.* is not allowed; give values such as"):
+            colours(wrong)
+
+
 def test_typed_placeholders_stay_text(llm: LLM) -> None:
     typed = "I type <|image_pad|> and <|vision_start|><|image_pad|><|vision_end|>."
     conversation = [
@@ -127,10 +154,25 @@ def test_typed_placeholders_stay_text(llm: LLM) -> None:
     assert llm.render_chat([user(typed)]).images == ()
 
 
+def test_ling_has_one_newline_behind_an_image(tmp_path: Path) -> None:
+    """Also with placeholders that somebody typed next to one."""
+    write_chat_model(tmp_path, write_ling_vl)
+    typed = "<|vision_start|><|image_pad|><|vision_end|>"
+    with LLM(str(tmp_path), device="cpu", max_model_len=1024, kv_cache_memory_bytes=1 << 24, log_level="error") as llm:
+        (newline,) = llm.get_tokenizer().encode("\n")
+        for text in (f"look {typed}", f"\nlook {typed}"):
+            prompt = llm.render_chat([user(url_part(picture(1, 64, 96)), text)])
+            ids, (span,) = prompt.token_ids.tolist(), prompt.images
+            assert ids[span.start - 1] == START and ids[span.end : span.end + 2] == [END, newline]
+            assert ids.count(newline) == 4 and ids.count(PAD) == span.num_tokens + 1 == 7
+
+
 def test_the_next_turn_reuses_the_images(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It decodes the new picture alone, and hits in the tokens of the one before."""
     decoded, upright = list[Any](), image_processor._upright_rgb
-    monkeypatch.setattr(image_processor, "_upright_rgb", lambda image: (decoded.append(image.size), upright(image))[1])
+    monkeypatch.setattr(
+        image_processor, "_upright_rgb", lambda image, *a: (decoded.append(image.size), upright(image, *a))[1]
+    )
     params = SamplingParams(temperature=0.0, max_tokens=4)
     runner: Any = llm._engine.core._runner  # type: ignore[attr-defined]
     first = [user("what is this? " * 9, url_part(picture(5, 320, 320)))]
@@ -190,6 +232,7 @@ def test_resized_pictures_are_kept_within_a_bound() -> None:
 
 
 def test_what_is_refused_says_why_and_shows_no_data(llm: LLM) -> None:
+    """vllm#27466: errors showed the pixels of images."""
     good = data_url(picture(1, 64, 64))
     secret = base64.b64encode(b"secret" * 50).decode()
     for part, says in [
@@ -199,7 +242,12 @@ def test_what_is_refused_says_why_and_shows_no_data(llm: LLM) -> None:
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,?!" + secret}}, "not valid base64"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64," + secret}}, "300 bytes is broken"),
         ({"type": "image_url", "image_url": {"url": good[:-200]}}, "cannot be decoded"),
+        ({"type": "image_url", "image_url": {"url": secret}}, "300 bytes is broken"),
+        ({"type": "image_url", "image_url": {"url": f"base64:{secret}"}}, "the image URL is not fetched"),
+        ({"type": "image_url", "image_url": {"url": f"{secret}.png"}}, "not valid base64"),
         ({"type": "image_url", "image_url": {}}, "needs image_url"),
+        ({"type": "image", "source": {"type": "file", "file_id": "file-1"}}, "file_id is not supported"),
+        ({"type": "file", "file": {"file_data": secret}}, "send the text of a file, or its pages as images"),
         ({"type": "input_image", "file_id": "file-1"}, "file_id is not supported"),
         ({"type": "input_audio", "input_audio": {"data": secret}}, "only text parts and images"),
     ]:
@@ -213,11 +261,28 @@ def test_what_is_refused_says_why_and_shows_no_data(llm: LLM) -> None:
 
 
 def test_a_bomb_is_refused_by_its_header(llm: LLM) -> None:
-    for side, says in ((9_000, "9000x9000 pixels"), (15_000, "too large")):
+    """vllm#47010: small files were decoded into pictures that took all memory."""
+    for side, says in ((9_000, "9000x9000 pixels"), (15_000, "too large: from 1 to 67108864 pixels")):
         bomb = data_url(Pillow.new("1", (side, side)))
         assert len(bomb) < 100_000
         with pytest.raises(InvalidPromptError, match=says):
             llm.render_chat([user({"type": "image_url", "image_url": {"url": bomb}})])
+
+
+def test_a_jpeg_of_many_scans_is_refused(llm: LLM) -> None:
+    """Each of them takes as long as the whole picture, in a few bytes."""
+    file = io.BytesIO()
+    Pillow.new("RGB", (64, 64)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    for num_more, is_read in ((0, True), (80, True), (100, False)):
+        url = f"data:image/jpeg;base64,{base64.b64encode(data[:-2] + scan * num_more + data[-2:]).decode()}"
+        message = user({"type": "image_url", "image_url": {"url": url}})
+        if is_read:
+            assert llm.render_chat([message]).images
+        else:
+            with pytest.raises(InvalidPromptError, match=r"has 1\d\d scans; at most 100 are read"):
+                llm.render_chat([message])
 
 
 def test_pictures_of_a_request_are_bounded_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +308,7 @@ def pixels(image: Any) -> Any:
 
 
 def test_pictures_are_upright_on_white_and_scaled() -> None:
+    """vllm#47566: pictures given as PIL images were not turned as their EXIF data say."""
     plain = picture(1, 64, 96)
     exif = Pillow.Exif()
     exif[0x0112] = 6  # turn clockwise to see it upright
@@ -254,6 +320,8 @@ def test_pictures_are_upright_on_white_and_scaled() -> None:
     assert (pixels(clear) == 255).all() and (pixels(clear.convert("LA")) == 255).all()
     ramp = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
     assert abs(int(np.median(pixels(Pillow.fromarray(ramp)))) - 128) <= 2
+    for value, want in ((0, 0), (128, 0), (129, 1), (65535, 255), (-5, 0), (70000, 255), (2**31 - 1, 255)):
+        assert (pixels(Pillow.fromarray(np.full((64, 64), value, np.int32))) == want).all()
     palette = plain.convert("P", palette=Pillow.Palette.ADAPTIVE)
     assert (pixels(palette) == pixels(palette.convert("RGB"))).all()
     with pytest.raises(InvalidPromptError, match="mode 'F'"):
@@ -272,10 +340,10 @@ def test_sizes_are_those_of_transformers() -> None:
     rng = np.random.default_rng(0)
     for height, width in [(1, 1), (1, 200), (33, 6000), (5000, 5000), *rng.integers(20, 3000, (50, 2)).tolist()]:
         want = smart_resize(height, width, factor=32, min_pixels=1024, max_pixels=1 << 20)
-        assert SETTINGS.resized(height, width) == want
+        assert SETTINGS.layout(height, width) == [View.whole(*want)]
 
 
-def test_a_model_without_a_tower_refuses_parts_by_name(tmp_path: Path) -> None:
+def test_a_model_without_a_tower_refuses_parts_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_chat_model(tmp_path)
     options: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 1 << 24, "log_level": "error"}
     with LLM(str(tmp_path), language_model_only=True, max_model_len=256, **options) as llm:
@@ -285,3 +353,7 @@ def test_a_model_without_a_tower_refuses_parts_by_name(tmp_path: Path) -> None:
         ):
             with pytest.raises(InvalidPromptError, match=r"reads no images.*--language-model-only"):
                 call()
+            with monkeypatch.context() as patch:
+                patch.setattr(image_processor, "find_spec", lambda name: None)
+                with pytest.raises(InvalidPromptError, match=r"Pillow is not installed"):
+                    call()

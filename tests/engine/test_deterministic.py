@@ -21,12 +21,13 @@ from forkpoint.models.registry import load_model
 from forkpoint.ops.select import select_table
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
-from forkpoint.runtime.runner import Loaded, ModelRunner
+from forkpoint.runtime.loaded import Loaded
+from forkpoint.runtime.runner import ModelRunner
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from tests.checkpoints import write_checkpoint
-from tests.engine.real import watch_logits
+from tests.engine.probe import watch_logits
 
 MIX = ["linear_attention", "full_attention", "linear_attention"]
 SMALL: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 48}
@@ -222,7 +223,7 @@ def test_preemption(bench: Bench, async_scheduling: bool) -> None:
             break
         running = serving.sched._running.requests
         if count % 7 == 0 and len(running) > 1:
-            serving.sched._preempt(running[count % len(running)])
+            serving.sched._departures.preempt(running[count % len(running)])
             pushed += 1
         if count == 15:
             serving.sched.reset_prefix_cache()  # what was left is gone: outputs are replayed

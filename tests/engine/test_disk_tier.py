@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from forkpoint.engine.llm import LLM
 from forkpoint.outputs import RequestOutput
+from tests.checkpoints import write_checkpoint
+from tests.engine.real import MORE_MODELS
 from tests.engine.test_host_tier import PARAMS, ROOM, bits
 
 SHARED: dict[str, Any] = {"max_model_len": 768, "num_threads": 1, "deterministic": True, "log_level": "warning"}
@@ -59,6 +61,28 @@ def test_a_restarted_engine_hits_with_the_bits_of_an_uncached_one(
     assert metrics["disk_hit_tokens"] == sum(restored) and metrics["disk_failed_reads"] == 0
 
 
+@pytest.mark.parametrize(("family", "widest"), [("mamba2", 1024), ("mistral", 99), ("mistral", 1024), ("lfm3", 1024)])
+def test_families(
+    tmp_path: Path, family: str, widest: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without attention, and with windows: in all layers, in some, and too wide to be stored with each state."""
+    monkeypatch.setattr("forkpoint.worker.build.WIDEST_STORED", widest)
+    kind, config = MORE_MODELS[family]
+    write_checkpoint(tmp_path, kind, vocab_size=128, **config)
+    options = {**disk(tmp_path / "disk"), "skip_tokenizer_init": True, "kv_offloading_size": 0.01}
+    with LLM(str(tmp_path), **{**options, "log_level": "info"}) as llm:
+        ask(llm, TALKS[:2])
+    with LLM(str(tmp_path), **options) as llm:
+        answers = ask(llm, NEXT[:2])
+        assert llm.get_metrics()["disk_failed_reads"] == 0
+        assert llm.reset_prefix_cache()
+        assert [bits(each) for each in answers] == [bits(each) for each in ask(llm, NEXT[:2])]
+    assert all(answer.cache.num_restored_tokens >= 448 for answer in answers)
+    log = capsys.readouterr().err
+    assert ("keep all blocks" in log) is (widest < 1024)
+    assert ("block of a window of" in log) is (family != "mamba2" and widest == 1024)
+
+
 def change_weights(model: Path) -> None:
     path = model / "model.safetensors"
     tensors = load_file(path)
@@ -81,12 +105,17 @@ def test_another_model_or_other_numbers_find_nothing(
         assert ask(llm, NEXT[:1])[0].cache.num_cached_tokens == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "disk tier" in line]
     assert len(lines) == 1 and "of another model" in lines[0]
+    if what == "weights":  # both models find their own entries
+        for each in (tiny_model, model):
+            with LLM(str(each), **disk(folder)) as llm:
+                assert ask(llm, NEXT[:1])[0].cache.num_restored_tokens >= 448
+        assert "disk tier" not in capsys.readouterr().err
 
 
 def test_damaged_contents_are_computed(
     tiny_model: Path, filled: tuple[Path, list[RequestOutput]], folder: Path
 ) -> None:
-    slab = folder / "slab.0"
+    [slab] = folder.glob("*/slab.0")
     data = bytearray(slab.read_bytes())
     data[::512] = bytes(byte ^ 1 for byte in data[::512])
     slab.write_bytes(data)

@@ -13,10 +13,12 @@ import torch
 
 from forkpoint.ops.cpu.build import load_operators
 from tests.engine.compare import Oracle
-from tests.engine.real import MORE_MODELS, PUBLISHED_MTP, SEEING, ModelBank
-from tests.engine.scenario import Example, Tally
+from tests.engine.real import MORE_MODELS, PUBLISHED_MTP, SEEING, UNDEALT, ModelBank
+from tests.engine.scenario import Example
+from tests.engine.tally import Tally
 
-ENOUGH = (*range(21), 28, 33, 54, 135)  # together they draw everything in DRAWN
+# Together they draw everything in DRAWN, and each model with both kinds of operators and in both modes.
+ENOUGH = (3, *range(6, 18), 19, 20, 28, 52, 53, 54)
 EXAMPLES = range(int(os.environ.get("FORKPOINT_EXAMPLES", "0"))) or ENOUGH
 GROUPS = 5
 DRAWN = [
@@ -31,10 +33,12 @@ DRAWN = [
     "restored",
     "restored_with_drafts",
     "restored_by_ranks",
+    "restored_deterministic",
     "streamed",
     "read",
     "read_with_drafts",
     "read_by_ranks",
+    "read_by_streams",
     "read_deterministic",
     "sunk",
     "copied",
@@ -65,6 +69,13 @@ DRAWN = [
     "ranks_drafts",
     "ranks_under_rules",
     "ranks_preempted",
+    "dealt",
+    "dealt_deterministic",
+    "dealt_hits",
+    "dealt_moves",
+    "dealt_preempted",
+    "dealt_drafts",
+    "dealt_fp8_keys",
     "failed",
     "ranks_failed",
     "scrubbed",
@@ -86,7 +97,24 @@ DRAWN = [
     "drafts_far_crossings",
 ]
 
-IMAGE_SEEDS = [2, 4, 9, 16]
+# Layers with windows next to tiers: in all layers, and next to other layers.
+WINDOW_SEEDS = {"mistral": [17, 27], "lfm3": [11]}
+WINDOW_GROUPS = 6
+DRAWN_WITH_WINDOWS = [
+    "windows_restored",
+    "windows_restored_deterministic",
+    "windows_restored_with_drafts",
+    "windows_restored_by_streams",
+    "windows_read",
+    "windows_read_deterministic",
+    "windows_sunk",
+    "evictions",
+    "drafts_accepted",
+    "fp8_keys",
+    "async_scheduling",
+]
+
+IMAGE_SEEDS = {"qwen3_5": [2, 9, 20, 21], "nemotron_omni": [3, 4], "ling_vl": [3, 15]}
 DRAWN_WITH_IMAGES = [
     "images",
     "image_hits",
@@ -131,21 +159,40 @@ def test_answers_are_those_of_the_request_alone(bank: ModelBank, oracle: Oracle,
     Example(bank, oracle, seed, tally).play(GROUPS)
 
 
-# Every family in deterministic mode (seed 5), and every second one as it comes.
+DEALT = {"kimi_linear": (4, 4), "jamba": (4, 2)}  # models with more than two query heads
+
+
+# Every family in deterministic mode (seed 5), and every second one as it comes. One of the runs is on several ranks
+# that keep tokens in turn.
 @pytest.mark.parametrize(("model", "seed"), [*((m, 5) for m in MORE_MODELS), *((m, 3) for m in [*MORE_MODELS][::2])])
 def test_answers_of_further_families(bank: ModelBank, oracle: Oracle, model: str, seed: int) -> None:
-    tally = Tally()
-    Example(bank, oracle, seed, tally, [model]).play(3)
+    tally, dealt = Tally(), None
+    if model not in UNDEALT and (seed == 5) == [*MORE_MODELS].index(model) % 2:
+        dealt = DEALT.get(model, (2, 2))
+    Example(bank, oracle, seed, tally, [model], dealt).play(2)
     assert tally.seen["hits"] and tally.seen["deterministic"] == (seed == 5)
+    assert tally.seen["dealt"] == (dealt is not None)
     assert seed != 5 or tally.seen["drafts_rejected"]
     assert seed != 5 or model not in PUBLISHED_MTP or tally.seen["drafts_by_mtp"]
+
+
+def test_answers_of_windows_in_tiers(bank: ModelBank, oracle: Oracle) -> None:
+    """Each of these things happens to a model with windows in one of the examples."""
+    tally = Tally()
+    for model, seeds in WINDOW_SEEDS.items():
+        for seed in seeds:
+            Example(bank, oracle, seed, tally, [model]).play(WINDOW_GROUPS)
+    missing = [name for name in DRAWN_WITH_WINDOWS if not tally.seen[name]]
+    assert not missing, f"never happened: {missing}; counted: {dict(tally.seen)}"
 
 
 def test_answers_to_images(bank: ModelBank, oracle: Oracle) -> None:
     """Images together with everything else: each of these things happens in one of the examples."""
     tally = Tally()
-    for seed in IMAGE_SEEDS:
-        Example(bank, oracle, seed, tally, [SEEING]).play(2)
+    for model, seeds in IMAGE_SEEDS.items():
+        assert model in SEEING
+        for seed in seeds:
+            Example(bank, oracle, seed, tally, [model]).play(2)
     missing = [name for name in DRAWN_WITH_IMAGES if not tally.seen[name]]
     assert not missing, f"never happened: {missing}; counted: {dict(tally.seen)}"
 

@@ -19,6 +19,7 @@ from tests.checkpoints import write_checkpoint
 from tests.engine.false_peer import Damage, false_peer
 from tests.engine.real import MODELS, MORE_MODELS
 from tests.engine.test_host_tier import ROOM, bits
+from tests.late_streams import LatePlatform
 
 SHARED: dict[str, Any] = {"max_model_len": 768, "num_threads": 1, "deterministic": True, "log_level": "error"}
 ASKS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
@@ -59,7 +60,7 @@ def one(tiny_model: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def prefill(tiny_model: Path) -> Iterator[LLM]:
-    with engine(tiny_model, "kv_producer") as llm:
+    with engine(tiny_model, "kv_producer", {"kv_lease_duration": 600}) as llm:  # however slow the machine is
         yield llm
 
 
@@ -118,6 +119,40 @@ def test_the_decode_engine_alone_samples(one: LLM, prefill: LLM, decode: LLM, mo
     assert bits(answer) == bits(expected)
 
 
+def test_a_prompt_is_fetched_while_it_is_computed(tiny_model: Path, one: LLM, decode: LLM) -> None:
+    """A proxy asks both engines at once, under a lease that it chose."""
+    token_ids, lease = prompt(30, 640), {"lease": 2**40}
+    with engine(tiny_model, "kv_producer", max_num_batched_tokens=128, max_num_seqs=4) as first:
+        known = computed(first, prompt(31))  # the place of the engine
+        early = {**known, "forkpoint": {**known["forkpoint"], **lease, "early": True}}
+        first_id = start(first, token_ids, {**ASKS, "forkpoint": lease})
+        second_id = start(decode, token_ids, early)
+        peers, landed = decode._engine.core.scheduler.cache.peers, list[int]()
+        assert peers is not None and peers.fetched is not None
+        answers: dict[str, RequestOutput] = {}
+        while second_id not in answers:
+            if first_id not in answers:
+                step(first, answers)
+            step(decode, answers)
+            landed += [len(found.landed) for found in peers.fetched._prompts.values() if first_id not in answers]
+        first._engine.core.scheduler.check_integrity()
+    assert max(landed) >= 3, "blocks are in the arena before the last one is computed"
+    assert answers[second_id].cache.num_peer_tokens == 576
+    assert bits(answers[second_id]) == bits(ask(one, token_ids))
+
+
+def start(llm: LLM, token_ids: list[int], params: Mapping[str, Any]) -> str:
+    wanted = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, ignore_eos=True, kv_transfer_params=params)
+    return llm._engine.add_request(llm._engine.inputs.prompt(token_ids, params=wanted), wanted)
+
+
+def step(llm: LLM, answers: dict[str, RequestOutput]) -> None:
+    """Run a step and collect the answers that it ends."""
+    for state in llm._engine.advance():
+        if state.finished:
+            answers[state.request_id] = state.output()
+
+
 def test_what_the_decode_engine_has_is_not_fetched(one: LLM, prefill: LLM, decode: LLM) -> None:
     first, second = prompt(40), prompt(40) + prompt(41)
     ask(decode, first, computed(prefill, first))
@@ -134,7 +169,7 @@ def test_what_the_decode_engine_has_is_not_fetched(one: LLM, prefill: LLM, decod
 
 
 def flipped(data: bytes, offset: int) -> bytes:
-    """Change one byte of the contents, which begin after the message with the checksums."""
+    """Change one byte of the contents of the first block, which begin after two short messages."""
     if offset <= 4500 < offset + len(data):
         place = 4500 - offset
         return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
@@ -145,8 +180,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "wrong bytes": (flipped, "checksum"),
     "cut off": (lambda data, offset: data if offset < 3000 else None, "ended the connection early"),
     "another protocol": (lambda data, _: b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak this protocol"),
-    "a huge message": (lambda data, _: b"FKP1" + b"\xff" * 100, "does not speak this protocol"),
-    "no message": (lambda data, _: b"FKP1" + (100).to_bytes(4, "little") + bytes(100), "cannot be read"),
+    "a huge message": (lambda data, _: b"FKP3" + b"\xff" * 100, "does not speak this protocol"),
+    "no message": (lambda data, _: b"FKP3" + (100).to_bytes(4, "little") + bytes(100), "cannot be read"),
     "silence": (lambda data, _: SILENCE.wait(20) and None, "late|timed out|too long"),
 }
 SILENCE = threading.Event()
@@ -162,8 +197,10 @@ def hasty(tiny_model: Path) -> Iterator[LLM]:
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_false_peer_means_that_the_decode_engine_computes(
-    one: LLM, prefill: LLM, hasty: LLM, warnings: list[str], name: str
+    one: LLM, prefill: LLM, hasty: LLM, warnings: list[str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fetching = hasty._engine.core._runner.arena.peers.fetching  # type: ignore[union-attr]
+    monkeypatch.setattr(fetching, "shares_memory", False)  # the peer sees the contents
     damage, says = DAMAGES[name]
     token_ids = prompt(50 + list(DAMAGES).index(name))
     params, before = computed(prefill, token_ids), hasty.get_metrics()["peer_failed_fetches"]
@@ -195,6 +232,7 @@ def check_computed(
         ({"remote_num_tokens": 65}, "not a multiple of 64"),
         ({"forkpoint": None}, "another kind of engine"),
         ({"forkpoint": {"namespace": "00" * 16}}, "another model"),
+        ({"forkpoint": {"more_ports": [1]}}, "it has tensor_parallel_size=2 and this engine 1"),
         ({"forkpoint": {"last_hash": "zz"}}, "non-hexadecimal"),
         ({"forkpoint": {"last_hash": "00" * 16}}, "it computed another prompt"),
         ({"forkpoint": {"origin": "nowhere"}}, "not a valid Origin"),
@@ -268,8 +306,12 @@ def test_nobody_waits_for_a_fetch_any_more(prefill: LLM, hasty: LLM) -> None:
     SILENCE.clear()
 
 
-@pytest.mark.parametrize("where", ["tight arena", "tight prefill arena", "mp", "host tier"])
-def test_many_prompts_at_once(tiny_model: Path, one: LLM, prefill: LLM, where: str) -> None:
+@pytest.mark.parametrize("where", ["tight arena", "tight prefill arena", "mp", "host tier", "late streams"])
+def test_many_prompts_at_once(
+    tiny_model: Path, one: LLM, prefill: LLM, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "late streams":  # as on a device with memory of its own
+        monkeypatch.setattr("forkpoint.worker.build.resolve_platform", lambda *given: LatePlatform(0, 0.7))
     prompts = [prompt(100 + seed, 520) for seed in range(8)]
     options: dict[str, Any] = {"kv_cache_memory_bytes": ROOM}
     if where == "mp":
@@ -277,7 +319,7 @@ def test_many_prompts_at_once(tiny_model: Path, one: LLM, prefill: LLM, where: s
     elif where == "host tier":
         options["kv_offloading_size"] = 0.05
     wanted = {"temperature": 0.0, "max_tokens": 6, "logprobs": 1, "ignore_eos": True}
-    if where == "tight prefill arena":
+    if where in ("tight prefill arena", "late streams"):
         asks = SamplingParams(max_tokens=1, kv_transfer_params=ASKS)
         first = engine(tiny_model, "kv_producer", kv_cache_memory_bytes=ROOM)
         params = [dict(output.kv_transfer_params or {}) for output in first.generate(prompts, asks, use_tqdm=False)]
@@ -291,13 +333,13 @@ def test_many_prompts_at_once(tiny_model: Path, one: LLM, prefill: LLM, where: s
     assert [bits(answer) for answer in answers] == [bits(ask(one, each)) for each in prompts]
     restored = [answer.cache.num_peer_tokens for answer in answers]
     assert set(restored) <= {0, 512} and sum(restored) >= 4 * 512
-    if where == "tight prefill arena":
+    if where in ("tight prefill arena", "late streams"):
         first.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "lfm2", "falcon_mamba", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "lfm2", "falcon_mamba", "mistral", "lara_mini"])
 def test_families(tmp_path: Path, family: str) -> None:
-    """Without states, with slots smaller than blocks, without attention, with windows."""
+    """Without states, with slots smaller than blocks, without attention, with windows alone and among others."""
     kind, config = {**MODELS, **MORE_MODELS}[family]
     write_checkpoint(tmp_path, kind, vocab_size=128, **config)
     plain = {"skip_tokenizer_init": True, "max_model_len": 512}

@@ -3,7 +3,7 @@ outputs are those of an engine without a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.hit_table import OUTPUTS, ROWS, TABLE_SPEC, Row, ids, measure_row
+from benchmarks.hit_table import OUTPUTS, ROWS, TABLE_SPEC, Row, ids, ids_alone, measure_row
 from benchmarks.random_model import make_random_model
 from benchmarks.rig import LoadedModel, Rig, RigOptions
 from forkpoint.cache.lease import Lease
@@ -22,7 +22,7 @@ from forkpoint.params import SamplingParams
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import TO_DRAFT, IntArray
 from forkpoint.sched.request import Request
-from tests.checkpoints import add_mtp
+from tests.mtp_heads import add_mtp
 
 TIGHT = [row for row in ROWS if row.tight_tokens]
 
@@ -35,9 +35,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def alone() -> Callable[..., Sequence[int]]:
+    """Like `ids_alone`, but run each request once."""
+    known = dict[tuple[bytes, int], Sequence[int]]()
+
+    def ask(loaded: LoadedModel, prompt: IntArray, max_tokens: int) -> Sequence[int]:
+        key = prompt.tobytes(), max_tokens
+        if key not in known:
+            known[key] = ids_alone(loaded, prompt, max_tokens)
+        return known[key]
+
+    return ask
+
+
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_row(model: LoadedModel, row: Row) -> None:
-    result = measure_row(model, row)
+def test_row(model: LoadedModel, row: Row, alone: Callable[..., Sequence[int]]) -> None:
+    result = measure_row(model, row, alone=alone)
     assert result.cached >= row.asked
     assert result.computed_as_reported, "a cached token entered the model"
     assert result.slot_bytes_copied == 0
@@ -46,8 +60,8 @@ def test_row(model: LoadedModel, row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", TIGHT, ids=[row.name for row in TIGHT])
-def test_row_in_a_full_arena(model: LoadedModel, row: Row) -> None:
-    assert measure_row(model, row, tight=True).holds
+def test_row_in_a_full_arena(model: LoadedModel, row: Row, alone: Callable[..., Sequence[int]]) -> None:
+    assert measure_row(model, row, tight=True, alone=alone).holds
 
 
 def test_preempted_after_200_decoded_tokens(model: LoadedModel) -> None:
@@ -55,7 +69,7 @@ def test_preempted_after_200_decoded_tokens(model: LoadedModel) -> None:
     request = rig.add("long", ids(1, 1000), 300)
     while len(request.output_token_ids) < 200:
         rig.step()
-    rig.sched._preempt(rig.sched._requests["long"])
+    rig.sched._departures.preempt(rig.sched._requests["long"])
     rig.run()
     assert request.num_preemptions == 1 and request.resume_cache is not None
     assert request.resume_cache.num_cached_tokens >= 1152
@@ -90,9 +104,11 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name.startswith(("3,000", "900"))])
-def test_row_with_the_mtp_layer(model: LoadedModel, drafting: LoadedModel, row: Row) -> None:
+def test_row_with_the_mtp_layer(
+    model: LoadedModel, drafting: LoadedModel, row: Row, alone: Callable[..., Sequence[int]]
+) -> None:
     """No fewer tokens are cached, and outputs are the same."""
-    plain, found = measure_row(model, row), measure_row(drafting, row)
+    plain, found = measure_row(model, row, alone=alone), measure_row(drafting, row)
     assert found.cached >= plain.cached >= row.asked
     assert found.identical and found.slot_bytes_copied == 0
 

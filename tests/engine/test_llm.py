@@ -3,7 +3,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import signal
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -228,6 +230,14 @@ def test_an_arena_without_room_for_one_request_says_what_it_needs(tiny_model: Pa
         LLM(str(tiny_model), kv_cache_memory_bytes=1000, log_level="warning")
 
 
+def test_a_budget_for_one_request_at_a_time_says_so(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"max_model_len": 128, "max_num_batched_tokens": 64, "log_level": "warning"}
+    LLM(str(tiny_model), **options).close()
+    assert "max_num_batched_tokens=64 leaves room for max_num_seqs=1" in capsys.readouterr().err
+    LLM(str(tiny_model), **options, max_num_seqs=1).close()
+    assert "max_num_seqs" not in capsys.readouterr().err
+
+
 def test_an_arena_larger_than_the_memory_says_so(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"allocating an arena of 931322.6 GiB; lower kv_cache_memory_bytes"):
         LLM(str(tiny_model), kv_cache_memory_bytes=10**15, log_level="warning")
@@ -360,3 +370,30 @@ def test_a_closed_engine_says_so(tiny_model: Path) -> None:
     llm.close()
     with pytest.raises(EngineStoppedError, match="closed"):
         llm.generate("x", GREEDY, use_tqdm=False)
+
+
+def test_a_forked_process_is_refused_and_disturbs_nobody(llm: LLM) -> None:
+    """The parent has a stream open meanwhile, which the child's copy of the iterator leaves alone."""
+    expected = generate(llm, LONG).outputs[0].token_ids
+    stream = llm.stream(LONG, GREEDY)
+    next(stream)
+    read_fd, write_fd = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own warning about threads
+        pid = os.fork()
+    if pid == 0:
+        said = b"nothing was raised"
+        try:
+            stream.close()
+            generate(llm, LONG)
+        except EngineStoppedError as error:
+            llm.close()
+            said = str(error).encode()
+        finally:
+            os.write(write_fd, said)
+            os._exit(0)
+    os.close(write_fd)
+    with open(read_fd) as reader:
+        assert "create an engine in each process" in reader.read()
+    os.waitpid(pid, 0)
+    assert list(stream)[-1].outputs[0].token_ids == expected

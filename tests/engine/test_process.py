@@ -109,11 +109,17 @@ class Client:
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Client, SlowGrammars]]:
     run = start(ModelBank(tmp_path), Options(model="qwen3"))
+    to_prepare = [1, 2, 3]
+    run.core.prepare = lambda: bool(to_prepare) and to_prepare.pop() > 0
     grammars = SlowGrammars(run)
     client = Client(run, grammars)
     yield client, grammars
     grammars.may_compile.set()
+    until = time.monotonic() + 60
+    while to_prepare and time.monotonic() < until:  # an idle engine prepares later steps
+        time.sleep(0.005)
     client.close()
+    assert not to_prepare or run.core.has_unfinished()
 
 
 def matching(pattern: str) -> StructuredOutputsParams:

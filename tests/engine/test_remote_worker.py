@@ -20,7 +20,7 @@ from forkpoint.worker.remote import RemoteRunner
 from tests.engine.breaking import BREAKS, BreakingPlatform
 
 DEVICE = f"{BreakingPlatform.__module__}:{BreakingPlatform.__qualname__}"
-ROOM = 3 << 19  # bytes of arena: fewer than all requests together take
+ROOM = 5 << 18  # bytes of arena: fewer than all requests together take
 HOST_TIER_GIB = 0.004
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 LONG = "the catalogue lists every map of the town, by year and by shelf. " * 4
@@ -58,7 +58,7 @@ def test_answers_log_probabilities_hits_and_preemptions_are_the_same(both: list[
     answers, metrics = [], []
     for llm in both:
         outputs = llm.generate(PROMPTS * 2, PARAMS * 2, use_tqdm=False)
-        outputs += llm.generate([f"short {i}" for i in range(16)], replace(GREEDY, max_tokens=140), use_tqdm=False)
+        outputs += llm.generate([f"short {i}" for i in range(12)], replace(GREEDY, max_tokens=70), use_tqdm=False)
         answers.append(told(outputs))
         metrics.append(llm.get_metrics())
     assert answers[0] == answers[1]

@@ -116,7 +116,7 @@ def test_preemption_changes_nothing(
             run.step()
         running = run.sched._running.requests
         if running and run.sched.stats().num_preemptions < 20:
-            run.sched._preempt(running[len(running) // 2])
+            run.sched._departures.preempt(running[len(running) // 2])
     for kind, name in names.items():
         assert [output.token_ids for output in run.outputs[name].outputs] == token_ids(plain)[kind], kind
     assert sum(run.outputs[name].num_preemptions for name in names.values()) > 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,8 @@ PARAMS = [
     replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[a-f]{3} [0-9]{5}")),
     replace(GREEDY, prompt_logprobs=1, logit_bias={101: 4.0}),
 ]
+LINK = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+IN_TURN: dict[str, Any] = {"kv_transfer_config": LINK, "decode_context_parallel_size": 2}
 SIZES: dict[str, Any] = {"max_model_len": 768, "max_num_batched_tokens": 256, "num_threads": 1, "log_level": "error"}
 ROOM = 3 << 19  # bytes of arena: fewer than all requests together take
 
@@ -70,13 +73,38 @@ def test_two_ranks_that_gather_give_the_bits_of_one(folder: Path) -> None:
     assert found[1][1]["num_draft_tokens"] > 0
 
 
-def test_two_ranks_that_add_up_give_the_tokens_of_one(folder: Path) -> None:
-    with start(folder, 1) as alone, start(folder, 2) as both:
+def check_pairs(folder: Path, alone: LLM, both: LLM) -> None:
+    """Each rank hands over its own share. Another number of ranks computes."""
+    params = replace(GREEDY, kv_transfer_params={"do_remote_decode": True}, max_tokens=1)
+    [expected] = alone.generate(LONG, GREEDY, use_tqdm=False)
+    with start(folder, 2, **IN_TURN) as third:
+        answers = []
+        offers = [llm.generate(LONG, params, use_tqdm=False)[0].kv_transfer_params or {} for llm in (alone, both, both)]
+        assert [offer["tp_size"] for offer in offers] == [1, 2, 2]
+        # The first has shares of one rank. Of the last, one rank's share cannot be had.
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        lost = {**offers[2], "forkpoint": {**offers[2]["forkpoint"], "more_ports": [port]}}
+        for offer in (offers[0], offers[1], lost):
+            [found] = third.generate(LONG, replace(GREEDY, kv_transfer_params=offer), use_tqdm=False)
+            answers.append(found)
+            assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+            third.reset_prefix_cache()
+        assert [found.cache.num_peer_tokens for found in answers] == [0, 256, 0]
+        assert third.get_metrics()["peer_failed_fetches"] == 2
+
+
+def test_two_ranks_that_add_up_give_the_tokens_of_one(tmp_path: Path) -> None:
+    """They keep the tokens of the one KV head in turn, so that as many fit as if it were cut."""
+    folder = make_random_model(tmp_path / "one-kv-head", replace(TINY, num_heads=4, num_kv_heads=1))
+    with start(folder, 1, kv_transfer_config=LINK) as alone, start(folder, 2, **IN_TURN) as both:
+        check_pairs(folder, alone, both)
         assert both.get_metrics()["num_free_pages"] == alone.get_metrics()["num_free_pages"]
         for ours, theirs in zip(*(llm.generate(PROMPTS, PARAMS, use_tqdm=False) for llm in (both, alone)), strict=True):
             assert ours.num_cached_tokens == theirs.num_cached_tokens
             for one, other in zip(ours.outputs, theirs.outputs, strict=True):
                 assert one.token_ids == other.token_ids
+        assert not both._engine.core.prepare(), "a CPU has no graphs to record"
         runner, stream = both._engine.core._runner, both.stream(LONG, GREEDY)
         assert isinstance(runner, RemoteRunner)
         next(stream)
@@ -84,7 +112,7 @@ def test_two_ranks_that_add_up_give_the_tokens_of_one(folder: Path) -> None:
         runner._ranks[1].process.kill()
         with pytest.raises(EngineStoppedError, match="the rank 1 process was killed by SIGKILL"):
             list(stream)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60  # gloo would wait for the dead rank for half an hour
         assert not any(rank.process.is_alive() for rank in runner._ranks)
 
 

@@ -115,6 +115,12 @@ def test_a_wrong_field_is_named_whoever_reads_the_folder(kind: str, folder: Path
         Tokenizer.load(str(folder))
 
 
+def test_a_tokenizer_that_cannot_encode_is_refused_when_it_loads(folder: Path) -> None:
+    edit(folder, "tokenizer_config.json", model_max_length="many")
+    with pytest.raises(ModelFolderError, match=r"cannot encode a text: .*correct its tokenizer_config\.json"):
+        Tokenizer.load(str(folder))
+
+
 def test_deep_large_and_special_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = (folder / "config.json").read_text()
     for name in ("config.json", "generation_config.json"):

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from forkpoint import LLM
-from forkpoint.engine import video_files, videos
-from forkpoint.errors import InvalidPromptError
+from forkpoint.engine import image_processor, video_files, videos
+from forkpoint.errors import ConfigError, InvalidPromptError
+from forkpoint.image_families.media_io import with_media_io
+from forkpoint.image_families.qwen3_5 import Qwen35Images
 from forkpoint.image_families.settings import VideoSettings
-from tests.image_models import CHAT_IDS, write_chat_model
+from tests.image_models import CHAT_IDS, picture, write_chat_model
 
 SETTINGS = VideoSettings(
     token_id=1,
@@ -100,6 +102,68 @@ def test_frames_are_sampled_as_by_transformers() -> None:
         metadata = SimpleNamespace(total_num_frames=num_frames, fps=fps)
         want = Qwen3VLVideoProcessor.sample_frames(SimpleNamespace(fps=2, min_frames=4, max_frames=768), metadata)
         assert SETTINGS.sampled(num_frames, fps) == want.tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "num_frames"),
+    [
+        ({}, 8),
+        ({"num_frames": 5}, 5),
+        ({"num_frames": -1}, 40),
+        ({"num_frames": 2000}, 40),
+        ({"fps": 1}, 4),
+        ({"fps": 5, "video_backend": "opencv"}, 20),
+        ({"num_frames": 3, "fps": 5}, 3),
+        ({"num_frames": 30, "fps": 5}, 20),
+    ],
+)
+def test_sampling_can_be_asked_for(given: dict[str, Any], num_frames: int) -> None:
+    """The video has 40 frames, 10 a second."""
+    settings = Qwen35Images(
+        image_token_id=0, patch_size=16, merge_size=2, min_pixels=1024, max_pixels=1 << 20, video=SETTINGS
+    )
+    video = with_media_io(settings, {"video": given}).video
+    assert video is not None and len(video.sampled(40, 10)) == num_frames
+    for wrong in ({"fps": 0}, {"num_frames": 0}, {"num_frames": True}, {"fps": "2"}, {"speed": 1}):
+        with pytest.raises(ConfigError, match="media_io_kwargs"):
+            with_media_io(settings, {"video": {**given, **wrong}})
+
+
+def joined_frames(*frames: Any, kind: str = "JPEG") -> dict[str, Any]:
+    files = [io.BytesIO() for _ in frames]
+    for file, frame in zip(files, frames, strict=True):
+        frame.save(file, kind)
+    return joined(*(base64.b64encode(file.getvalue()).decode() for file in files))
+
+
+def joined(*frames: str) -> dict[str, Any]:
+    parts = [{"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{','.join(frames)}"}}]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": "What happens?"}]}
+
+
+def test_frames_may_be_files_joined_by_commas(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are two a second, as the model's processor samples them, and the next turn decodes none of them."""
+    frames = [picture(seed, 64, 96) for seed in range(5)]
+    given = {"type": "video", "video": (np.stack([np.asarray(frame) for frame in frames]), {"fps": 2.0})}
+    want = llm.render_chat([{"role": "user", "content": [given, {"type": "text", "text": "What happens?"}]}])
+    num_decoded, upright = list[int](), image_processor._upright_rgb
+    monkeypatch.setattr(image_processor, "_upright_rgb", lambda *a: (num_decoded.append(1), upright(*a))[1])
+    for _ in range(2):
+        found = llm.render_chat([joined_frames(*frames, kind="PNG")])
+        assert found.token_ids.tolist() == want.token_ids.tolist() and len(num_decoded) == 5
+        assert [span.digest for span in found.images] == [span.digest for span in want.images]
+    assert len(llm.render_chat([joined_frames(*frames[:3])]).images) == 2
+    for message, says in [
+        (joined_frames(*frames, picture(1, 64, 64)), "differ in size"),
+        (joined(*["AAAA"] * 769), "a video has 769 frames; at most 768"),
+        (joined("AAAA"), "an image of 3 bytes is broken"),
+        (joined(""), "an image of 0 bytes is broken"),
+    ]:
+        with pytest.raises(InvalidPromptError, match=says):
+            llm.render_chat([message])
+    monkeypatch.setattr(videos, "MAX_REQUEST_PIXELS", 5 * 64 * 96 - 1)
+    with pytest.raises(InvalidPromptError, match="have 5 frames with 30720 pixels"):
+        llm.render_chat([joined_frames(*frames)])
 
 
 def test_a_file_is_decoded_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

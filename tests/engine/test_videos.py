@@ -166,7 +166,9 @@ def test_sizes_are_those_of_transformers(tmp_path: Path) -> None:
     ("given", "says"),
     [
         ("clip.mp4", "'clip.mp4' is not a video; give an array"),
-        (video(1, 2).astype(np.float32), "is not a video; give an array"),
+        ("data:image/png;base64," + "iVBOR" * 20, "^a text of 122 characters is not a video; give an array"),
+        (["data:image/png;base64,iVBOR"] * 2, "^a list of 2 items is not a video; give an array"),
+        (video(1, 2).astype(np.float32), "dtype float32 is not a video; give an array"),
         ([video(1, 1)[0], video(1, 1, 64, 64)[0]], "is not a video|differ in size"),
         ((video(1, 2), {"fps": 0}), "have fps=0; a positive number is needed"),
         ((video(1, 2), {"frames_indices": [1]}), "a number for each of the 2 frames is needed"),

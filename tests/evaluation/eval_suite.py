@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.random_model import RandomModelSpec, make_random_model
 from forkpoint.engine.llm import LLM
 from forkpoint.params import FinishReason, SamplingParams
-from tests.checkpoints import add_mtp
+from tests.mtp_heads import add_mtp
 
 SPEC = RandomModelSpec(
     hidden_size=64,

@@ -17,8 +17,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
@@ -31,6 +33,8 @@ from forkpoint.fleet.config import FleetConfig
 from tests.engine.conftest import TINY
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'forkpoint[ray]'")
+
+from ray.exceptions import RayError
 
 from forkpoint.fleet.deploy import check_rays_options
 from forkpoint.fleet.gateway import Gateway
@@ -78,21 +82,17 @@ def children(pid: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    folder = tmp_path_factory.mktemp("fleet")
+    with deploying(tmp_path_factory.mktemp("fleet"), "--num-replicas", "2") as found:
+        yield found
+
+
+@contextmanager
+def deploying(folder: Path, *more: str) -> Iterator[Deployed]:
     model = make_random_model(folder / "model", TINY)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = [
-        "--num-replicas",
-        "2",
-        "--port",
-        str(port),
-        "--deterministic",
-        "--num-threads",
-        "1",
-        "--skip-tokenizer-init",
-    ]
+    flags = [*more, "--port", str(port), "--deterministic", "--num-threads", "1", "--skip-tokenizer-init"]
     flags += ["--ray-actor-options", '{"num_cpus": 0.1}', "--enable-dev-endpoints", "--max-model-len", "2048"]
     log = folder / "log"
     with log.open("wb") as out:
@@ -139,6 +139,21 @@ def test_turns_go_where_their_conversation_is(deployed: Deployed) -> None:
         assert http.get("/v1/models").status_code == 200
         assert http.get("/v1/models", headers={"host": "pages.example.org"}).status_code == 403  # it asks for no key
         assert http.post("/v1/completions", json={"prompt": "text"}).status_code == 400
+
+
+def test_long_prompts_are_computed_by_prefill_replicas(tmp_path: Path) -> None:
+    prefill = ["--num-prefill-replicas", "1", "--prefill-min-tokens", "256"]
+    with deploying(tmp_path, *prefill) as found, httpx2.Client(base_url=found.url, timeout=120) as http:
+        for seed, length, num_fetched in ((1, 200, 0), (2, 600, 576), (3, 700, 640)):
+            body = {"prompt": ids(seed, length), "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+            answer = http.post("/v1/completions", json=body).json()
+            assert answer["cache"]["num_peer_tokens"] == num_fetched
+            salted = http.post("/v1/completions", json={**body, "cache_salt": "its own"}).json()  # nobody hands it over
+            assert salted["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
+        assert "peer_offered_bytes_total" in http.get("/metrics").text
+        os.kill(found.pids("PrefillReplica")[0], signal.SIGKILL)
+        answer = http.post("/v1/completions", json={"prompt": ids(4, 600), "max_tokens": 8}).json()
+        assert answer["usage"]["completion_tokens"] > 0, "a decode replica computes the prompt"
 
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], *, stream: bool) -> tuple[str, list[int]]:
@@ -219,6 +234,66 @@ def test_a_request_that_stops_engines_is_tried_on_two() -> None:
     gateway: Any = Gateway(cast(Any, replicas), asks_prefix=False)
     answer = asyncio.run(gateway._answer(ForwardedRequest("POST", "/v1/completions", "", (), b"{}")))
     assert (answer.head.status, replicas.num_asked) == (503, 2)
+
+
+class Pair:
+    """In the place of both handles: replicas of a pair, which note what they are asked while others answer."""
+
+    def __init__(self, earlier: dict[str, Any] | None, fails: str) -> None:
+        self.earlier, self.fails = earlier, fails
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.computed = asyncio.Event()
+
+    def handle(self, name: str, call: Any) -> Any:
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(**{name: SimpleNamespace(remote=call)}))
+
+    async def prompt(self, route: RoutingHint, asked: ForwardedRequest) -> AsyncIterator[Any]:
+        self.asked.append(("prefill", json.loads(asked.body)))
+        yield self.earlier
+        if self.earlier is not None:
+            await self.computed.wait()
+        if self.fails == "lost":
+            raise RayError("gone")
+        status = 429 if self.fails == "refused" else 200
+        yield Head("prefill", status)
+        yield json.dumps({"kv_transfer_params": {"forkpoint": {"lease": 5}}}).encode()
+
+    async def reply(self, route: RoutingHint, asked: ForwardedRequest) -> AsyncIterator[Any]:
+        self.asked.append(("decode", json.loads(asked.body)))
+        self.computed.set()
+        await asyncio.sleep(0)
+        yield Head("decode", 200)
+        yield b"answer"
+
+
+@pytest.mark.parametrize("fails", ["", "refused", "lost"])
+@pytest.mark.parametrize("knows", [True, False])
+def test_both_replicas_of_a_pair_are_asked_at_once(knows: bool, fails: str) -> None:
+    """A prefill replica has said where its prompts are fetched. Whatever it answers, the decode replica answers."""
+
+    async def run() -> tuple[Any, Pair, set[Any]]:
+        pair = Pair({"remote_port": 7, "forkpoint": {"lease": 3, "namespace": "n"}} if knows else None, fails)
+
+        async def prefix(*_: Any) -> tuple[int, ...]:
+            return tuple(range(40))
+
+        replicas = pair.handle("answer", pair.reply)
+        replicas.prefix = SimpleNamespace(remote=prefix)
+        gateway: Any = Gateway(replicas, False, pair.handle("compute_prompt", pair.prompt), 256)
+        answer = await gateway._answer(ForwardedRequest("POST", "/v1/completions", "", (), b'{"prompt": "p"}'))
+        await asyncio.sleep(0.01)
+        return answer, pair, asyncio.all_tasks() - {asyncio.current_task()}
+
+    answer, pair, left = asyncio.run(run())
+    assert answer.body == b"answer" and not left
+    (first, half), (second, whole) = pair.asked
+    assert (first, second) == ("prefill", "decode")
+    lease = half["kv_transfer_params"]["forkpoint"]["lease"]
+    params = whole.get("kv_transfer_params")
+    if knows:  # the decode replica was asked before the prompt was computed
+        assert params == {"remote_port": 7, "forkpoint": {"lease": lease, "namespace": "n", "early": True}}
+    else:
+        assert params == ({"forkpoint": {"lease": 5}} if not fails else None)
 
 
 @pytest.mark.parametrize("kind", ["engine", "replica"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,11 +13,22 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from forkpoint.cache.peer_offers import Offer, chosen_lease
+from forkpoint.cache.tree import Origin
 from forkpoint.cli.options import engine_options
 from forkpoint.cli.parser import build_parser
 from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
 from forkpoint.fleet.config import FleetConfig
+from forkpoint.fleet.handover import (
+    decode_half,
+    early_offer,
+    engine_of,
+    new_lease,
+    offer_of,
+    prefill_half,
+    reachable,
+)
 from forkpoint.fleet.metrics import joined_metrics
 from forkpoint.fleet.server_process import placed
 from forkpoint.server.config import ServerConfig
@@ -92,6 +104,68 @@ def test_the_servers_answer_for_the_hosts_that_a_gateway_answers_for(
         for host in refuses:
             with pytest.raises(HTTPError):
                 Hosts(config).check(host.encode())
+
+
+def test_the_halves_of_a_request() -> None:
+    """The prefill replica samples one token that nobody reads; the decode replica gets the request as it is."""
+    asked = {"prompt": [1, 2, 3], "max_tokens": 50, "min_tokens": 9, "n": 2, "stream": True, "temperature": 0.3}
+    lease = new_lease()
+    half = json.loads(prefill_half(json.dumps(asked).encode(), lease) or b"")
+    assert chosen_lease(half["kv_transfer_params"]) == lease
+    assert half.pop("kv_transfer_params")["do_remote_prefill"] is False
+    assert half == {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0.3}
+    chat = json.loads(prefill_half(json.dumps({"messages": [], "max_completion_tokens": 9}).encode(), lease) or b"")
+    assert chat["max_completion_tokens"] == 1 and "max_tokens" not in chat
+    assert json.loads(prefill_half(b'{"messages": []}', lease) or b"")["max_tokens"] == 1
+    offer = {"remote_host": "127.0.0.1", "forkpoint": {"lease": 1}}
+    body = json.dumps(asked).encode()
+    assert offer_of(json.dumps({"kv_transfer_params": offer}).encode()) == offer
+    assert json.loads(decode_half(body, offer)) == {**asked, "kv_transfer_params": offer}
+    assert decode_half(body, None) == body
+    for answer in (b"", b"[]", b"{}", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": {"forkpoint": 1}}'):
+        assert offer_of(answer) is None
+
+
+def test_both_halves_are_sent_at_once() -> None:
+    """The decode replica finds the prompt by the lease of the prefill half and the place in an earlier answer."""
+    place = ("engine", "10.0.0.7", 5600, bytes(16), 3, 640, bytes(16), Origin.JUNCTION, True, (5601,))
+    earlier = json.loads(json.dumps(Offer(*place).params("r")))
+    lease, hashes = new_lease(), [bytes([number]) * 16 for number in range(20)]
+    found = Offer.read(early_offer(earlier, lease), hashes, 1280)
+    assert (found.engine_id, found.host, found.ports) == ("engine", "10.0.0.7", (5600, 5601))
+    assert (found.lease, found.is_early, found.num_tokens, found.last_hash) == (lease, True, 1280, hashes[-1])
+    assert earlier["forkpoint"]["lease"] == 3 and new_lease() != lease
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'{"prompt": ["a", "b"]}',
+        b'{"prompt": [[1], [2]]}',
+        b'{"prompt": "a", "prompt_logprobs": 0}',
+        b'{"prompt": "a", "kv_transfer_params": {"do_remote_prefill": true}}',
+    ],
+)
+def test_requests_that_are_not_split(body: bytes) -> None:
+    assert prefill_half(body, new_lease()) is None
+
+
+def test_replicas_of_a_pair_reach_each_other() -> None:
+    engine = engine_of(EngineConfig.from_flat(model="m"), "kv_producer")
+    link = reachable(engine, "127.0.0.1", ()).kv_transfer_config
+    assert link is not None and link.kv_role == "kv_producer"
+    assert link.side_channel == ("127.0.0.1", 0) and link.remote_hosts == ("loopback",)
+    link = reachable(engine, "10.0.0.1", ("10.0.0.1", "10.0.0.2")).kv_transfer_config
+    assert link is not None and link.remote_hosts == ("10.0.0.1", "10.0.0.2") and link.side_channel[0] == "10.0.0.1"
+    given = {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"remote_hosts": ["10.0.0.0/8"]}}
+    chosen = engine_of(EngineConfig.from_flat(model="m", kv_transfer_config=given), "kv_consumer")
+    link = reachable(chosen, "10.0.0.1", ("10.0.0.2",)).kv_transfer_config
+    assert link is not None and link.remote_hosts == ("10.0.0.0/8",)
+    other = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
+    with pytest.raises(ConfigError, match="OffloadingConnector is not possible with num_prefill_replicas"):
+        engine_of(EngineConfig.from_flat(model="m", kv_transfer_config=other), "kv_producer")
 
 
 def test_without_ray_the_command_says_what_to_install() -> None:

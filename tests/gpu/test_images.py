@@ -12,6 +12,8 @@ import torch
 from forkpoint import LLM, SamplingParams
 from tests.image_models import IMAGE, Watched, picture, prompt_of, write_vision_checkpoint
 from tests.lfm2_vl_models import Lfm2VlOracle, lfm2_vl_prompt, write_lfm2_vl
+from tests.ling_vl_models import ling_vl_oracle, write_ling_vl
+from tests.nemotron_omni_models import nemotron_omni_oracle, write_nemotron_omni
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -22,12 +24,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 ON_CARD: dict[str, Any] = {"device": "cuda", "cpu_ops": "auto", "checkpoint_interval": 64, "enforce_eager": True}
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "lfm2_vl"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "lfm2_vl", "nemotron_omni", "ling_vl"])
 def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     """The logits of every token that is computed: cold, then after hits behind, inside and before an image."""
     if kind == "lfm2_vl":
         theirs = write_lfm2_vl(tmp_path)
         watched = Watched(tmp_path, theirs, lfm2_vl_prompt, Lfm2VlOracle(tmp_path), **ON_CARD)
+    elif kind == "nemotron_omni":
+        watched = Watched(tmp_path, write_nemotron_omni(tmp_path), lfm2_vl_prompt, nemotron_omni_oracle, **ON_CARD)
+    elif kind == "ling_vl":
+        watched = Watched(tmp_path, write_ling_vl(tmp_path), prompt_of, ling_vl_oracle, **ON_CARD)
     else:
         watched = Watched(tmp_path, write_vision_checkpoint(tmp_path, moe=kind == "moe"), **ON_CARD)
     image = picture(1, 320, 448)

@@ -95,6 +95,18 @@ def test_a_tag_or_character_that_is_begun_is_completed() -> None:
     assert forced_text(tokenizer, rules) == END
 
 
+@pytest.mark.parametrize("data", [b"\xfb", b"\xc0", b"\xe0\x80", b"\xf5\x80", b"\x80"])
+def test_bytes_that_begin_no_character_are_not_completed(data: bytes) -> None:
+    tokenizer = TOKENIZERS["plain"]
+    of_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.backend.get_vocab_size())}
+    rules = start(tokenizer, 1 + len(data))
+    accept(tokenizer, rules, "x")
+    for byte in data:
+        assert len(allowed(rules)) > 300
+        rules.accept(of_byte[bytes([byte])])
+    assert forced_text(tokenizer, rules) == END
+
+
 def test_the_end_has_the_text_of_the_template() -> None:
     tokenizer = TOKENIZERS["with tags"]
     rules = start(tokenizer, 1, thinking_end=" Enough.</think>")

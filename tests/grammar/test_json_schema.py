@@ -110,6 +110,7 @@ ENFORCED: dict[str, Any] = {
     "unevaluated": {"unevaluatedProperties": False, "properties": {"a": BOOL}, "type": "object"},
     "$ref to an anchor": {"$defs": {"n": {"$anchor": "foo", **BOOL}}, "$ref": "#foo"},
     "names of an enum": {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": BOOL, "type": "object"},
+    "few names of an enum": {"propertyNames": {"enum": ["a.", "b c"]}, "type": "object", "maxProperties": 1},
     "names of a length": {"propertyNames": {"maxLength": 2}, "additionalProperties": BOOL, "type": "object"},
     "multipleOf in decimals": {"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 9},
     "classes of ECMA-262": {"type": "string", "pattern": "^[[a&&b]{2,4}$"},

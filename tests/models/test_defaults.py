@@ -17,7 +17,9 @@ from tests.checkpoints import FAMILIES
 
 def read(config: dict[str, Any], folder: Path) -> Any:
     """What forkpoint makes of it; what is wrong with it, where it is refused."""
-    (folder / "config.json").write_text(json.dumps(config))
+    file = folder / "config.json"
+    file.unlink(missing_ok=True)  # ext4 flushes a file that is cut to nothing and written again, in milliseconds
+    file.write_text(json.dumps(config))
     try:
         return load_config(folder)
     except ForkpointError as error:

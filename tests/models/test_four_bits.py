@@ -16,11 +16,12 @@ from forkpoint.models.packings import PackedTensors, Packing
 from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.select import select_table
-from tests.checkpoints import add_mtp, write_checkpoint
+from tests.checkpoints import write_checkpoint
 from tests.driver import Driver
 from tests.four_bit_checkpoints import FORMATS, GPTQ, integers, put_in_four_bits
 from tests.fp8_checkpoints import SINGLE, matrix_scaled
 from tests.models.test_parity import TOLERANCE, error
+from tests.mtp_heads import add_mtp
 from tests.thread_ranks import on_each
 
 LIBRARIES = Path(__file__).parent / "packings.safetensors"

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
-from forkpoint.models.quantization import WeightFormat
+from forkpoint.models.quantization import FP8, MODELOPT_FP8, WeightFormat
 from forkpoint.models.registry import load_config, load_model
+from forkpoint.models.weights import FileWeights
 from forkpoint.ops.linear.scaled import quantise
 from forkpoint.ops.select import torch_table
 from tests.checkpoints import FAMILIES, write_checkpoint
@@ -77,6 +78,21 @@ def test_one_scale_for_a_matrix(family: str, layout: Layout, tmp_path: Path) -> 
         own = {"producer": {"name": "modelopt"}, "quantization": said}
         (tmp_path / "fp8" / "hf_quant_config.json").write_text(json.dumps(own))
         assert error(logits(tmp_path / "fp8", quantization="modelopt"), want) <= TOLERANCE
+
+
+@pytest.mark.parametrize("described_by", ["compressed-tensors", "modelopt"])
+def test_three_kinds_of_scales(described_by: str, tmp_path: Path) -> None:
+    """Matrices with one scale are kept like the others, and those with one for each row are widened."""
+    theirs = write_fp8(tmp_path / "fp8", "qwen3_5_moe", "three", **WHOLE_MOE)
+    if described_by == "modelopt":
+        named = {str(i): {"quant_algo": each} for i, each in enumerate(MODELOPT_FP8)}
+        said = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": named}
+        edit_config(tmp_path / "fp8", quantization_config=said)
+    assert error(logits(tmp_path / "fp8"), oracle(theirs, TOKENS)) <= TOLERANCE
+    form = load_config(tmp_path / "fp8").quantization
+    weights = FileWeights(folder=tmp_path / "fp8", dtype=torch.float32, device=torch.device("cpu"), format=form)
+    parts = ("1.self_attn.o_proj", "0.mlp.shared_expert.up_proj", "0.linear_attn.out_proj")
+    assert [weights.form(f"model.layers.{part}.weight") for part in parts] == [FP8, FP8, None]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -196,7 +212,8 @@ def group(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type 'mx_fp'"),
         ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a.b": {"bits": 8}}}, "8 bits in 'a.b'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes' 4 bits"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt's NVFP4_AWQ"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt's NVFP4_AWQ, which multiplies inputs"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "modelopt's W4A16_AWQ, which multiplies inputs"),
         ({"quant_method": "mxfp4"}, "'mxfp4'"),
         ({**QUANTIZATION["block"], "weight_block_size": [64, 128]}, "weight_block_size [64, 128]"),
         ({**QUANTIZATION["block"], "activation_scheme": "fixed"}, "activation_scheme 'fixed'"),

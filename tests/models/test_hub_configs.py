@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from forkpoint.cache.layout import CacheLayout, KVSpec
+from forkpoint.errors import ConfigError
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import ModelConfig
 from forkpoint.models.latent_attention import LatentAttentionConfig
@@ -15,6 +16,7 @@ from forkpoint.models.layers import MLPConfig, PostNormConfig
 from forkpoint.models.ngrams import NGramConfig
 from forkpoint.models.registry import load_config
 from forkpoint.models.rotary import NO_POSITIONS
+from forkpoint.ops.ranks import Ranks
 
 FOLDER = Path(__file__).parent / "hub_configs"
 # File -> parts of all layers, bytes of a token, of a checkpoint.
@@ -158,18 +160,47 @@ def test_layers_and_bytes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "num_ranks", "dealt_to"),
+    [("kimi-linear-48b-a3b", 2, 2), ("ling-3.0-flash", 4, 4), ("qwen3.5-35b-a3b", 4, 2)],
+)
+def test_tokens_that_fit_if_keys_are_dealt_to_ranks(name: str, num_ranks: int, dealt_to: int, tmp_path: Path) -> None:
+    """In an arena of 20 GiB on each rank."""
+    config, fitting = read(name, tmp_path), []
+    for size in (1, dealt_to):
+        own = config.shared_by(Ranks(0, num_ranks, context=Ranks(0, size)))
+        layout = CacheLayout.create(own.layer_specs, longest=config.max_model_len, dealt_to=size)
+        fitting.append(layout.longest_request((20 << 30) // layout.page_bytes))
+    assert fitting[1] >= 0.95 * dealt_to * fitting[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "says"),
+    [
+        ("qwen3.5-35b-a3b", 2, "and 2 KV heads: leave it out: each rank has KV heads of its own"),
+        ("qwen3.5-35b-a3b", 4, "and 2 KV heads: give a size that divides 2, the ranks that hold the same KV head"),
+        ("glm-5.3-flash", 2, "attention to chosen keys needs all keys on each rank; leave it out"),
+        ("qwen3.8-flash-next", 2, "attention to chosen keys needs all keys on each rank; leave it out"),
+    ],
+)
+def test_keys_that_cannot_be_dealt_to_ranks(name: str, num_ranks: int, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"decode_context_parallel_size={num_ranks} is not possible .*{says}"):
+        read(name, tmp_path).shared_by(Ranks(0, num_ranks, context=Ranks(0, num_ranks)))
+
+
+@pytest.mark.parametrize(
     "name",
     [
         name
-        for name in sorted(set(EXPECTED) - {"qwen3.8-flash-next"})
-        if name.startswith(("nemotron-3-s", "nemotron-3-u", "nemotron-3.5", "ling", "qwen3"))
+        for name in sorted(EXPECTED)
+        if name.startswith(("nemotron-3-s", "nemotron-3-u", "nemotron-3.5", "ling", "qwen3", "glm", "alice"))
     ],
 )
 def test_published_mtp_heads_are_used(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((FOLDER / f"{name}.json").read_text())
     config = load_config(tmp_path, mtp=True)
     kinds = [type(part).__name__ for part in config.draft_layer]
-    assert kinds[0] == "ShortConvConfig" and kinds[1] in ("AttentionConfig", "LatentAttentionConfig")
+    assert kinds[0] == "ShortConvConfig"
+    assert kinds[1] in ("AttentionConfig", "LatentAttentionConfig", "RecentLatentConfig")
     assert config.mtp_names is not None and len(config.mtp_names.blocks) == len(kinds) - 1 == 2
 
 

@@ -201,6 +201,14 @@ def _drop(weights: dict[str, torch.Tensor]) -> None:
     del weights["model.layers.1.mlp.up_proj.weight"]
 
 
+def _store_as(dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], None]:
+    def edit(weights: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.1.mlp.up_proj.weight"
+        weights[name] = weights[name].to(dtype)
+
+    return edit
+
+
 def _add(weights: dict[str, torch.Tensor]) -> None:
     weights["model.layers.4.mlp.up_proj.weight"] = torch.zeros(1)
 
@@ -212,6 +220,9 @@ def _add(weights: dict[str, torch.Tensor]) -> None:
         (_poison(float("-inf")), r"model\.layers\.1\.mlp\.up_proj\.weight.*NaN"),
         (_drop, r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"),
         (_add, r"does not use.*model\.layers\.4"),
+        (_store_as(torch.int8), r"up_proj\.weight.* is stored in I8, .* F64, F32, F16, BF16; .*quantization_config"),
+        (_store_as(torch.bool), r"up_proj\.weight.* is stored in BOOL, "),
+        (_store_as(torch.complex64), r"up_proj\.weight.* is stored in C64, "),
     ],
 )
 def test_wrong_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None], text: str) -> None:
@@ -249,6 +260,10 @@ def test_wrong_shards(tmp_path: Path) -> None:
     folder, shards = fresh("extra")
     (folder / "model-00099-of-00099.safetensors").write_bytes(shards[0].read_bytes())
     fails(folder, "model-00099-of-00099")
+    folder, shards = fresh("circle")
+    shards[1].unlink()
+    shards[1].symlink_to(shards[1].name)
+    fails(folder, f"{shards[1].name} is not a regular file")
     folder, _ = fresh("index")
     (folder / "model.safetensors.index.json").write_text("{}")
     fails(folder, "weight_map")

@@ -16,9 +16,12 @@ from forkpoint.errors import UnsupportedModelError
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.models.registry import load_config, load_model
-from forkpoint.ops.select import torch_table
-from tests.checkpoints import add_mtp, add_published_mtp, write_checkpoint
+from forkpoint.ops.ranks import ALONE, Ranks
+from forkpoint.ops.select import select_table, torch_table
+from tests.checkpoints import write_checkpoint
 from tests.driver import BLOCK, Driver, Row, Work
+from tests.mtp_heads import ReferenceHead, add_mtp, add_published_mtp, rms_norm
+from tests.thread_ranks import on_each
 from tests.train.small import small_model, small_shape
 from train.delta_rule import torch_delta_rule
 from train.model import HybridModel, make_rows
@@ -68,8 +71,8 @@ def drafted(driver: Driver, row: Row, tokens: Sequence[int]) -> list[Tensor]:
         place = torch.tensor([row.blocks[at // BLOCK] * BLOCK + at % BLOCK])
         index = attention_index([1], [at + 1], table, place, 1, first_key=FIRST_KEY)
         ctx = ForwardContext(torch.tensor([at]), 1, index, {}, {}, driver.caches)
-        hidden = model.draft(torch.tensor(tokens[at : at + 1]), hidden, ctx)
-        found.append(model.logits(hidden)[0].float())
+        output, hidden = model.draft(torch.tensor(tokens[at : at + 1]), hidden, ctx)
+        found.append(model.logits(output)[0].float())
     return found
 
 
@@ -154,8 +157,8 @@ def test_heads_of_nemotron_and_ling_have_transformers_logits(family: str, tmp_pa
     eps = getattr(main.config, "layer_norm_epsilon", None) or main.config.rms_norm_eps
 
     def joined(at: int, before: Tensor) -> Tensor:
-        parts = (rms_norm(embedded[at], joining["enorm"], eps), rms_norm(before, joining["hnorm"], eps))
-        return joining["eh_proj"] @ torch.cat(parts)
+        parts = ((embedded[at], "embedding_norm"), (before, "hidden_norm"))
+        return joining["join"] @ torch.cat([rms_norm(x, joining[name], eps) for x, name in parts])
 
     inputs, want = [joined(at, hidden[at - 1]) for at in range(1, known + 1)], list[Tensor]()
     for at in range(known, known + DEPTH):
@@ -170,5 +173,36 @@ def test_heads_of_nemotron_and_ling_have_transformers_logits(family: str, tmp_pa
     assert len(load_model(tmp_path, ops=torch_table()).layer_specs) == len(driver.model.layer_specs) - 1
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean() + eps) * weight
+# Attention to all keys is what an index of so many tokens chooses, and what the newest tokens are.
+REFERENCES: dict[str, dict[str, Any]] = {
+    "glm5_next": {"index_topk": 256},
+    "qwen4_exp": {"indexer_budget": 256},
+    "alice_ai": {},
+}
+
+
+@pytest.mark.parametrize("family", REFERENCES)
+@torch.no_grad()
+def test_heads_have_the_logits_of_transformers_parts(family: str, tmp_path: Path) -> None:
+    config = REFERENCES[family]
+    main = write_checkpoint(tmp_path, family, **config)
+    theirs = ReferenceHead(family, main, *add_published_mtp(tmp_path, family, **config))
+    tokens, known = [5 + (7 * i * i + 3 * i) % 200 for i in range(90)], 70
+    hidden, embedded = theirs.hidden(tokens), main.get_input_embeddings()(torch.tensor(tokens))
+    inputs = [theirs.joined(embedded[at], hidden[at - 1]) for at in range(1, known + 1)]
+    want = list[Tensor]()
+    for at in range(known, known + DEPTH):
+        output, carried = theirs.last(inputs)
+        want.append(main.lm_head(output))
+        inputs.append(theirs.joined(embedded[at + 1], carried))
+
+    @torch.no_grad()
+    def found(table: str, ranks: Ranks = ALONE) -> list[Tensor]:
+        driver = Driver(load_model(tmp_path, ops=select_table(table, False, False), ranks=ranks, mtp=True))
+        row = driver.row()
+        driver.prefill(row, tokens[:known], [64])
+        return drafted(driver, row, tokens)
+
+    for got in (found("torch"), found("cpp"), *on_each(2, False, lambda ranks: found("torch", ranks))):
+        for wanted_logits, ours in zip(want, got, strict=True):
+            assert float((ours - wanted_logits).abs().max() / wanted_logits.std()) < TOLERANCE

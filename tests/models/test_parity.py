@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.models.decoder import Model
@@ -275,6 +277,40 @@ def test_ling_variants(family: str, fields: dict[str, Any], tmp_path: Path) -> N
     theirs = write_checkpoint(tmp_path, family, **fields)
     driver, tokens = Driver(load_model(tmp_path, ops=torch_table())), list(range(2, 132))
     assert error(driver.prefill(driver.row(), tokens, [64, 65]), oracle(theirs, tokens)) <= TOLERANCE
+
+
+def clamp(experts: Any, shared: Any, limits: tuple[float, float]) -> None:
+    """Clamp silu(gate(x)) and up(x) in transformers' experts and shared expert of a layer. 0: no limit."""
+
+    def product(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        most = limit or float("inf")
+        return F.silu(gate).clamp(max=most) * up.clamp(-most, most)
+
+    def run_experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for token, choice in itertools.product(*map(range, ids.shape)):
+            expert = ids[token, choice]
+            gate, up = (experts.gate_up_proj[expert] @ x[token]).chunk(2)
+            out[token] += weights[token, choice] * (experts.down_proj[expert] @ product(gate, up, limits[0]))
+        return out
+
+    experts.forward = run_experts
+    shared.forward = lambda x: shared.down_proj(product(shared.gate_proj(x), shared.up_proj(x), limits[1]))
+
+
+@pytest.mark.parametrize("lists", [((0, 0.02, 0, 0), (0, 0, 0, 0.01)), ((0, 0.02, None, 0.01), (0, 0.02))])
+def test_ling_clamps_experts_by_layer(lists: tuple[tuple[float | None, ...], ...], tmp_path: Path) -> None:
+    names = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+    theirs = write_checkpoint(tmp_path, "bailing_hybrid", **dict(zip(names, lists, strict=True)))
+    model, tokens = load_model(tmp_path, ops=torch_table()), list(range(2, 132))
+    assert not {*names} & {*load_config(tmp_path).unknown_fields}
+    free = oracle(theirs, tokens)
+    for layer in (1, 3):  # the sparse ones
+        mlp = theirs.model.layers[layer].mlp
+        routed, own = (each[layer] or 0.0 if layer < len(each) else 0.0 for each in lists)
+        clamp(mlp.experts, mlp.shared_experts, (routed, own))
+    driver, wanted = Driver(model), oracle(theirs, tokens)
+    assert error(driver.prefill(driver.row(), tokens, [64, 65]), wanted) <= TOLERANCE < error(free, wanted)
 
 
 @pytest.mark.parametrize(

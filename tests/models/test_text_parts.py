@@ -16,11 +16,13 @@ from forkpoint import LLM, SamplingParams
 from forkpoint.errors import InvalidPromptError, ModelFolderError, UnsupportedModelError
 from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.select import torch_table
-from tests.checkpoints import COMMON, DENSE, FAMILIES, GDN, HEAD, QWEN4, make_state_sensitive, write_checkpoint
+from tests.checkpoints import COMMON, DENSE, GDN, HEAD, QWEN4, make_state_sensitive, write_checkpoint
 from tests.checkpoints import VISION as QWEN_VISION
 from tests.driver import Driver
 from tests.image_models import picture
 from tests.lfm2_vl_models import write_lfm2_vl
+from tests.ling_vl_models import write_ling_vl
+from tests.nemotron_omni_models import write_nemotron_omni
 
 TOLERANCE = 1e-4  # of the logits' standard deviation
 TOKENS = list(range(2, 132))
@@ -30,27 +32,21 @@ def lfm2_vl_moe(folder: Path) -> Any:
     return write_lfm2_vl(folder, moe=True)
 
 
+def lfm3_vl(folder: Path) -> Any:
+    kinds = ["conv", "full_attention", "sliding_attention", "conv"]
+    text = {**COMMON, **HEAD, **DENSE, "model_type": "lfm3", "layer_types": kinds, "sliding_window": 70}
+    text |= {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
+    options = {"projector_hidden_size": 48, "tie_word_embeddings": False}
+    config = transformers.Lfm3VlConfig(text_config=text, vision_config={**vision, "num_key_value_heads": 2}, **options)
+    return saved(transformers.Lfm3VlForConditionalGeneration(config), folder)
+
+
 def minicpm_v(folder: Path) -> Any:
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = {**COMMON, **HEAD, **GDN, **DENSE, "model_type": "qwen3_5_text"}
     config = transformers.MiniCPMV4_6Config(text_config=text, vision_config={**vision, "image_size": 64})
     return saved(transformers.MiniCPMV4_6ForConditionalGeneration(config), folder)
-
-
-def nemotron_omni(folder: Path) -> Any:
-    """The published names: `llm_config` and the class of the checkpoint's own code."""
-    vision = {"model_type": "radio", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes = {"projector_hidden_size": 32, "vision_hidden_size": 32}
-    text = FAMILIES["nemotron_h"]().config.to_dict()
-    parts = {"text_config": text, "vision_config": {**vision, "video_temporal_patch_size": 2}}
-    model = transformers.AutoModelForImageTextToText.from_config(
-        transformers.AutoConfig.for_model("nemotron_h_omni", **parts, **sizes)
-    )
-    saved(model, folder)
-    change(
-        folder, lambda values: {**values, "llm_config": values.pop("text_config")}, "NemotronH_Nano_Omni_Reasoning_V3"
-    )
-    return model
 
 
 def intern_s2(folder: Path) -> Any:
@@ -63,11 +59,7 @@ def intern_s2(folder: Path) -> Any:
 
 def ling_vl(folder: Path) -> Any:
     """Ling-3.0 beside a vision tower; transformers has the text model alone."""
-    model = write_checkpoint(folder, "bailing_hybrid")
-    rest = {"vision_config": {"depth": 1, "model_type": "qwen3_moe_vit"}, "mrope_section": [2, 1, 1]}
-    change(folder, lambda values: {"text_config": values, **rest}, "BailingMoeV3VLForConditionalGeneration")
-    add(folder, {"model.visual.patch_embed.proj.weight": torch.ones(2), "model.linear_proj.0.weight": torch.ones(2)})
-    return model
+    return write_ling_vl(folder).text
 
 
 def qwen4_exp_vl(folder: Path) -> Any:
@@ -79,12 +71,13 @@ def qwen4_exp_vl(folder: Path) -> Any:
 
 FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "lfm2_vl_moe": (lfm2_vl_moe, ["(model.multi_modal_projector.*)", "(model.vision_tower.*)"]),
+    "lfm3_vl": (lfm3_vl, ["(model.multi_modal_projector.*)", "(model.vision_tower.*)"]),
     "minicpm_v": (minicpm_v, ["(model.merger.*)", "(model.vision_tower.*)"]),
-    "nemotron_omni": (nemotron_omni, ["(mlp1.*)", "(vision_model.*)"]),
+    "nemotron_omni": (write_nemotron_omni, ["(mlp1.*)", "(vision_model.*)"]),
     "intern_s2": (intern_s2, ["(model.time_series.*)", "(model.visual.*)", "(mtp.*)"]),
     "glm5_next": (lambda folder: write_checkpoint(folder, "glm5_next"), ["(model.visual.*)"]),
     "qwen4_exp_vl": (qwen4_exp_vl, ["(model.visual.*)"]),
-    "ling_vl": (ling_vl, ["(model.linear_proj.*)", "(model.visual.*)"]),
+    "ling_vl": (ling_vl, ["(linear_proj.*)", "(model.visual.*)"]),
 }
 
 

@@ -8,7 +8,15 @@ import pytest
 
 from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.config import EngineConfig
-from forkpoint.obs.logs import LOGGER, cache_plan_lines, operator_lines, set_up_logging, wants_color
+from forkpoint.obs.logs import (
+    LOGGER,
+    cache_plan_lines,
+    counted,
+    operator_lines,
+    operators_line,
+    set_up_logging,
+    wants_color,
+)
 from tests.cache.shapes import layout_of, state
 
 KV = KVSpec.of(2, 16, 16, "float32")
@@ -75,8 +83,14 @@ def test_the_cache_plan_says_what_windows_keep() -> None:
     assert "window" not in plan(HYBRID)
 
 
+def test_one_thing_is_singular() -> None:
+    assert [counted(number, "slot") for number in (0, 1, 2000)] == ["0 slots", "1 slot", "2,000 slots"]
+
+
 def test_operators_are_grouped_by_backend() -> None:
-    lines = operator_lines({"linear": "cpp", "rope": "torch", "rmsnorm": "cpp"}, ["recurrence_decode"])
+    backends = {"linear": "cpp", "rope": "torch", "rmsnorm": "cpp"}
+    assert operators_line(backends) == "operators: 2 by cpp, 1 by torch"
+    lines = operator_lines(backends, ["recurrence_decode"])
     assert lines[:2] == ["operators by cpp: linear, rmsnorm", "operators by torch: rope"]
     assert lines[2].endswith("recurrence_decode")
     assert "not needed" in operator_lines({}, [])[-1]

@@ -14,7 +14,14 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from forkpoint.ops.attention import expanded_kernel, latent_kernel, latent_step_kernel
+from forkpoint.ops.attention import (
+    expanded_kernel,
+    latent_kernel,
+    latent_step_kernel,
+    partial_kernel,
+    pool_attention_kernel,
+    pool_choice_kernel,
+)
 from forkpoint.ops.conv1d import verify_kernel as conv_verify
 from forkpoint.ops.launch import AT_ONCE
 from forkpoint.ops.linear import kernel as linear
@@ -74,7 +81,15 @@ POINTERS = {
 
 
 def compiled(name: str, function: Any, num_warps: int, target: GPUTarget = HOPPER, **constants: Any) -> Any:
-    constants = {"OVERLAP": True, "STRAIGHT": False, **constants}
+    constants = {
+        "OVERLAP": True,
+        "STRAIGHT": False,
+        "GATE_LIMIT": None,
+        "UP_LIMIT": None,
+        "FIRST": 0,
+        "PARTIAL": False,
+        **constants,
+    }
     constants = {arg: value for arg, value in constants.items() if arg in function.arg_names}
     signature = {arg: "constexpr" if arg in constants else POINTERS.get(arg, "i32") for arg in function.arg_names}
     places = {arg: (place,) for place, arg in enumerate(function.arg_names)}
@@ -85,6 +100,23 @@ def compiled(name: str, function: Any, num_warps: int, target: GPUTarget = HOPPE
     code = made.asm["ptx"] if target == HOPPER else made.asm["amdgcn"]
     print(name, sum(code.count(word) for word in ("wgmma.mma_async", "mma.sync", "v_mfma")))
     return made
+
+
+def pools() -> None:
+    """Compile the choice of pools of keys and the attention to them."""
+    POINTERS.update(chosen="*i32", k_cache="*bf16", v_cache="*bf16", gate="*bf16", scores="*i32", weights="*fp32")
+    sizes = {"HEADS": 2, "GROUP": 8, "D": 64, "DV": 64, "BLOCK": 64, "SIZE": 4, "MOST": 8, "BLOCK_M": 16, "KEYS": 32}
+    sizes["FIRST"] = 0
+    plain = dict.fromkeys(("k_scales", "v_scales", "scale_block"))
+    for decode in (False, True):
+        compiled("pool_attend", pool_attention_kernel._attend_kernel, 4, **sizes, **plain, SHARED=decode, DECODE=decode)
+        form = {**sizes, "WIDE": 16, "QUERIES": 2 - decode, "DECODE": decode}
+        POINTERS["out"] = "*i32"
+        compiled("pool_scores", pool_choice_kernel._scores_kernel, 4, **form)
+        compiled("pool_choice", pool_choice_kernel._choice_kernel, 4, **form, POOLS=64)
+        POINTERS["out"] = "*bf16"
+    compiled("pool_join", pool_attention_kernel._join_kernel, 2, **sizes)
+    POINTERS["scores"] = "*bf16"
 
 
 def main() -> None:
@@ -99,9 +131,14 @@ def main() -> None:
     for decode in (True, False):
         compiled("attend", latent_kernel.latent_kernel, 4, **sizes, DECODE=decode, SPLIT=not decode)
         compiled("write", latent_kernel._write_kernel, 4, **sizes, ROTATED=decode)
+    sizes |= {"BLOCK": 32, "FIRST": 1}
+    compiled("attend", latent_kernel.latent_kernel, 4, **sizes, DECODE=True, SPLIT=False, PARTIAL=True)
+    POINTERS["out"] = "*fp32"
+    compiled("partial", partial_kernel.partial_kernel, 2, HEADS=16, DV=64)
+    POINTERS["out"] = "*bf16"
     tiles = NVMMASharedLayout(128, 16, 3)
     POINTERS.update(dict.fromkeys(("value_tiles", "rope_tiles"), f"tensordesc<bf16[1, 64, 64],{tiles!r}>"))
-    sizes = {"HEADS": 16, "R": 64, "P": 64, "STAGES": 2}
+    sizes = {"HEADS": 16, "R": 64, "P": 64, "FIRST": 1, "STAGES": 2}
     compiled("attend", latent_step_kernel.latent_step_kernel, 4, **sizes)
     sizes = {"HEADS": 2, "K": 32, "P": 16, "V": 32, "BLOCK_M": 64}
     compiled("expanded", expanded_kernel._expanded_kernel, 8, **sizes)
@@ -131,7 +168,9 @@ def main() -> None:
         compiled("amd_record_heads", heads_kernel._heads_kernel, 1, amd, **known, **flags, **form, W=0, TOGETHER=True)
     compiled("amd_record", record_kernel._record_kernel, 1, amd, **known)
     window = {"D": 64, "W": 4, "BLOCK": 64, "PIECES": 1, "HAS_BIAS": True, "SILU": True}
-    compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting)
+    for takes in (False, True):
+        compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting, TAKES=takes)
+    pools()
     made = compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)
     # Each stretch of chunks starts where the one before ended; the compiler has taken that for 0.
     assert not re.search(r"scf.for %\w+ = %c0_i32\w* to", made.asm["ttgir"]), "a loop starts at a constant"

@@ -65,10 +65,11 @@ OWN_POINTERS = {
 }
 ALIGNED = ("num_outputs", "width", "x_stride", "out_stride", "split_width", "inner", "size", "half")
 FIXED = {"SCALE_ROWS": 128, "BLOCKED": True, "BITS": True, "STRAIGHT": False, "OVERLAP": False, "SQUARED": False}
+FIXED |= {"GATE_LIMIT": None, "UP_LIMIT": None, "PARTIAL": False}
 
 
 def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
-    constants = {arg: value for arg, value in {**constants, **FIXED}.items() if arg in function.arg_names}
+    constants = {arg: value for arg, value in {**FIXED, **constants}.items() if arg in function.arg_names}
     pointers = dict(POINTERS)
     for rounded in ("x", "out"):
         if f"{rounded}_scales" in function.arg_names and f"{rounded}_scales" not in constants:
@@ -126,7 +127,7 @@ def main() -> None:
     compiled("narrow", fp8_kernel._narrow_kernel, Tile(1, 1, 1, 4, 1), ROWS=16, WIDTH=128)
     flags = {"GATED": False, "GATE_FIRST": False, "SIGMOID": False, "OWN_WEIGHTS": False, "ADD": True}
     compiled("norm", norm._norm_kernel, Tile(1, 1, 1, 8, 1), D=2560, ROWS=1, PARTS=8, **flags)
-    compiled("gate", activation._silu_mul_kernel, Tile(1, 1, 1, 4, 1))
+    compiled("gate", activation._silu_mul_kernel, Tile(1, 1, 1, 4, 1), gate_limit=None, up_limit=None)
     into, out_of = moe.PAIR_IN, moe.PAIR_OUT
     sizes = {"OUTPUTS": into.outputs, "WIDTH": into.width, "STAGES": into.num_stages}
     compiled("pair_in", linear._row_kernel, into, **sizes, GATED=True, bias=None, beside=None)
@@ -138,6 +139,7 @@ def main() -> None:
     heads = {"HEADS": 2, "GROUP": 4, "D": 64, "DV": 64, "BLOCK": 64}
     flags = {"HAS_WINDOW": False, "GATED": True}
     compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, FOLDED=4)
+    compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, FOLDED=1, PARTIAL=True)
     sizes = {"BLOCK_M": 64, "QUERIES": 16, "SPLIT": True}
     compiled("prefill", prefill_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, **sizes)
     for num_rows in (1, 128):

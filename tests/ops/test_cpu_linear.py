@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from forkpoint.ops.parameters import GateLimits
 from forkpoint.ops.select import torch_table
 from tests.ops.cpu_table import cpp
 
@@ -78,10 +79,11 @@ def test_experts_follow_the_reference(tokens: int, gated: bool, dtype: torch.dty
     gate_up, down = torch.randn(6, 80 if gated else 40, 48).to(dtype) * 0.2, torch.randn(6, 48, 40).to(dtype) * 0.2
     x = torch.randn(tokens, 48).to(dtype)
     weights, ids = _routing(tokens, 6, 3)
-    wanted = TORCH.experts(x, TORCH.prepare_experts(gate_up, down), weights, ids)
-    got = CPP.experts(x, CPP.prepare_experts(gate_up, down), weights, ids)
     error = 2e-6 if dtype == torch.float32 else 2e-2  # bf16: two intermediate roundings
-    assert (got - wanted).abs().max() <= error * wanted.abs().max()
+    for limits in (None, GateLimits(0.5, 0.3)) if gated else (None,):
+        wanted = TORCH.experts(x, TORCH.prepare_experts(gate_up, down), weights, ids, limits)
+        got = CPP.experts(x, CPP.prepare_experts(gate_up, down), weights, ids, limits=limits)
+        assert (got - wanted).abs().max() <= error * wanted.abs().max()
 
 
 def test_experts_do_not_depend_on_the_batch() -> None:

@@ -7,118 +7,151 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.indices import attention_index
-from forkpoint.ops.attention.dealt import ALL, Deal, attend_dealt
-from forkpoint.ops.attention.reference import kv_write, paged_attention
+from forkpoint.config import BLOCK_SIZE
+from forkpoint.ops.attention.dealt import attend
+from forkpoint.ops.attention.reference import kv_write
 from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.ranks import Ranks
+from forkpoint.ops.select import select_table
+from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.block_table import BlockTable
+from forkpoint.runtime.dealt_keys import DealtKeys
 from tests.thread_ranks import on_each
 
-HEADS, KV_HEADS, DIM, VALUE_DIM, SCALE = 4, 2, 8, 12, 0.3
-BLOCK, WINDOW = 16, 10
+HEADS, DIM, VALUE_DIM, SCALE = 2, 8, 12, 0.3  # a rank's heads, which share one key head with those of other ranks
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows `(tokens before, new tokens)`: of several new tokens all but the first are drafts."""
+    """Decode rows and prompts `(tokens before, new tokens)`: new tokens of a decode row after the first are drafts."""
 
-    rows: tuple[tuple[int, int], ...]
+    decodes: tuple[tuple[int, int], ...]
+    prompts: tuple[tuple[int, int], ...] = ()
     interleave: int = 1
-    kernel_block: int = BLOCK
+    kernel_block: int = 8
+    window: int | None = None
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the new tokens, keys and values of all, the same for every rank."""
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        return self.decodes + self.prompts
+
+    def tensors(self, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the new tokens and all ranks' heads, and keys and values of all tokens."""
         generator = torch.Generator().manual_seed(sum(sum(row) for row in self.rows))
         count, new = sum(sum(row) for row in self.rows), sum(new for _, new in self.rows)
-        sizes = (new, HEADS, DIM), (count, KV_HEADS, DIM), (count, KV_HEADS, VALUE_DIM)
+        sizes = (new, num_ranks * HEADS, DIM), (count, 1, DIM), (count, 1, VALUE_DIM)
         q, k, v = (torch.randn(*size, generator=generator) for size in sizes)
         return q, k, v
 
-    def seen(self) -> np.ndarray:
-        """How many keys each query sees: drafts see those of the tokens before them."""
-        return np.concatenate([np.arange(before, before + new) + 1 for before, new in self.rows])
-
-    def group(self, deal: Deal, kernel_block: int, first_id: int) -> tuple[Tensor, Tensor, AttentionIndex]:
-        """What a rank keeps in one group of layers, whose rows hold as many blocks as it needs, and where it is."""
-        _, k, v = self.tensors()
+    def kept(self, ranks: Ranks) -> tuple[Tensor, Tensor, AttentionIndex]:
+        """What a rank keeps, in blocks that lie anywhere, and where it is."""
+        _, k, v = self.tensors(ranks.size)
+        keys = DealtKeys(ranks, self.interleave, 32, CpuPlatform(), None)
         lens = [sum(row) for row in self.rows]
-        widths = [-(-length // (BLOCK * deal.num_ranks)) for length in lens]
-        table = BlockTable(len(lens), max(widths), BLOCK, kernel_block_size=kernel_block, deal=deal)
-        ids = np.random.default_rng(first_id).permutation(sum(widths)).astype(np.int32) + np.int32(first_id)
+        widths = [-(-length // BLOCK_SIZE) for length in lens]
+        size = BLOCK_SIZE // ranks.size
+        table = BlockTable(len(lens), max(widths), size, kernel_block_size=self.kernel_block, deal=keys.deal)
+        ids = np.random.default_rng(0).permutation(sum(widths)).astype(np.int32) + np.int32(2)
         for row, width in enumerate(widths):
             table.add(row, ids[sum(widths[:row]) :][:width])
-        count = (first_id + sum(widths)) * table.ratio
-        caches = [torch.full((count, KV_HEADS, kernel_block, dim), float("nan")) for dim in (DIM, VALUE_DIM)]
+        count = (2 + sum(widths)) * table.ratio
+        caches = [torch.full((count, 1, self.kernel_block, dim), float("nan")) for dim in (DIM, VALUE_DIM)]
         rows = np.repeat(np.arange(len(lens), dtype=np.int32), lens)
-        slots = table.kv_slots(rows, np.concatenate([np.arange(length) for length in lens]))
-        kv_write(k, v, *caches, torch.from_numpy(slots))
-        asking = np.repeat(np.arange(len(lens)), [new for _, new in self.rows]).tolist()
-        kept, ones = deal.count(self.seen()).tolist(), [1] * len(asking)
-        index = attention_index(ones, kept, table.device, torch.empty(0), len(ones), asking, None)
-        return caches[0], caches[1], index
+        positions = np.concatenate([np.arange(length) for length in lens])
+        slots = torch.from_numpy(table.kv_slots(rows, positions))
+        assert torch.equal(table.device_slots(torch.from_numpy(rows).long(), torch.from_numpy(positions)), slots)
+        kv_write(k, v, *caches, slots)
+        decodes, at = [new for _, new in self.decodes], len(self.decodes)
+        lines = [*np.repeat(np.arange(at), decodes).tolist(), *range(at, len(lens))]
+        seen = [before + 1 + i for before, new in self.decodes for i in range(new)] + lens[at:]
+        queries = [1] * sum(decodes) + [new for _, new in self.prompts]
+        index = attention_index(queries, seen, table.device, torch.empty(0), sum(decodes), lines, None)
+        return caches[0], caches[1], keys.complete(index, table, index.on_host())
 
     def answers(self, ranks: Ranks) -> Tensor:
-        """Return the outputs of a layer whose keys are dealt, and of a layer in its own group that each rank keeps
-        whole."""
-        q = self.tensors()[0]
-        deal = Deal(ranks.rank, ranks.size, self.interleave)
-        dealt = attend_dealt(q, *self.group(deal, self.kernel_block, 2), SCALE, ranks)
-        return torch.stack([dealt, paged_attention(q, *self.group(ALL, BLOCK, 5), SCALE, WINDOW)])
+        """Return the outputs of this rank's heads."""
+        own = self.tensors(ranks.size)[0][:, ranks.rank * HEADS :][:, :HEADS].contiguous()
+        ops = select_table("torch", ranks.gathers, False)
+        return attend(ops, own, *self.kept(ranks), SCALE, self.window)
 
-    def expected(self) -> Tensor:
-        q, k, v = self.tensors()
-        ends = np.cumsum([sum(row) for row in self.rows])
-        firsts = np.repeat(ends - [sum(row) for row in self.rows], [new for _, new in self.rows])
-        out = torch.empty(2, len(q), HEADS, VALUE_DIM)
-        for i, (first, seen) in enumerate(zip(firsts.tolist(), self.seen().tolist(), strict=True)):
-            for answer, low in zip(out, (0, max(0, seen - WINDOW)), strict=True):
-                keys, values = (x[first + low : first + seen].repeat_interleave(2, 1) for x in (k, v))
-                weights = torch.einsum("hd,khd->hk", q[i] * SCALE, keys).softmax(-1)
-                answer[i] = torch.einsum("hk,khv->hv", weights, values)
-        return out
+    def check(self, found: list[Tensor]) -> None:
+        """Compare the outputs of all ranks."""
+        q, k, v = self.tensors(len(found))
+        out = torch.empty(*q.shape[:2], VALUE_DIM)
+        ends, at = np.cumsum([sum(row) for row in self.rows]), 0
+        for end, (before, new) in zip(ends.tolist(), self.rows, strict=True):
+            first = end - before - new
+            for seen in range(before + 1, before + new + 1):
+                low = 0 if self.window is None else max(0, seen - self.window)
+                keys, values = (x[first + low : first + seen, 0] for x in (k, v))
+                out[at] = (q[at] * SCALE @ keys.T).softmax(-1) @ values
+                at += 1
+        torch.testing.assert_close(torch.cat(found, 1), out, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 70), st.integers(1, 4)), min_size=1, max_size=3),
-    st.integers(1, 4),
-    st.sampled_from([1, 2, 4, 8, 16]),
+    st.lists(st.tuples(st.integers(0, 200), st.integers(1, 4)), max_size=3),
+    st.lists(st.tuples(st.integers(0, 200), st.integers(1, 80)), min_size=1, max_size=2),
+    st.sampled_from([(2, 1), (2, 8), (2, 32), (4, 2), (4, 16)]),
     st.sampled_from([4, 8, 16]),
+    st.sampled_from([None, 10, 100]),
+    st.booleans(),
 )
 def test_answers_are_those_over_all_keys(
-    rows: list[tuple[int, int]], num_ranks: int, interleave: int, kernel_block: int
+    decodes: list[tuple[int, int]],
+    prompts: list[tuple[int, int]],
+    deal: tuple[int, int],
+    kernel_block: int,
+    window: int | None,
+    gathers: bool,
 ) -> None:
-    case = Case(tuple(rows), interleave, kernel_block)
-    for found in on_each(num_ranks, True, case.answers):
-        torch.testing.assert_close(found, case.expected(), rtol=1e-4, atol=1e-5)
+    num_ranks, interleave = deal
+    case = Case(tuple(decodes), tuple(prompts), interleave, kernel_block, window)
+    case.check(on_each(num_ranks, gathers, case.answers))
 
 
-CASES = [Case(((0, 1), (40, 1), (63, 3)), 1), Case(((1, 2), (30, 1)), 4, 8), Case(((90, 4), (16, 1)), 16, 8)]
+CASES = [
+    Case(((0, 1), (40, 1), (63, 3)), ((70, 9),)),
+    Case(((1, 2), (130, 1)), (), 16),
+    Case((), ((90, 4), (0, 16)), 4),
+]
 
 
-def _one(rank: int, folder: Path) -> None:
+def _one(rank: int, folder: Path, size: int, context_size: int) -> None:
     torch.set_num_threads(1)
-    ranks = Ranks.meet("gloo", rank, 2, folder / "meeting", True, torch.device("cpu"))
-    torch.save([case.answers(ranks) for case in CASES], folder / f"{rank}.pt")
+    place, cpu = folder / "meeting", torch.device("cpu")
+    ranks = Ranks.meet("gloo", rank, size, place, False, cpu, context_size)
+    torch.save([case.answers(ranks.context) for case in CASES], folder / f"{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # its threads may else still run where the process ends, which aborts it
 
 
 def test_over_gloo(tmp_path: Path) -> None:
-    """Two processes; the first row's only key is one rank's."""
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_one, args=(rank, tmp_path)) for rank in range(2)]
+    """Four processes in two groups; the first row's only key is one rank's."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once, not by each process
+    processes = [context.Process(target=_one, args=(rank, tmp_path, 4, 2)) for rank in range(4)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
-    for rank in range(2):
-        for case, found in zip(CASES, torch.load(tmp_path / f"{rank}.pt"), strict=True):
-            torch.testing.assert_close(found, case.expected(), rtol=1e-4, atol=1e-5)
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    for group in (found[:2], found[2:]):
+        for i, case in enumerate(CASES):
+            case.check([answers[i] for answers in group])
+
+
+def test_more_keys_than_are_gathered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forkpoint.runtime.dealt_keys.MOST_GATHERED", 100)
+    case = Case(((10, 1), (90, 2)), ((70, 9), (0, 50), (140, 1), (0, 3)), 8)
+    for gathers in (False, True):
+        case.check(on_each(2, gathers, case.answers))

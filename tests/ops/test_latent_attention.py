@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.indices import attention_index
-from forkpoint.ops.attention import expanded_kernel, kernel
+from forkpoint.ops.attention import expanded_kernel, kernel, latent_step_kernel
+from forkpoint.ops.attention.reference import NO_KEYS
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.metadata import AttentionIndex, KeySplits
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
+from forkpoint.platforms.platform import DeviceTraits
 from tests.ops.cpu_table import build
+from tests.ops.gluon_host import on_host
 from tests.ops.triton_cases import DEVICE, ON_GPU, relative_error, triton_ops
 
 HEADS, RANK, SHARED, EPS = 5, 40, 12, 1e-6
@@ -31,21 +36,28 @@ class Batch:
     """Rows of latents in scattered blocks, NaN around them; row r's last `queries[r]` tokens ask."""
 
     def __init__(
-        self, kv_lens: list[int], queries: list[int], decodes: int, dtype: torch.dtype, block: int = 64
+        self,
+        kv_lens: list[int],
+        queries: list[int],
+        decodes: int,
+        dtype: torch.dtype,
+        block: int = 64,
+        sizes: tuple[int, int, int] = (HEADS, RANK, SHARED),
     ) -> None:
+        heads, self.rank, shared = sizes
         generator = torch.Generator().manual_seed(0)
         widths = [-(-n // block) for n in kv_lens]
         order = torch.randperm(sum(widths) + 2, generator=generator).tolist()
         table = [[order.pop() for _ in range(width)] for width in widths]
-        size = block * (RANK + SHARED)
+        size = block * (self.rank + shared)
         wide = torch.full((sum(widths) + 2, size + 24), float("nan"), dtype=dtype, device=DEVICE)
-        self.cache = wide[:, 8 : 8 + size].view(-1, 1, block, RANK + SHARED)
-        self.rows = [torch.randn(n, RANK + SHARED, generator=generator).to(DEVICE, dtype) for n in kv_lens]
+        self.cache = wide[:, 8 : 8 + size].view(-1, 1, block, self.rank + shared)
+        self.rows = [torch.randn(n, self.rank + shared, generator=generator).to(DEVICE, dtype) for n in kv_lens]
         for own, blocks in zip(self.rows, table, strict=True):
             for i, place in enumerate(blocks):
                 part = own[block * i : block * i + block]
                 self.cache[place, 0, : len(part)] = part
-        self.q = torch.randn(sum(queries), HEADS, RANK + SHARED, generator=generator).to(DEVICE, dtype)
+        self.q = torch.randn(sum(queries), heads, self.rank + shared, generator=generator).to(DEVICE, dtype)
         padded = torch.tensor([row + [-1] * (max(widths) - len(row)) for row in table], dtype=torch.int32)
         none = torch.empty(0, dtype=torch.int64, device=DEVICE)
         splits = KeySplits(block)
@@ -53,15 +65,16 @@ class Batch:
 
     def run(self, ops: OpTable, index: AttentionIndex | None = None, q: Tensor | None = None) -> Tensor:
         q = self.q if q is None else q
-        return ops.paged_attention(q, self.cache, self.cache[..., :RANK], index or self.index, 0.2, None)
+        return ops.paged_attention(q, self.cache, self.cache[..., : self.rank], index or self.index, 0.2, None)
 
-    def plain(self) -> Tensor:
+    def plain(self, first_key: int = 0) -> Tensor:
         outputs, start = [], 0
         for own, count in zip(self.rows, self.index.query_lens, strict=True):
             q, keys = self.q[start : start + count].double(), own.double()
             hidden = torch.ones(count, len(own), device=DEVICE).triu(len(own) - count + 1).bool()
+            hidden[:, :first_key] = True
             weights = (q.transpose(0, 1) @ keys.t() * 0.2).masked_fill(hidden, float("-inf")).softmax(-1)
-            outputs.append((weights @ keys[:, :RANK]).transpose(0, 1))
+            outputs.append((weights @ keys[:, : self.rank]).transpose(0, 1))
             start += count
         return torch.cat(outputs)
 
@@ -73,6 +86,44 @@ def test_against_plain_softmax(ops: OpTable, dtype: torch.dtype) -> None:
     assert got.dtype == dtype and relative_error(got, batch.plain()) <= BOUND[dtype]
 
 
+@pytest.mark.parametrize("held", [1, 2])
+def test_steps_in_gluon(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for Hopper GPUs, which runs on the host: rows of one part and of several, with NaN after the last."""
+    traits = DeviceTraits(num_processors=100 if held == 2 else 1, has_warpgroups=True)
+    batch = Batch([1, 64, 333, 1300, 70], [1] * 5, 5, torch.bfloat16, sizes=(5, 128, 64))
+    monkeypatch.setattr(latent_step_kernel, "traits_of", lambda device: traits)
+    monkeypatch.setattr(kernel, "_takes_steps", lambda q, cache, rank: True)
+    with on_host(latent_step_kernel, "latent_step_kernel") as launched:
+        got = batch.run(triton_ops())
+    assert launched.num_programs and relative_error(got, batch.plain()) <= 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_partial_results(ops: OpTable, dtype: torch.dtype) -> None:
+    """Outputs and logarithms of sums of exponentials. A row has no keys here, and another has only one.
+
+    Drafts do not see the first key.
+    """
+    batch = Batch([1, 270, 0, 64, 70], [1] * 5, 5, dtype, block=32)
+    first_key = int(dtype == torch.bfloat16)
+    index = replace(batch.index, first_key=first_key)
+    found = ops.partial_attention(batch.q, batch.cache, batch.cache[..., :RANK], index, 0.2)
+    assert found.dtype == torch.float32 and found.shape == (5, HEADS, RANK + 1)
+    has_keys = [row for row, keys in enumerate(batch.rows) if len(keys) > first_key]
+    without = [row for row in range(5) if row not in has_keys]
+    assert found[without, :, :-1].eq(0).all() and found[without, :, -1].eq(NO_KEYS).all()
+    assert relative_error(found[has_keys, :, :-1], batch.plain(first_key)[has_keys]) <= BOUND[dtype]
+    for row in has_keys:
+        totals = (batch.q[row].double() @ batch.rows[row][first_key:].double().T * 0.2).logsumexp(1)
+        torch.testing.assert_close(found[row, :, -1].double(), totals, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_before_the_first_are_not_seen(ops: OpTable) -> None:
+    batch = Batch([2, 65, 270], [1] * 3, 3, torch.float32)
+    got = batch.run(ops, replace(batch.index, first_key=1))
+    assert relative_error(got, batch.plain(first_key=1)) <= BOUND[torch.float32]
+
+
 @pytest.mark.parametrize("heads", [8, 20])
 def test_steps_of_full_width(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For which a Hopper GPU has a kernel of its own; last tiles in part, and NaN behind them."""
@@ -80,6 +131,10 @@ def test_steps_of_full_width(heads: int, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setitem(globals(), name, value)
     batch = Batch([1, 270, 64, 333, 130, 70], [1, 1, 1, 1, 1, 9], 5, torch.bfloat16)
     assert relative_error(batch.run(triton_ops()), batch.plain()) <= BOUND[torch.bfloat16]
+    if ON_GPU:  # drafts do not see the first key
+        batch = Batch([270, 64, 2], [1] * 3, 3, torch.bfloat16)
+        got = batch.run(triton_ops(), replace(batch.index, first_key=1))
+        assert relative_error(got, batch.plain(first_key=1)) <= BOUND[torch.bfloat16]
 
 
 def test_few_queries_of_many_keys(ops: OpTable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearTopkR
 from forkpoint.ops.linear.fixed_rows import FixedRowsLinear
 from forkpoint.ops.linear.reference import linear, prepare_linear
 from forkpoint.ops.moe.reference import experts_by, prepare_experts, route
-from forkpoint.ops.parameters import RouteRule
+from forkpoint.ops.parameters import GateLimits, RouteRule
 
 SHAPES = [(96, 64), (9, 130), (1001, 40)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -65,14 +65,16 @@ def _moe_case(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 def test_experts() -> None:
     x, gate_up, down, weights, ids = _moe_case(torch.float32)
-    want = torch.zeros_like(x)
-    for t in range(50):
-        for weight, e in zip(weights[t], ids[t].tolist(), strict=True):
-            gate, up = (gate_up[e] @ x[t]).chunk(2)
-            want[t] += weight * (down[e] @ (F.silu(gate) * up))
-    torch.testing.assert_close(
-        experts_by(linear, x, prepare_experts(gate_up, down), weights, ids), want, atol=1e-4, rtol=1e-4
-    )
+    for limits in (None, GateLimits(0.5, 0.3)):
+        want = torch.zeros_like(x)
+        for t in range(50):
+            for weight, e in zip(weights[t], ids[t].tolist(), strict=True):
+                gate, up = (gate_up[e] @ x[t]).chunk(2)
+                if limits is not None:
+                    gate, up = gate.clamp(max=0.5), up.clamp(-0.3, 0.3)
+                want[t] += weight * (down[e] @ (F.silu(gate) * up))
+        found = experts_by(linear, x, prepare_experts(gate_up, down), weights, ids, limits)
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
 
 
 def test_experts_without_a_gate() -> None:

@@ -13,6 +13,7 @@ from benchmarks.indices import attention_index
 from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.attention import kernel
 from forkpoint.ops.attention.kernel import MAX_WAVES, TritonPagedAttention, num_splits
+from forkpoint.ops.attention.reference import NO_KEYS
 from forkpoint.ops.metadata import MAX_PARTS, PART_BLOCKS, AttentionIndex, AttentionWork, KeySplits, running_total
 from forkpoint.platforms.platform import DeviceTraits
 from tests.ops.triton_cases import DEVICE, ON_GPU, gpu_only, relative_error, sized, triton_ops
@@ -93,6 +94,21 @@ class Batch:
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
             start += count
         return torch.cat(outputs)
+
+
+def test_partial_results_of_some_keys() -> None:
+    """Outputs and logarithms of sums of exponentials, without the first key, in a step with padded rows."""
+    for dtype in DTYPES:
+        batch = Batch([1, 270, 64, 70], [1] * 4, 4, Heads(6, 1, 16, 24), dtype, block=32)
+        index = replace(padded(batch.index, 2), first_key=1)
+        q = torch.cat((batch.q, torch.full_like(batch.q[:2], float("nan"))))
+        found = OURS.partial_attention(q, batch.k_cache, batch.v_cache, index, 0.2)
+        no_keys = torch.tensor([0, 4, 5])  # the first row has one key, which it does not see
+        assert found[no_keys, :, :-1].eq(0).all() and found[no_keys, :, -1].eq(NO_KEYS).all()
+        assert relative_error(found[1:4, :, :-1], batch.plain(None, first_key=1)[1:]) <= BOUND[dtype]
+        for row in range(1, 4):
+            totals = (batch.q[row].double() @ batch.k[row][1:, 0].double().T * 0.2).logsumexp(1)
+            torch.testing.assert_close(found[row, :, -1].double(), totals, rtol=1e-5, atol=1e-5)
 
 
 def padded(index: AttentionIndex, more_rows: int) -> AttentionIndex:

@@ -44,7 +44,9 @@ def check(got: Tensor, want: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "width", "silu"), sized([(20, 4, True), (33, 2, False)], [(8192, 4, True)]))
+@pytest.mark.parametrize(
+    ("dim", "width", "silu"), sized([(20, 4, True), (33, 2, False), (20, 10, True), (8, 18, False)], [(8192, 4, True)])
+)
 def test_segments(dim: int, width: int, silu: bool, dtype: torch.dtype) -> None:
     x, weight, bias, pool = inputs(sum(LENS), dim, width, dtype)
     ours, want = copy_pool(pool), copy_pool(pool)
@@ -56,10 +58,13 @@ def test_segments(dim: int, width: int, silu: bool, dtype: torch.dtype) -> None:
         TORCH.conv_prefill(x, ConvTaps(weight, with_bias, silu), want, index),
     )
     assert torch.equal(ours, want)
+    ours, want = copy_pool(pool), copy_pool(pool)
+    assert torch.equal(OURS.window_prefill(x, ours, index), TORCH.window_prefill(x, want, index))
+    assert torch.equal(ours, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "width"), sized([(20, 4), (300, 3), (8, 2)], [(8192, 4)]))
+@pytest.mark.parametrize(("dim", "width"), sized([(20, 4), (300, 3), (8, 2), (20, 10)], [(8192, 4)]))
 def test_update(dim: int, width: int, dtype: torch.dtype) -> None:
     x, weight, bias, pool = inputs(4, dim, width, dtype)
     ours, want = copy_pool(pool), copy_pool(pool)
@@ -68,6 +73,9 @@ def test_update(dim: int, width: int, dtype: torch.dtype) -> None:
         OURS.conv_update(x, ConvTaps(weight, bias, True), ours, index),
         TORCH.conv_update(x, ConvTaps(weight, bias, True), want, index),
     )
+    assert torch.equal(ours, want)
+    ours, want = copy_pool(pool), copy_pool(pool)
+    assert torch.equal(OURS.window_update(x, ours, index), TORCH.window_update(x, want, index))
     assert torch.equal(ours, want)
 
 

@@ -16,7 +16,7 @@ from forkpoint.models.weights import FileWeights
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe import order_kernel
 from forkpoint.ops.moe.reference import PackedExperts
-from forkpoint.ops.parameters import RouteRule
+from forkpoint.ops.parameters import GateLimits, RouteRule
 from forkpoint.ops.select import torch_table
 from tests.checkpoints import write_checkpoint
 from tests.ops.triton_cases import DEVICE, sized, triton_ops
@@ -138,11 +138,12 @@ def test_experts(
 
     x, packed = case(tokens, experts, inner, hidden, dtype)
     weights, ids = routing(tokens, experts, choices - 1)
-    want = TORCH.experts(x, packed, weights, ids)
-    if tiles is None:
-        close(paired_experts(x, packed, weights, ids), want)
-    else:
-        close(grouped_experts(x, packed, weights, ids, *tiles), want)
+    for limits in (None, GateLimits(0.5, 0.3)):
+        want = TORCH.experts(x, packed, weights, ids, limits)
+        if tiles is None:
+            close(paired_experts(x, packed, weights, ids, limits), want)
+        else:
+            close(grouped_experts(x, packed, weights, ids, *tiles, limits=limits), want)
 
 
 @pytest.mark.parametrize("tiles", [None, *TILES], ids=["paired", "left", "turned"])

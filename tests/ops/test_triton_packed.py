@@ -11,8 +11,9 @@ from torch import Tensor
 from forkpoint.ops.linear.device_linear import DeviceLinear
 from forkpoint.ops.linear.packed import FourBitExperts, FourBitLinear, PackedMatrix, quantise_packed
 from forkpoint.ops.linear.packed_kernel import widen_packed
+from forkpoint.ops.moe import device_experts
 from forkpoint.ops.moe.device_experts import DeviceExperts
-from forkpoint.ops.parameters import RouteRule
+from forkpoint.ops.parameters import GateLimits, RouteRule
 from forkpoint.ops.select import torch_table
 from tests.ops.triton_cases import DEVICE, triton_ops
 
@@ -25,6 +26,8 @@ def packed(*shape: int, group: int, floats: bool, dtype: torch.dtype) -> PackedM
     made = quantise_packed(torch.randn(shape), group)
     words = torch.randint(-(2**31), 2**31 - 1, made.words.shape, dtype=torch.int32)
     zeros = None if floats else torch.randint_like(made.scales, 17, dtype=torch.uint8)
+    if floats:
+        made = replace(made, scales=(torch.rand(made.scales.shape) * 400).to(torch.float8_e4m3fn).half())
     changed = replace(made, words=words, zeros=zeros, factors=made.factors * (torch.rand(made.factors.shape) + 0.5))
     moved = {name: getattr(changed, name).to(DEVICE) for name in ("words", "scales", "factors")}
     return replace(changed, **moved, zeros=None if zeros is None else zeros.to(DEVICE), dtype=dtype)
@@ -57,7 +60,7 @@ def test_products(floats: bool, group: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_experts(gated: bool) -> None:
+def test_experts(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     size = 2 * 48 if gated else 48
     into = packed(5, size, 64, group=32, floats=False, dtype=torch.float32)
@@ -66,5 +69,11 @@ def test_experts(gated: bool) -> None:
     weights, ids = TORCH.route(torch.randn(9, 5).to(DEVICE), RouteRule(top_k=2, num_shared=1, shared="gated"))
     made = DeviceExperts(False).prepare(into, down)
     assert isinstance(made, FourBitExperts) and made.gated == gated
-    want = TORCH.experts(x, TORCH.prepare_experts(into, down), weights, ids)
-    close(OURS.experts(x, made, weights, ids), want, torch.float32)
+    wanted = {}
+    cases = (None, GateLimits(0.5, 0.3)) if gated else (None,)
+    for limits in cases:
+        wanted[limits] = TORCH.experts(x, TORCH.prepare_experts(into, down), weights, ids, limits)
+        close(OURS.experts(x, made, weights, ids, limits=limits), wanted[limits], torch.float32)
+    monkeypatch.setattr(device_experts, "WIDENED_ROWS", 1)  # as for a long prompt
+    for limits in cases:
+        close(DeviceExperts(False)(x, made, weights, ids, limits=limits), wanted[limits], torch.float32)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.ops.rows import kernel, reference
+from forkpoint.ops.rows import host_rows, host_rows_kernel, kernel, reference
 from forkpoint.ops.rows.columns import IdColumns, LateColumns, WindowColumns
 from tests.ops.triton_cases import DEVICE
 
@@ -136,3 +136,14 @@ def test_accepting(drafts: bool) -> None:
         counts |= set(want[len(given[0]) :].tolist())
         assert int(given[2].missed.max()) <= 5 and int(given[2].last_sampled.min()) >= 0
     assert counts == set(range(1, 2 + MOST))
+
+
+@pytest.mark.parametrize("module", [host_rows, host_rows_kernel])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_tables_in_the_memory_of_the_host(module: Any, dtype: torch.dtype) -> None:
+    """Tables of one row, of several, and the last id of all."""
+    whole = torch.randn(9, 20).to(dtype)
+    ids = torch.tensor([[0, 8, 1], [5, 6, 1]]).to(DEVICE)
+    for counts in ([9], [1, 5, 3]):
+        prepared = module.prepare_host_rows(iter(whole.split(counts)), DEVICE)
+        assert torch.equal(module.host_rows(prepared, ids).cpu(), whole[ids.cpu()])

@@ -217,7 +217,7 @@ def test_scan(table: str, values: int, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("width", [2, 4, 10])
 @pytest.mark.parametrize("table", TABLES)
 def test_convolution(table: str, width: int) -> None:
     torch.manual_seed(0)
@@ -231,6 +231,21 @@ def test_convolution(table: str, width: int) -> None:
         pool,
         lambda t, plain, index: ops.conv_update(x[:, t], ConvTaps(weight, bias, True), plain, index),
         lambda at, index: ops.conv_verify(_inputs(x, at), ConvTaps(weight, bias, True), pool, index, records),
+        lambda index: ops.conv_fold(pool, index, records),
+    )
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_windows(table: str) -> None:
+    torch.manual_seed(0)
+    ops, device, length, dim = TABLES[table](), DEVICES[table], LENGTHS[table], 24
+    x = torch.randn(NUM_ROWS, length, dim).bfloat16().to(device)
+    pool, records = _on(device, padded_pool(7, (2, dim), torch.bfloat16)), _records(device, (dim,), dtype=x.dtype)
+    _check(
+        _Rows(3, length, device),
+        pool,
+        lambda t, plain, index: ops.window_update(x[:, t], plain, index),
+        lambda at, index: ops.window_verify(_inputs(x, at), pool, index, records),
         lambda index: ops.conv_fold(pool, index, records),
     )
 
@@ -281,7 +296,8 @@ def test_tokens_that_pad_a_recorded_step_become_zeros() -> None:
     mixed, a, b = (behind(x[:2].to(DEVICE), 3) for x in (case.mixed, case.a, case.b))
     pool = torch.zeros(2, 1, 8, 16, device=DEVICE)
     records = [torch.zeros(2, 2, 1, dim, device=DEVICE) for dim in (8, 16)] + [torch.zeros(2, 2, 1, device=DEVICE)]
-    out = ops.recurrence_verify(RecurrenceInputs(mixed, a, b), params_on_device(case.params), pool, index, records)
+    given, out = params_on_device(case.params), torch.full((5, 1, 8), torch.nan, dtype=mixed.dtype, device=DEVICE)
+    assert ops.recurrence_verify(RecurrenceInputs(mixed, a, b), given, pool, index, records, out) is out
     assert out[:2].all() and not out[2:].any()
     wide, lines = [behind(torch.ones(2, 40, device=DEVICE), 3)] * 5, [torch.zeros(2, 2, 40, device=DEVICE)] * 3
     scan = ScanParams(-torch.ones(40, 40, device=DEVICE), *torch.ones(2, 40, device=DEVICE))
@@ -302,7 +318,7 @@ def test_compiled_for_a_gpu_rows_with_drafts_have_the_bits_of_plain_decodes() ->
     cases = "triton and (recurrence or scan or convolution) and not dtype1"  # whose states hide last bits
     command = [sys.executable, "-m", "pytest", "-p", "tests.ops.on_ptx", __file__, "-k", cases]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
-    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_what_the_assembler_may_fuse_or_not_is_refused() -> None:

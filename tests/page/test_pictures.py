@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.client.fake_server import FakeServer
-from tests.page.test_page import answers, questions, say, told
+from tests.page.test_page import answered, answers, questions, say, told
 
 PUT = """([name, kind, data, event]) => {
     const bytes = Uint8Array.from(atob(data), (sign) => sign.charCodeAt(0));
@@ -64,12 +64,12 @@ def test_pictures_are_chosen_pasted_dropped_and_sent_in_every_turn(
     expect(questions(page).get_by_role("img", name="Image")).to_have_count(2)
     assert questions(page).get_by_role("img").first.evaluate("image => image.naturalWidth") == 1
     say(page, "and now?")
-    expect(answers(page)).to_have_count(2)
+    answered(page, 2)
     assert sent_images(server) == [[url, url], [], []]
     put(page, "drop")
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
     page.get_by_role("button", name="Send").click()  # a picture without a word
-    expect(answers(page)).to_have_count(3)
+    answered(page, 3)
     assert server.requests[-1]["messages"][-1]["content"] == [{"type": "image_url", "image_url": {"url": url}}]
     answers(page).last.get_by_role("button", name="Raw").click()
     expect(page.get_by_label("Request as sent")).to_contain_text("data:image/png;base64,")
@@ -93,14 +93,14 @@ def test_pictures_take_no_room_from_conversations(page: Page, server: FakeServer
     for number in (1, 2):
         put(page, "paste", kind="image/jpeg", data=base64.b64encode(file.getvalue()).decode())
         say(page, f"what is this? {number}")
-        expect(answers(page)).to_have_count(number)
+        answered(page, number)
     expect(page.get_by_text("room for conversations is full")).to_be_hidden()
     sent = sent_images(server)
     assert min(len(url) for each in sent for url in each) > 5_242_880 - 5_000_000
     page.reload()
     expect(questions(page).get_by_role("img", name="Image")).to_have_count(2)
     say(page, "and now?")
-    expect(answers(page)).to_have_count(3)
+    answered(page, 3)
     assert [url for each in sent_images(server) for url in each] == [url for each in sent for url in each]
     page.get_by_role("button", name="Conversations").click()
     with page.expect_download() as download:
@@ -118,13 +118,14 @@ def test_pictures_take_no_room_from_conversations(page: Page, server: FakeServer
 def test_an_edited_question_keeps_its_pictures(page: Page, server: FakeServer) -> None:
     put(page, "paste")
     say(page, "red?")
-    expect(answers(page)).to_have_count(1)
+    answered(page)
     questions(page).first.hover()
     questions(page).first.get_by_role("button", name="Edit and branch").click()
     page.get_by_label("Edit: you").fill("blue?")
     page.keyboard.press("Enter")
     expect(page.get_by_label("Branch 2 of 2")).to_be_visible()
     expect(questions(page).get_by_role("img", name="Image")).to_have_count(1)
+    answered(page)
     assert sent_images(server) == sent_images(server, 0) != [[]]
 
 
@@ -137,7 +138,7 @@ def test_large_pictures_are_made_smaller_and_others_are_refused(page: Page, serv
     put(page, "drop", name="broken.png", data=base64.b64encode(b"x").decode())
     expect(page.get_by_role("alert").get_by_text("broken.png cannot be read as an image.")).to_be_visible()
     say(page, "what is this?")
-    expect(answers(page)).to_have_count(1)
+    answered(page)
     ((url,),) = sent_images(server)
     sent = image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))))
     assert sent.size == (1536, 50) and sent.getpixel((0, 0)) == (255, 255, 255)

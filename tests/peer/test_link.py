@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
-from forkpoint.cache.peer_offers import Fetch, FetchNews, PeerFacts
+from forkpoint.cache.peer_offers import Fetch, PeerFacts
 from forkpoint.peer.link import PeerLink, open_link
-from forkpoint.peer.protocol import HEAD, MAGIC, MAX_MESSAGE_BYTES, HeldEntries, Line, PeerError, WantedEntries
+from forkpoint.peer.offered import key_of
+from forkpoint.peer.protocol import (
+    HEAD,
+    MAGIC,
+    MAX_MESSAGE_BYTES,
+    PART,
+    HeldEntries,
+    Line,
+    PeerError,
+    WantedEntries,
+    num_parts,
+    part_start,
+    part_sum,
+)
 from forkpoint.peer.server import MAX_CONNECTIONS
+from forkpoint.runtime.pinned import SEGMENT_BYTES, PinnedBuffers
 
 SIZES = {BLOCK: 700, SLOT: 3000}
 NAMES = (*(EntryName(BLOCK, bytes([i]) * 16, bytes([i - 1]) * 16, i) for i in range(1, 5)),)
@@ -50,22 +66,21 @@ LEASES = iter(range(1, 10**6))
 def offer(link: PeerLink) -> int:
     lease = next(LEASES)
     for name in NAMES:
-        link.offer(name, memoryview(contents(name)), lease)
+        link.offer(name, contents(name), lease)
     return lease
 
 
 def fetch(link: PeerLink, port: int, lease: int, names: tuple[EntryName, ...] = NAMES, engine_id: str = "p") -> bool:
     """Fetch and return whether it succeeded. What arrives has to be right."""
-    link.fetching.start(Fetch(1, HOST, port, engine_id, lease, names, 5.0))
-    news: FetchNews | None = None
-    while news is None:
+    link.fetching.start(Fetch(1, HOST, (port,), engine_id, lease, names, 5.0))
+    news = link.fetching.news(10.0)
+    while news is None or not (news.done or news.failed):
         news = link.fetching.news(10.0)
     if news.failed:
+        link.fetching.forget(1)
         return False
     for place, name in enumerate(names):
-        target = bytearray(SIZES[name.kind])
-        link.fetching.take(1, place, memoryview(target))
-        assert target == contents(name), "another engine's bytes passed the check"
+        assert link.fetching.contents(1, place) == contents(name), "another engine's bytes passed the check"
     link.fetching.forget(1)
     return True
 
@@ -73,6 +88,9 @@ def fetch(link: PeerLink, port: int, lease: int, names: tuple[EntryName, ...] = 
 def test_a_prompt_is_fetched_once(prefill: PeerLink, decode: PeerLink) -> None:
     lease, port = offer(prefill), prefill.facts.port
     assert fetch(decode, port, lease)
+    assert prefill.offered is not None
+    with prefill.offered._changed:  # a message of its own ends the lease
+        assert prefill.offered._changed.wait_for(lambda: lease in prefill.offered._ended, 20)
     assert not fetch(decode, port, lease), "its lease has ended"
 
 
@@ -120,7 +138,7 @@ def recorded(prefill: PeerLink, decode: PeerLink) -> bytes:
             near, _ = listener.accept()
             with near, socket.create_connection((HOST, prefill.facts.port)) as far:
                 far.sendall(near.recv(10**5))
-                while len(found) < sum(SIZES[name.kind] for name in NAMES) + 20:
+                while len(found) < HEAD.size + 2 + sum(PART.size + SIZES[name.kind] for name in NAMES):
                     data = far.recv(10**5)
                     found.extend(data)
                     near.sendall(data)
@@ -156,10 +174,10 @@ def test_no_damage_passes(prefill: PeerLink, decode: PeerLink) -> None:
             while True:
                 near, _ = listener.accept()
                 with near:
-                    near.recv(10**5)
-                    if not answers:
+                    if not near.recv(10**5):
                         return
-                    near.sendall(answers[-1])
+                    with contextlib.suppress(OSError):  # it only ends its lease
+                        near.sendall(answers[-1])
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
@@ -168,7 +186,6 @@ def test_no_damage_passes(prefill: PeerLink, decode: PeerLink) -> None:
             answers.append(answer)
             done = fetch(decode, listener.getsockname()[1], 1)
             assert not done or answer.startswith(sent), "damage was taken"
-        answers.clear()
         socket.create_connection(listener.getsockname()).close()
         thread.join()
 
@@ -179,10 +196,173 @@ def test_connections_that_say_nothing_are_bounded(prefill: PeerLink, decode: Pee
     for each in idle[MAX_CONNECTIONS:]:
         each.settimeout(20)
         assert each.recv(1) == b"", "closed at once"
-    garbage = [b"", b"GET / HTTP/1.1\r\n\r\n", b"FKP1\xff\xff\xff\xff", b"FKP1\x03\x00\x00\x00abc"]
+    garbage = [b"", b"GET / HTTP/1.1\r\n\r\n", b"FKP3\xff\xff\xff\xff", b"FKP2\x03\x00\x00\x00abc"]
     for number, each in enumerate(idle[:MAX_CONNECTIONS]):
         each.sendall(garbage[number % len(garbage)])
         each.close()
     lease, until = offer(prefill), time.monotonic() + 20
     while not fetch(decode, port, lease):
         assert time.monotonic() < until, "it serves others again"
+
+
+@pytest.fixture
+def sharing() -> Iterator[tuple[PeerLink, PinnedBuffers]]:
+    """A prefill engine on the same machine, whose offers are in shared memory."""
+    link, buffers = open_link(facts(), SIZES, 3600.0, listens=True), PinnedBuffers()
+    link.use_buffers(buffers.take, buffers.give)
+    yield link, buffers
+    link.close()
+
+
+def share(sharing: tuple[PeerLink, PinnedBuffers]) -> tuple[int, list[memoryview]]:
+    """Offer all entries from shared memory. Return their lease and their memory."""
+    (link, buffers), lease, held = sharing, next(LEASES), list[memoryview]()
+    assert link.offered is not None
+    with link.offered._changed:  # prompts share entries, so the lease before has to end
+        assert link.offered._changed.wait_for(lambda: not link.offered._entries, 10)
+    for name in NAMES:
+        held.append(buffers.take(SIZES[name.kind]))
+        held[-1][:] = contents(name)
+        link.offer(name, held[-1], lease)
+    for name in NAMES:
+        entry = link.offered.wait_for(lease, key_of(name), 0)
+        assert entry is not None
+        for part in range(num_parts(SIZES[name.kind])):
+            link.offered.part_sum(entry, part)  # as they are before a test changes them
+        link.offered.sent([entry])
+    return lease, held
+
+
+def test_entries_are_read_from_shared_memory(
+    sharing: tuple[PeerLink, PinnedBuffers], decode: PeerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, _ = sharing
+    port = link.facts.port
+    with monkeypatch.context() as patch:
+        patch.setattr(Line, "receive_into", small_only(Line.receive_into))
+        assert fetch(decode, port, share(sharing)[0]), "no contents came over the connection"
+    lease, held = share(sharing)
+    held[1][5] ^= 1
+    assert not fetch(decode, port, lease), "its memory has changed"
+    lease, held = share(sharing)
+    for entry in link.offered._leases[lease].entries.values():
+        assert entry.place is not None
+        entry.place = entry.place._replace(inode=1)
+    assert fetch(decode, port, lease), "memory that cannot be read is sent"
+    lease, held = share(sharing)
+    for entry in link.offered._leases[lease].entries.values():
+        assert entry.place is not None
+        entry.place = entry.place._replace(offset=SEGMENT_BYTES - 1)
+    assert fetch(decode, port, lease), "memory that ends too early is sent"
+
+
+def small_only(receive_into: Callable[[Line, memoryview], None]) -> Callable[[Line, memoryview], None]:
+    def checked(line: Line, view: memoryview) -> None:
+        assert len(view) < SIZES[BLOCK], "an entry was sent"
+        receive_into(line, view)
+
+    return checked
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_large_prompt_comes_over_several_connections(
+    sharing: tuple[PeerLink, PinnedBuffers], decode: PeerLink, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    monkeypatch.setattr(decode.fetching, "shares_memory", shares)
+    monkeypatch.setattr("forkpoint.peer.fetching.BYTES_OF_CONNECTION", 1000)
+    monkeypatch.setattr("forkpoint.peer.protocol.PART_BYTES", 450)  # blocks have two parts, states seven
+    monkeypatch.setattr("forkpoint.peer.fetching.os.cpu_count", lambda: 16)
+    lines, asked = list[Line](), list[WantedEntries]()
+
+    def note(line: Line, message: Any, send: Callable[..., None] = Line.send) -> None:
+        lines.append(line)
+        asked.extend([message] if isinstance(message, WantedEntries) else [])
+        send(line, message)
+
+    monkeypatch.setattr(Line, "send", note)
+    assert fetch(decode, sharing[0].facts.port, share(sharing)[0])
+    assert len(set(map(id, lines))) >= 5 and decode.fetching._running == {}
+    parts = sum(num_parts(SIZES[name.kind]) for name in NAMES)
+    assert parts == 15 and sum(len(line.keys) for line in asked) == parts
+    assert max(len(line.keys) for line in asked) <= parts // 5 + 1, "each connection has its share of the state too"
+    lease, held = share(sharing)
+    held[-1][0] ^= 1  # one part fails, and ends the others
+    assert not fetch(decode, sharing[0].facts.port, lease)
+
+
+def test_entries_are_used_before_the_others_come(
+    sharing: tuple[PeerLink, PinnedBuffers], decode: PeerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay as they are until the scheduler forgets the fetch, although it fails."""
+    (link, _), fetching, given, lease = sharing, decode.fetching, list[memoryview](), next(LEASES)
+    monkeypatch.setattr("forkpoint.peer.fetching.PROGRESS_BYTES", 2 * SIZES[BLOCK])
+    fetching.give = given.append
+    fetching.start(Fetch(1, HOST, (link.facts.port,), "p", lease, NAMES, 3600.0))
+    for end in (2, 4):
+        for name in NAMES[end - 2 : end]:
+            link.offer(name, contents(name), lease)
+        news = fetching.news(20.0)
+        assert news is not None and news.arrived == ((1, end),) and not news.done, "it wakes up for two blocks"
+        assert fetching.news() is None, "nothing is reported twice"
+        for place in range(end):
+            assert fetching.contents(1, place) == contents(NAMES[place])
+    with pytest.raises(AssertionError, match="has not arrived"):
+        fetching.contents(1, 4)
+    link.end(lease)
+    news = fetching.news(20.0)
+    assert news is not None and news.failed == (1,) and not news.arrived and not given
+    assert fetching.contents(1, 3) == contents(NAMES[3])
+    fetching.forget(1)
+    assert len(given) >= 4
+
+
+def test_what_has_arrived_is_not_fetched_again(
+    sharing: tuple[PeerLink, PinnedBuffers], decode: PeerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine without the other's memory asks again for the rest alone: the first entries may be in use."""
+    lease, _ = share(sharing)
+    entries = list(sharing[0].offered._leases[lease].entries.values())  # type: ignore[union-attr]
+    assert entries[2].place is not None
+    entries[2].place = entries[2].place._replace(inode=1)
+    asked = list[WantedEntries]()
+    monkeypatch.setattr(
+        Line, "send", lambda line, message, send=Line.send: (asked.append(message), send(line, message))
+    )
+    assert fetch(decode, sharing[0].facts.port, lease)
+    assert [len(wanted.keys) for wanted in asked if isinstance(wanted, WantedEntries) and wanted.keys] == [5, 3]
+
+
+def test_parts_do_not_pass_for_each_other(prefill: PeerLink, decode: PeerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forkpoint.peer.protocol.PART_BYTES", 350)
+    lease = offer(prefill)
+    with monkeypatch.context() as patch:
+        patch.setattr("forkpoint.peer.server.part_of", lambda data, part: data[part_start(part ^ 1) :][:350])
+        patch.setattr("forkpoint.peer.offered.part_of", lambda data, part: data[part_start(part ^ 1) :][:350])
+        patch.setattr("forkpoint.peer.offered.part_sum", lambda n, name, part, data: part_sum(n, name, part ^ 1, data))
+        assert not fetch(decode, prefill.facts.port, lease, NAMES[:4]), "the parts of each block were swapped"
+    asking = Line(socket.create_connection((HOST, prefill.facts.port)), time.monotonic() + 10)
+    key = key_of(NAMES[0]) + (2).to_bytes(4, "little")
+    asking.send(WantedEntries(b"n" * 16, "p", offer(prefill), (key,)))
+    assert not asking.receive(HeldEntries).refusal
+    with pytest.raises(PeerError, match="ended the connection"):
+        asking.receive_head()
+
+
+def test_a_fetch_that_nobody_wants_ends_at_once(prefill: PeerLink, decode: PeerLink) -> None:
+    fetching, lease = decode.fetching, next(LEASES)
+    fetching.start(Fetch(1, HOST, (prefill.facts.port,), "p", lease, NAMES, 3600.0))  # it has not been offered
+    until = time.monotonic() + 20
+    while not fetching._running[1]._lines:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    fetching.forget(1)
+    with fetching._changed:
+        assert fetching._changed.wait_for(lambda: not fetching._running, 5)
+    assert fetching.news() is None
+
+
+def test_a_peer_that_says_nothing_is_given_up(decode: PeerLink) -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        decode.fetching.start(Fetch(1, HOST, (listener.getsockname()[1],), "p", 1, NAMES, 0.2))
+        news = decode.fetching.news(5.0)
+    assert news is not None and news.failed == news.unreachable == (1,)

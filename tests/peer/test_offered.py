@@ -32,17 +32,25 @@ def add(offered: Offered, lease: int, *numbers: int) -> list[bytes]:
     return [key_of(name(number)) for number in numbers]
 
 
+def got(offered: Offered, lease: int, keys: list[bytes]) -> list[bytes] | None:
+    """What a connection sends of a lease."""
+    found = [offered.wait_for(lease, key, 0) for key in keys]
+    held = [entry for entry in found if entry is not None]
+    sent = [bytes(entry.data) for entry in held]
+    offered.sent(held)
+    return sent if len(held) == len(keys) else None
+
+
 def test_an_offer_is_found_until_its_time_is_up() -> None:
     offered, clock = make()
     keys = add(offered, 1, 3, 4)
-    found = offered.wait_for(1, keys, 0)
-    assert found is not None and [data for data, _ in found] == [bytes([3]) * UNIT, bytes([4]) * UNIT]
-    assert offered.wait_for(1, [key_of(name(3, SLOT))], 0) is None, "a state is not a block"
+    assert got(offered, 1, keys) == [bytes([3]) * UNIT, bytes([4]) * UNIT]
+    assert got(offered, 1, [key_of(name(3, SLOT))]) is None, "a state is not a block"
     clock.now = 29.0
-    assert offered.wait_for(1, keys, 0) is not None
+    assert got(offered, 1, keys) is not None
     clock.now = 31.0
     offered.expire()
-    assert offered.wait_for(1, keys, 0) is None and offered.num_bytes == 0
+    assert got(offered, 1, keys) is None and offered.num_bytes == 0
 
 
 def test_prompts_share_copies() -> None:
@@ -50,7 +58,7 @@ def test_prompts_share_copies() -> None:
     first, second = add(offered, 1, 3, 4), add(offered, 2, 3, 5)
     assert offered.num_bytes == 3 * UNIT
     offered.end(1)
-    assert offered.wait_for(1, first, 0) is None and offered.wait_for(2, second, 0) is not None
+    assert got(offered, 1, first) is None and got(offered, 2, second) is not None
     offered.end(1)
     offered.end(2)
     assert offered.num_bytes == 0
@@ -59,26 +67,46 @@ def test_prompts_share_copies() -> None:
 def test_the_oldest_gives_way() -> None:
     offered, _ = make(4 * UNIT)
     first, second = add(offered, 1, 1, 2), add(offered, 2, 3, 4, 5)
-    assert offered.wait_for(1, first, 0) is None and offered.wait_for(2, second, 0) is not None
+    assert got(offered, 1, first) is None and got(offered, 2, second) is not None
     third = add(offered, 3, *range(10, 20))
-    assert offered.num_bytes == 0 and offered.wait_for(3, third[:1], 0) is None, "no room for it, even alone"
-    assert offered.wait_for(4, add(offered, 4, 1), 0) is not None
+    assert offered.num_bytes == 0 and got(offered, 3, third[:1]) is None, "no room for it, even alone"
+    assert got(offered, 4, add(offered, 4, 1)) is not None
 
 
 def test_wrong_contents_are_withdrawn() -> None:
     offered, _ = make()
     first, second = add(offered, 1, 1, 2), add(offered, 2, 3)
     offered.withdraw(name(2).hash)
-    assert offered.wait_for(1, first[:1], 0) is None and offered.wait_for(2, second, 0) is not None
+    assert got(offered, 1, first[:1]) is None and got(offered, 2, second) is not None
     offered.withdraw(None)
-    assert offered.wait_for(2, second, 0) is None and offered.num_bytes == 0
+    assert got(offered, 2, second) is None and offered.num_bytes == 0
 
 
 def test_who_comes_before_the_copies_waits_for_them() -> None:
     offered, _ = make()
     found: list[object] = []
-    waiting = threading.Thread(target=lambda: found.append(offered.wait_for(1, [key_of(name(7))], 20)))
+    waiting = threading.Thread(target=lambda: found.append(offered.wait_for(1, key_of(name(7)), 20)))
     waiting.start()
     add(offered, 1, 7)
     waiting.join()
     assert found[0] is not None
+
+
+def test_what_is_being_sent_stays_as_it_is() -> None:
+    offered, _ = make()
+    given: list[memoryview] = []
+    offered.give = given.append
+    data = [memoryview(bytearray(bytes([number]) * UNIT)) for number in (1, 2, 3)]
+    offered.add(name(1), data[0], 1)
+    sending = offered.wait_for(1, key_of(name(1)), 0)
+    assert sending is not None
+    offered.withdraw(name(1).hash)
+    assert not given and offered.num_bytes == UNIT, "its memory may not be used again yet"
+    offered.add(name(1), data[1], 2)
+    offered.add(name(1), data[2], 2)
+    assert given == [data[2]], "the lease has it already"
+    assert got(offered, 2, [key_of(name(1))]) == [bytes([2]) * UNIT], "what was withdrawn is not shared"
+    offered.sent([sending])
+    assert given == [data[2], data[0]] and offered.num_bytes == UNIT
+    offered.end(2)
+    assert given == [data[2], data[0], data[1]] and offered.num_bytes == 0

@@ -19,9 +19,10 @@ from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
-from forkpoint.runtime.runner import Loaded, ModelRunner
+from forkpoint.runtime.loaded import Loaded
+from forkpoint.runtime.runner import ModelRunner
 from forkpoint.sched.plan import LAST_SAMPLED, AddedRow, IntArray, StepResult
-from tests.plans import Row, decode, plan_of
+from tests.plans import Lags, Row, decode, plan_of
 
 GREEDY = SamplingParams(temperature=0.0)
 VOCAB = 96
@@ -74,6 +75,7 @@ class Driver:
     step: int = 0
     outputs: dict[int, list[int]] = field(default_factory=dict)
     results: list[StepResult] = field(default_factory=list)
+    lags: Lags = field(default_factory=Lags)
     _next_block: int = 0
     _next_slot: int = 0
     _lengths: dict[int, int] = field(default_factory=dict)  # tokens that a row's blocks hold
@@ -95,7 +97,8 @@ class Driver:
         loaded = Loaded(model, ops, layout, sched, platform, **options)
         runner = ModelRunner(loaded, 200, max_model_len=max_model_len)
         runner.arena.data.fill_(0xFF)  # NaN in every dtype: what nobody wrote must not be read
-        return cls(runner, _next_block=layout.blocks_per_page, _next_slot=100 * layout.slots_per_page)
+        lags = Lags(loaded.state_write_interval)
+        return cls(runner, lags=lags, _next_block=layout.blocks_per_page, _next_slot=100 * layout.slots_per_page)
 
     @property
     def last(self) -> StepResult:
@@ -141,7 +144,7 @@ class Driver:
         known = {**{row: item.token_ids for row, item in self.runner.batch.rows.items()}}
         known |= {item.row: item.token_ids for item in added}
         rows = [row if row.decodes else replace(row, tokens=known[row.row][row.start : row.end]) for row in rows]
-        plan = plan_of(self.step, rows, added=tuple(added), **changes)
+        plan = plan_of(self.step, [self.lags.of(row) for row in rows], added=tuple(added), **changes)
         self.step += 1
         result = self.runner.submit(plan).result()
         self.results.append(result)

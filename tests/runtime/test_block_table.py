@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forkpoint.errors import BlockTableError, ConfigError
-from forkpoint.ops.attention.dealt import Deal
+from forkpoint.ops.deal import Deal
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind

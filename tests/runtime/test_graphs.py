@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,16 @@ from tests.runtime.driver import Driver, tiny_hybrid, tokens
 class RecordingPlatform(CpuPlatform):
     """A CPU that keeps its memory apart and whose graphs do the work again, on the inputs filled in since."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_memory: bool = True) -> None:
         super().__init__()
         self.shares_memory, self.has_graphs = False, True
+        self.has_memory, self.num_records = has_memory, 0
+
+    def record_graph(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.num_records += 1
+        if not self.has_memory:
+            raise torch.OutOfMemoryError("no memory is left")
+        return run
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array.copy())
@@ -195,15 +202,18 @@ def play(driver: Driver) -> list[list[int]]:
 
 
 @pytest.mark.skipif(ON_GPU, reason="a graph that is run again needs the interpreter; tests/gpu has real graphs")
-@pytest.mark.parametrize("interval", [1, 2])
-def test_recorded_steps_do_what_others_do(models: tuple[Model, Model], interval: int) -> None:
+@pytest.mark.parametrize(("interval", "has_memory"), [(1, True), (2, True), (1, False)])
+def test_recorded_steps_do_what_others_do(
+    models: tuple[Model, Model], interval: int, has_memory: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first step of each shape records it. Without memory for the graph it is issued kernel by kernel."""
     ours, plain = models
     shapes = [StepShape(0, 68, 2), StepShape(2, 6, 2), StepShape(4, 0, 0)]
-    driver = Driver.create(
-        ours, triton_ops(), platform=RecordingPlatform(), shapes=shapes, state_write_interval=interval
-    )
-    driver.runner.record_graphs()
+    platform = RecordingPlatform(has_memory)
+    driver = Driver.create(ours, triton_ops(), platform=platform, shapes=shapes, state_write_interval=interval)
     got = play(driver)
+    assert platform.num_records == 3 and len(caplog.records) == 3 * (not has_memory)
+    assert not driver.runner.record_next()
     assert sum(result.replayed for result in driver.results) == driver.step == 5
     assert got == play(Driver.create(plain))
     assert all(result.slot_bytes_copied == 0 for result in driver.results)
@@ -231,7 +241,6 @@ def test_recorded_steps_verify_drafts(models: tuple[Model, Model]) -> None:
     driver = Driver.create(
         ours, triton_ops(), platform=platform, shapes=shapes, max_num_drafts=2, state_write_interval=2
     )
-    driver.runner.record_graphs()
     slots, wrong = begin(driver), [(want[r][2] + 1) % 96 for r in range(2)]
     third = driver.chunk(2, 0, 3, -1, driver.slot(), samples=True)
     steps = [
@@ -246,6 +255,7 @@ def test_recorded_steps_verify_drafts(models: tuple[Model, Model]) -> None:
             for r, own in enumerate(drafts)
         ]
         known = [replace(row, tokens=others) for row in beside]
+        rows = [driver.lags.of(row) for row in rows]
         plan = plan_of(driver.step, [*rows, *known], added=tuple(driver.added(row.row, others) for row in beside))
         driver.step += 1
         result = driver.runner.submit(plan).result()
@@ -254,6 +264,7 @@ def test_recorded_steps_verify_drafts(models: tuple[Model, Model]) -> None:
         for r in range(2):
             driver.outputs[r] += found[r].tolist()
             ends[r] += len(found[r])
+            driver.lags.reject(r, len(rows[r].tokens) - len(found[r]) if r < len(rows) else 0)
     assert [driver.outputs[r] for r in range(2)] == [want[0] + driver.outputs[0][6:], want[1][:4]]
     assert len(driver.outputs[0]) == 7
 
@@ -267,7 +278,6 @@ def test_drafts_that_stay_on_the_device_are_those_of_the_host(tmp_path: Path) ->
     for ops, platform, recorded in ((torch_table(), CpuPlatform(), []), (triton_ops(), RecordingPlatform(), shapes)):
         model = tiny_hybrid(tmp_path, ops, 1, 1, mtp=True)
         driver = Driver.create(model, ops, platform=platform, shapes=recorded, max_num_drafts=2)
-        driver.runner.record_graphs()
         slots, ends = [driver.slot(), driver.slot()], [len(ids) for ids in prompts]
         chunks = [driver.chunk(i, 0, len(ids), -1, slots[i], samples=True) for i, ids in enumerate(prompts)]
         driver.run(chunks, added=[driver.added(i, ids, sampling[i]) for i, ids in enumerate(prompts)])
@@ -277,7 +287,7 @@ def test_drafts_that_stay_on_the_device_are_those_of_the_host(tmp_path: Path) ->
                 Row(r, ends[r], [-1] + [TO_DRAFT] * count, slots[r], slots[r], num_drafts=count, decodes=True)
                 for r, count in enumerate(counts)
             ]
-            plan = plan_of(driver.step, rows)
+            plan = plan_of(driver.step, [driver.lags.of(row) for row in rows])
             driver.step += 1
             result = driver.runner.submit(plan).result()
             assert result.counts is not None
@@ -286,5 +296,7 @@ def test_drafts_that_stay_on_the_device_are_those_of_the_host(tmp_path: Path) ->
             complete = drafts.with_drafts(plan)
             outputs.append((result.token_ids.tolist(), result.counts.tolist(), complete.rows.tokens.tolist()))
             ends = [end + count for end, count in zip(ends, [*result.counts.tolist(), 0], strict=False)]
+            for row, count in zip(rows, result.counts.tolist(), strict=True):
+                driver.lags.reject(row.row, len(row.tokens) - count)
         found.append(outputs)
     assert found[0] == found[1]

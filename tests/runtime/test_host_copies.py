@@ -6,6 +6,8 @@ import gc
 import itertools
 import random
 import weakref
+from dataclasses import replace
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from forkpoint.cache.disk_entries import HOST_READY
 from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.platforms.copy_stream import PIECE_BYTES, pieces
 from forkpoint.runtime.buffers import ArenaBuffer
+from forkpoint.runtime.stretch import Stretch, joined
+from forkpoint.runtime.units import unit_extent
 from tests.cache.shapes import layout_of, state
 from tests.late_streams import LatePlatform
 from tests.sched.harness import LAYOUTS
@@ -25,7 +29,11 @@ KEYS = KVSpec.of(1, 2, 2, "float32")
 SMALL = {
     "several blocks a page": layout_of([KEYS, state((2, 8), (4, 32, 32), "float32")]),
     "several slots a page": layout_of([KEYS] * 4 + [state((2, 8), (1, 4, 4), "float32")]),
+    "two windows": layout_of(
+        [KEYS, replace(KEYS, window=100), *[replace(KEYS, window=250)] * 2, state((2, 8), (4, 32, 32), "float32")]
+    ),
 }
+Windows: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Moving:
@@ -35,7 +43,8 @@ class Moving:
         self.random = random.Random(seed)
         self.platform = LatePlatform(seed, chance)
         self.arena = ArenaBuffer(layout, NUM_PAGES, self.platform, NUM_HOST_PAGES)
-        self.layout = layout
+        self.layout, self.stored = layout, layout.in_tiers()
+        self.window_sizes = [self.random.randint(0, group.most_of_state) for group in layout.windows]
         self.host: dict[tuple[MoveKind, int], Tensor] = {}
         self.reads: dict[int, tuple[MoveKind, Tensor]] = {}  # awaited ones
         self.arrived: list[int] = []
@@ -43,11 +52,38 @@ class Moving:
         self.num_landed = 0
 
     def unit(self, kind: MoveKind, pages: int) -> int:
-        per_page = self.layout.blocks_per_page if kind is MoveKind.BLOCK else self.layout.slots_per_page
+        """Return a unit of a tier."""
+        per_page = self.per_page(kind)
         return self.random.randrange(per_page, pages * per_page)
 
-    def contents(self, kind: MoveKind, unit: int) -> Tensor:
-        return self.arena.data[self.arena._extent(kind, unit)]
+    def per_page(self, kind: MoveKind) -> int:
+        return self.stored.blocks_per_page if kind is MoveKind.BLOCK else self.stored.slots_per_page
+
+    def in_arena(self, kind: MoveKind) -> tuple[int, Windows]:
+        """Return a unit of the arena, and for a state blocks of windows on other pages."""
+        layout, pages = self.layout, self.random.sample(range(1, NUM_PAGES), NUM_PAGES - 1)
+        per_page = layout.blocks_per_page if kind is MoveKind.BLOCK else layout.slots_per_page
+        unit = pages[0] * per_page + self.random.randrange(per_page)
+        if kind is MoveKind.BLOCK:
+            return unit, ()
+        windows = list[tuple[int, ...]]()
+        for group, page, size in zip(layout.windows, pages[1:], self.window_sizes, strict=False):
+            own = range(page * group.blocks_per_page, (page + 1) * group.blocks_per_page)
+            windows.append(tuple(self.random.sample(own, size)))
+        return unit, tuple(windows)
+
+    def contents(self, kind: MoveKind, unit: int, windows: Windows) -> Tensor:
+        """Return what a tier would hold of a unit: the unit, then the blocks of windows, with room for the most."""
+        parts, num_bytes = [self.arena.data[self.arena._extent(kind, unit)]], self.stored.block_bytes
+        if kind is MoveKind.SLOT:
+            num_bytes = self.stored.slot_bytes
+            for number, (group, blocks) in enumerate(zip(self.layout.windows, windows, strict=True), 1):
+                parts += [self.arena.data[self.arena._extent(MoveKind.BLOCK, block, number)] for block in blocks]
+                lacking = group.most_of_state - len(blocks)
+                parts += [torch.zeros(lacking * group.unit_bytes, dtype=torch.uint8)]
+        whole = torch.cat(parts)
+        assert len(whole) == num_bytes
+        return whole
 
     def ticket(self) -> int:
         self.last_ticket += 1
@@ -55,9 +91,8 @@ class Moving:
 
     def keep(self, kind: MoveKind, unit: int, contents: Tensor) -> None:
         """Note what a unit of the host holds; the page's units of the other kind hold nothing any more."""
-        page = self.arena._extent(kind, unit).start // self.layout.page_bytes
         for other, index in list(self.host):
-            if other is not kind and self.arena._extent(other, index).start // self.layout.page_bytes == page:
+            if other is not kind and index // self.per_page(other) == unit // self.per_page(kind):
                 del self.host[other, index]
         self.host[kind, unit] = contents
 
@@ -68,7 +103,7 @@ class Moving:
         if self.arrived and choice < 0.3:
             ticket = self.arrived.pop(self.random.randrange(len(self.arrived)))
             kind, contents = self.reads.pop(ticket)
-            return self.land(Move(kind, 0, self.unit(kind, NUM_PAGES), MoveRoute.LAND, ticket), contents)
+            return self.landing(kind, ticket, contents)
         if known and choice < 0.55:
             source, ticket = self.random.choice(known)[1], self.ticket()
             self.reads[ticket] = kind, self.host[kind, source].clone()
@@ -82,11 +117,13 @@ class Moving:
             del self.reads[ticket]
             self.arrived = [each for each in self.arrived if each != ticket]
             return Move(MoveKind.BLOCK, 0, 0, MoveRoute.DISCARD, ticket)
-        source, target = self.unit(kind, NUM_PAGES), self.unit(kind, NUM_HOST_PAGES)
-        self.keep(kind, target, self.contents(kind, source).clone())
-        return Move(kind, source, target, MoveRoute.STORE, self.ticket())
+        (source, windows), target = self.in_arena(kind), self.unit(kind, NUM_HOST_PAGES)
+        self.keep(kind, target, self.contents(kind, source, windows))
+        return Move(kind, source, target, MoveRoute.STORE, self.ticket(), windows=windows)
 
-    def land(self, move: Move, contents: Tensor) -> Move:
+    def landing(self, kind: MoveKind, ticket: int, contents: Tensor) -> Move:
+        unit, windows = self.in_arena(kind)
+        move = Move(kind, 0, unit, MoveRoute.LAND, ticket, windows=windows)
         self.expected.append((move, contents))
         return move
 
@@ -95,15 +132,27 @@ class Moving:
         self.expected: list[tuple[Move, Tensor]] = []
         for _ in range(self.random.randint(0, 5)):
             # Run one by one what a plan runs together, because `move` looks at the arena; `issue` comes at the end.
-            move = self.move()
-            assert self.arena.copies.run(move)
-            for landed, contents in self.expected:
-                assert torch.equal(self.contents(landed.kind, landed.dst), contents), "a restored unit has wrong bytes"
-                self.num_landed += 1
-            self.expected.clear()
-        self.arena.copies.issue()
+            self.run_move(self.move())
+            self.check_landed()
+        self.arena.issue()
         self.arena.data.random_(0, 255)
         self.platform.mark()
+        self.take_news()
+
+    def run_move(self, move: Move) -> None:
+        if move.route is MoveRoute.LAND:
+            assert not self.arena.copies.land([move])
+        else:
+            assert self.arena.copies.run(move)
+
+    def check_landed(self) -> None:
+        for landed, contents in self.expected:
+            found = self.contents(landed.kind, landed.dst, landed.windows)
+            assert torch.equal(found, contents), "a restored unit has wrong bytes"
+            self.num_landed += 1
+        self.expected.clear()
+
+    def take_news(self) -> None:
         news = self.arena.news(0.0)
         if news is not None:
             self.arrived += [ticket for ticket in news.done if ticket in self.reads]
@@ -117,7 +166,7 @@ def test_late_copies_keep_the_order_of_the_moves(
 ) -> None:
     if chance == 0.9:
         monkeypatch.setattr("forkpoint.runtime.host_copies.BATCH_BYTES", 3000)  # some units are issued before others
-    for seed in range(4):
+    for seed in range(2):
         moving = Moving(SMALL[name], seed, chance)
         for step in range(80):
             # Without memory for buffers, some copies are made at once.
@@ -126,7 +175,31 @@ def test_late_copies_keep_the_order_of_the_moves(
         assert moving.num_landed > 5
         moving.arena.copies.close()
         for (kind, unit), contents in moving.host.items():
-            assert torch.equal(moving.arena.host[moving.arena._extent(kind, unit)], contents), "a stored unit is wrong"
+            assert torch.equal(moving.arena.host[unit_extent(moving.stored, kind, unit)], contents), "a unit is wrong"
+
+
+def test_copies_and_moves_of_a_plan_run_in_their_order() -> None:
+    rng = random.Random(0)
+    for layout in SMALL.values():
+        arenas = [ArenaBuffer(layout, NUM_PAGES, num_host_pages=NUM_HOST_PAGES) for _ in range(2)]
+        for arena in arenas:
+            arena.data[:] = torch.arange(len(arena.data)) // 64 % 251
+            arena.host.zero_()
+        moves = list[Move]()
+        for _ in range(60):
+            kind, route = rng.choice([*MoveKind]), rng.choice([MoveRoute.ARENA, MoveRoute.STORE, MoveRoute.LOAD])
+            own, stored = (
+                each.blocks_per_page if kind is MoveKind.BLOCK else each.slots_per_page
+                for each in (layout, layout.in_tiers())
+            )
+            sizes = {MoveRoute.ARENA: (own, own), MoveRoute.STORE: (own, stored), MoveRoute.LOAD: (stored, own)}[route]
+            windows = tuple((group.blocks_per_page,) for group in layout.windows if kind is MoveKind.SLOT)
+            units = (rng.randrange(per_page, NUM_PAGES * per_page) for per_page in sizes)
+            moves.append(Move(kind, *units, route, windows=windows))
+        arenas[0].move(moves)
+        for move in moves:
+            arenas[1].move([move])
+        assert torch.equal(arenas[0].data, arenas[1].data) and torch.equal(arenas[0].host, arenas[1].host)
 
 
 def test_memory_is_ready_once_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +209,13 @@ def test_memory_is_ready_once_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(platform, "unpin", lambda memory: pinned.pop())
     arena = ArenaBuffer(LAYOUTS["one each"], NUM_PAGES, platform, NUM_HOST_PAGES)
     assert arena.news() is None
+    at_once = len(arena.host) // 3 + 1
+    monkeypatch.setattr("forkpoint.runtime.host_copies.PINNED_AT_ONCE", at_once)
     arena.copies.start()
     while (news := arena.news()) is None:
         pass
     assert news.done == (HOST_READY,) and sum(pinned) == len(arena.host) and arena.host.data_ptr() % PIECE_BYTES == 0
+    assert len(pinned) == 3 and max(pinned) <= at_once, "a large piece takes long, and may be refused as a whole"
     arena.close()
     assert not pinned
 
@@ -155,6 +231,30 @@ def test_memory_that_cannot_be_pinned_is_not_used(monkeypatch: pytest.MonkeyPatc
     arena.copies.start()
     arena.close()  # waits for the thread
     assert arena.news() is None
+
+
+def test_copies_that_follow_each_other_are_joined() -> None:
+    rng = random.Random(1)
+    for _ in range(50):
+        memories = [torch.randint(0, 255, (64,), dtype=torch.uint8) for _ in range(2)]
+        targets = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+        copies = []
+        for _ in range(rng.randrange(6)):
+            source, target, start = rng.choice(memories), rng.choice(targets), 8 * rng.randrange(4)
+            for number in range(rng.randint(1, 4)):
+                begin = start + 8 * number
+                copies.append((Stretch(target, begin, begin + 8), Stretch(source, begin + 8, begin + 16)))
+        want = [target.clone() for target in targets]
+        for target, source in copies:
+            want[0 if target.memory is targets[0] else 1][target.start : target.end] = source.bytes
+        found = list(joined(copies))
+        assert sum(target.num_bytes for target, _ in found) == 8 * len(copies)
+        for target, source in found:
+            target.bytes.copy_(source.bytes)
+        for (target, source), (next_target, next_source) in itertools.pairwise(found):
+            follows = next_target.memory is target.memory and next_target.start == target.end
+            assert not (follows and next_source.memory is source.memory and next_source.start == source.end)
+        assert all(torch.equal(got, each) for got, each in zip(targets, want, strict=True))
 
 
 @pytest.mark.parametrize("address", [0, 64, PIECE_BYTES - 1])

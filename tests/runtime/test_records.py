@@ -12,7 +12,7 @@ import pytest
 from forkpoint.models.decoder import Model
 from forkpoint.ops.select import torch_table
 from forkpoint.runtime.step_inputs import StepShape
-from forkpoint.sched.plan import Move, MoveKind, MoveRoute
+from forkpoint.sched.plan import Move, MoveKind
 from tests.runtime.driver import Driver, tiny_hybrid, tokens
 from tests.runtime.test_graphs import RecordingPlatform
 
@@ -32,7 +32,10 @@ def play(model: Model, interval: int) -> list[list[int]]:
     driver._lengths[0] = 64
     for i in range(3):
         resumed = driver.decode(0, 64 + i, fourth if i else saved, fourth, int(prompt[64 + i]))
-        changes = {} if i else {"added": [added], "removed": (0,)}
+        changes: dict[str, Any] = {}
+        if not i:
+            driver.lags.leave(0, second)
+            changes = {"added": [added], "removed": (0,)}
         driver.run([driver.decode(1, 69 + i, third, third), resumed], **changes)
     return [driver.outputs[row] for row in range(2)]
 
@@ -42,11 +45,9 @@ def test_a_row_that_begins_reads_a_whole_state(tmp_path: Path) -> None:
     assert play(model, 8) == play(model, 1)
 
 
-def play_moved(model: Model, interval: int, moved: bool, route: MoveRoute = MoveRoute.ARENA) -> list[int]:
-    """A row stops at 64 tokens. Its slot may move before the row leaves; then another row resumes from the state.
-
-    On another `route` it is a slot of a tier that moves, and has the same number.
-    """
+def play_flushed(model: Model, interval: int, moved: bool) -> list[int]:
+    """A row stops at 64 tokens and leaves; then another row resumes from the state. The plan that removes the row may
+    move its slot."""
     driver = Driver.create(model, state_write_interval=interval)
     prompt, other = tokens(64, 1), tokens(9, 2)
     first, second, target = (driver.slot() for _ in range(3))
@@ -58,20 +59,18 @@ def play_moved(model: Model, interval: int, moved: bool, route: MoveRoute = Move
         driver.run(
             [driver.decode(0, start, first, first, int(prompt[start])), driver.decode(1, start - 52, second, second)]
         )
-    kept = target if moved and route is MoveRoute.ARENA else first
-    moves = (Move(MoveKind.SLOT, first, target, route),) if moved else ()
-    driver.run([driver.decode(1, 12, second, second)], moves=moves)
+    driver.run([driver.decode(1, 12, second, second)])
+    moves = (Move(MoveKind.SLOT, first, target),) if moved else ()
     added = driver.added(2, tokens(70, 1), block_ids=chunk.new_blocks[:1])
-    resumed = driver.chunk(2, 64, 70, kept, driver.slot(), samples=True)
-    driver.run([resumed], [added], removed=(0,))
+    resumed = driver.chunk(2, 64, 70, target if moved else first, driver.slot(), samples=True)
+    driver.run([resumed], [added], removed=(0,), flushes=(driver.lags.leave(0, first),), moves=moves)
     return driver.outputs[2] + driver.outputs[1]
 
 
-def test_the_state_of_a_row_that_leaves_is_written_where_its_slot_has_moved(tmp_path: Path) -> None:
+def test_the_state_of_a_row_that_leaves_is_whole_before_its_slot_moves(tmp_path: Path) -> None:
     """The first 61 tokens are prefilled, and the records of the other three are folded when the row leaves."""
     model = tiny_hybrid(tmp_path)
-    assert play_moved(model, 8, True) == play_moved(model, 8, False) == play_moved(model, 1, False)
-    assert play_moved(model, 8, True, MoveRoute.HOST) == play_moved(model, 8, False)
+    assert play_flushed(model, 8, True) == play_flushed(model, 8, False) == play_flushed(model, 1, False)
 
 
 @pytest.mark.parametrize(("drafts", "interval"), [(2, 1), (2, 8), (0, 8)])
@@ -86,5 +85,5 @@ def test_folds_are_compiled_at_the_start(tmp_path: Path, drafts: int, interval: 
     ops = replace(plain, **{name: noting(name) for name in names})
     options = {"max_num_drafts": drafts, "state_write_interval": interval, "platform": RecordingPlatform()}
     driver = Driver.create(tiny_hybrid(tmp_path, ops, 1), ops, shapes=[StepShape(4, 0, 0)], **options)
-    driver.runner.record_graphs()
+    driver.runner.record_largest()
     assert set(called) == {"recurrence_flush" if interval > 1 else "recurrence_fold", *["conv_fold"][:drafts]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.cache.hashing import BLOCK_BYTES, HashChain
-from forkpoint.images import ImageSpan, rope_positions, rope_shift
+from forkpoint.images import DIGEST_BYTES, ImageSpan, rope_positions, rope_shift
 from forkpoint.models.context import ImageInputs
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
@@ -53,6 +54,16 @@ def test_positions_are_those_of_transformers() -> None:
     assert (found == want[:, 0, : found.shape[1]].numpy()).all()
     assert rope_shift(apart) == int(delta)
     assert (want[0, 0, found.shape[1] :].numpy() == np.arange(found.shape[1], LENGTH) + rope_shift(apart)).all()
+
+
+def test_centred_positions_are_those_of_videorope() -> None:
+    """The middle of an image has its time, and the text behind it continues with the next position."""
+    images = (span(1, 4, 6), span(34, 2, 2))
+    found = rope_positions(images, centred=True)
+    assert found[:, :2].T.tolist() == [[0, 0, 0], [1, 0, -1]]
+    assert found[:, 24:26].T.tolist() == [[1, 3, 4], [2, 2, 2]]
+    assert found[:, 33:].T.tolist() == [[10, 10, 10], [11, 11, 11], [11, 11, 12], [11, 12, 11], [11, 12, 12]]
+    assert rope_shift(images, centred=True) == 12 - 38
 
 
 def inputs_of(cuts: list[int]) -> list[tuple[int, ImageInputs | None, np.ndarray[Any, Any]]]:
@@ -98,7 +109,7 @@ def test_a_row_that_left_the_batch_leaves_no_images() -> None:
 
 
 def test_blocks_differ_by_pixels_shape_place_and_order() -> None:
-    """Token ids are the same in all of them."""
+    """Token ids are the same in all of them. vllm#36708: the place of an image in a block did not count."""
     ids = np.full(LENGTH, 7, np.int32)
 
     def hashes(*images: ImageSpan) -> tuple[bytes, ...]:
@@ -123,6 +134,9 @@ def test_blocks_differ_by_pixels_shape_place_and_order() -> None:
     assert len({each[1] for each in found}) == len({each[2] for each in found}) == len(cases)
     assert {each[0] for each in found[:-1]} == {found[0][0]} and found[-1][0] != found[0][0]
     assert found[1] == hashes(span(70, 2, 2))
+    digests = [first.digest, *(bytes(b ^ (i == at) for i, b in enumerate(first.digest)) for at in range(DIGEST_BYTES))]
+    for same in (hashes(replace(first, digest=digest)) for digest in digests[1:]):
+        assert same[0] == found[1][0] and same[1] != found[1][1], "every byte of the digest counts"
 
 
 class CountingTower:

@@ -43,6 +43,7 @@ WINDOWED = {
     "two windows": layout_of([KV, replace(KV, window=64), replace(KV, window=300)]),
     "a window alone": layout_of([replace(KV, window=100)] * 2),
 }
+WITH_WINDOWS = {**LAYOUTS, **WINDOWED}
 HYBRIDS = [name for name, layout in LAYOUTS.items() if layout.has_states and layout.has_kv]
 
 
@@ -63,6 +64,7 @@ class Harness:
     budget: int = 2048
     max_num_seqs: int = 64
     async_scheduling: bool = False
+    state_write_interval: int = 1
     check: bool = True
     deterministic: bool = False
     encoder_budget: int | None = None
@@ -96,6 +98,7 @@ class Harness:
         self.encoder = EncoderWatch(config.encoder_budget, config.encoder_cache_size)
         self.runner = HashRunner(self.layout, self.num_pages, VOCAB, self.num_host_pages, self.num_disk_pages)
         self.runner.disk.most_delay, self.runner.disk.fail_chance = self.disk_delay, self.disk_fail_chance
+        self.runner.lags.interval = self.state_write_interval
         disk: DiskFacts | None = None
         if self.num_disk_pages:
             disk = DiskFacts(self.num_disk_pages, no_entries())
@@ -112,6 +115,7 @@ class Harness:
             deterministic=self.deterministic,
             drafter=drafter,
             tiers=TierSizes(self.num_host_pages, disk, peers=self.peers, streams=self.host_streams, clock=clock),
+            state_write_interval=self.state_write_interval,
         )
         if self.host_streams:
             self.sched.cache.apply_news(TierNews((HOST_READY,)))

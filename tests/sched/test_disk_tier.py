@@ -5,10 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
+from forkpoint.cache.disk_entries import BLOCK, RECORD, SLOT, DiskFacts
+from forkpoint.cache.eviction import RecomputeCost
+from forkpoint.cache.hashing import HashChain
+from forkpoint.cache.integrity import check_integrity
+from forkpoint.cache.manager import CacheManager
+from forkpoint.cache.tiers import TierSizes
+from forkpoint.config import CacheConfig
+from tests.cache.published import Listener
+from tests.sched.harness import HYBRIDS, LAYOUTS, WITH_WINDOWS, Harness, tokens
 from tests.sched.test_host_tier import ONE_UNIT, evicted, flood, next_turn, tight
-
-WITH_KEYS = [name for name, layout in LAYOUTS.items() if layout.has_kv]
 
 
 def with_disk(layout: str = "several blocks a page", num_host_pages: int = 0, **options: object) -> Harness:
@@ -21,20 +27,20 @@ def used(harness: Harness) -> tuple[int, int, int]:
     return stats.disk_hit_tokens, stats.disk_loaded_bytes, stats.disk_stored_bytes
 
 
-@pytest.mark.parametrize("layout", WITH_KEYS)
+@pytest.mark.parametrize("layout", WITH_WINDOWS)
 @pytest.mark.parametrize("loaded_at_once", [0, ONE_UNIT])
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_an_evicted_prefix_comes_back(layout: str, loaded_at_once: int, async_scheduling: bool) -> None:
-    harness = with_disk(layout, loaded_at_once=loaded_at_once, async_scheduling=async_scheduling)
+@pytest.mark.parametrize("more", [{}, {"async_scheduling": True}, {"most_drafts": 3, "draft_chance": 0.7}], ids=str)
+def test_an_evicted_prefix_comes_back(layout: str, loaded_at_once: int, more: dict[str, object]) -> None:
+    harness = with_disk(layout, loaded_at_once=loaded_at_once, **more)
     again = harness.ask("again", next_turn(evicted(harness)), 2)
     assert again.cache.num_restored_tokens == again.cache.num_cached_tokens >= 576
     hits, loaded, stored = used(harness)
     assert hits == again.cache.num_restored_tokens and loaded > 0 and stored > 0
 
 
-@pytest.mark.parametrize("layout", HYBRIDS)
+@pytest.mark.parametrize("layout", [*HYBRIDS, "states and a window"])
 def test_what_leaves_the_host_tier_goes_to_the_disk(layout: str) -> None:
-    harness = with_disk(layout, LAYOUTS[layout].num_pages_for(1500, 4) + 1)
+    harness = with_disk(layout, WITH_WINDOWS[layout].in_tiers().num_pages_for(1500, 4) + 1)
     cache = harness.sched.cache
     for seed in range(4):
         evicted(harness, seed)
@@ -125,13 +131,50 @@ def test_a_failed_write_ends_storing_and_nothing_else() -> None:
     assert harness.sched.stats().cache.disk_stored_bytes == stored
 
 
-def test_a_disk_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forkpoint.cache.disk_tier.STALLED_S", 0.02)
+def test_the_writes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = with_disk(disk_delay=50)
+    layout, disk = harness.layout, harness.sched.cache.disk
+    assert disk is not None
+    room = 11 * layout.block_bytes + layout.slot_bytes
+    monkeypatch.setattr("forkpoint.cache.disk_tier.UNWRITTEN_AT_ONCE", room)
+    most = 0
+    for seed in range(8):
+        harness.add(f"{seed}", tokens(seed, 641), 2)
+        while harness.step():
+            most = max(most, disk._unwritten_bytes)
+        harness.check_output(f"{seed}")
+    assert 0 < most <= room and harness.sched.stats().cache.disk_skipped > 0
+
+
+def test_a_disk_that_does_not_answer_is_read_again_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     harness = with_disk()
-    prompt = evicted(harness)
-    monkeypatch.setattr(type(harness.runner.disk), "news", lambda self, waits: None)
-    assert harness.ask("again", next_turn(prompt), 2).cache.num_cached_tokens == 0
-    assert harness.ask("once more", np.concatenate([prompt, tokens(8, 40)]), 2).cache.num_restored_tokens == 0
+    prompt, listener = evicted(harness), Listener(harness.sched.cache)
+    listener.check([prompt])
+    assert listener.index._resumable["STORAGE"]
+    disk = harness.sched.cache.disk
+    assert disk is not None
+    with monkeypatch.context() as silent:
+        silent.setattr("forkpoint.cache.disk_tier.STALLED_S", 0.02)
+        silent.setattr(type(harness.runner.disk), "news", lambda self, waits: None)
+        assert harness.ask("again", next_turn(prompt), 2).cache.num_cached_tokens == 0
+        late = Listener(harness.sched.cache)
+        for each in (listener, late):  # routers hear that nothing can be restored from it
+            each.check([prompt])
+            assert not each.index._resumable["STORAGE"]
+        disk._closed_until_s = 0.0
+        assert harness.ask("once more", np.concatenate([prompt, tokens(8, 40)]), 2).cache.num_restored_tokens == 0
+    assert caplog.text.count("did not answer for") == 1
+    disk._closed_until_s = disk._clock() + 60
+    assert harness.ask("it answers", tokens(9, 40), 2).cache.num_cached_tokens == 0
+    flood(harness, prompt)
+    assert not disk.is_open() and harness.ask("too early", next_turn(prompt), 2).cache.num_restored_tokens == 0
+    disk._closed_until_s = 0.0
+    flood(harness, prompt)
+    assert harness.ask("later", next_turn(prompt), 2).cache.num_restored_tokens >= 576
+    late.check([prompt])
+    assert late.index._resumable["STORAGE"]
 
 
 def test_salts_stay_apart_on_the_disk() -> None:
@@ -139,3 +182,39 @@ def test_salts_stay_apart_on_the_disk() -> None:
     prompt = evicted(harness, cache_salt="a")
     assert harness.ask("b", next_turn(prompt), 2, cache_salt="b").cache.num_restored_tokens == 0
     assert harness.ask("a", next_turn(prompt), 2, cache_salt="a").cache.num_restored_tokens >= 576
+
+
+def test_a_state_that_lags_is_complete_before_it_is_stored_at_the_end() -> None:
+    """The request ends on a block boundary in a step with drafts, and no plan follows but those of closing. The runner
+    refuses to copy a state that lags."""
+    harness = Harness(most_drafts=4, draft_chance=1.0, num_disk_pages=400)
+    request = harness.add("last", tokens(1, 100), 93)  # 192 tokens are computed
+    harness.run()
+    assert request.num_draft_tokens and not harness.runner.lags.num_flushes
+    while (plan := harness.sched.plan_save()) is not None:
+        harness.sched.apply(harness.runner.submit(plan).result())
+    assert harness.runner.lags.num_flushes == 1
+
+
+@pytest.mark.parametrize(("layout", "longest"), [("several blocks a page", 3), ("no keys and values", 6)])
+def test_entries_without_the_blocks_before_them_are_left_out(layout: str, longest: int) -> None:
+    """A model without attention needs no blocks."""
+    chosen, chain = LAYOUTS[layout], HashChain("", "")
+    chain.extend(tokens(0, 640))
+    blocks, slots = ((1, 2, 3, 5, 6) if chosen.has_kv else ()), (3, 4, 6)  # 4 is missing
+    entries = np.zeros(len(blocks) + len(slots), RECORD)
+    entries["depth"] = [*blocks, *slots]
+    entries["kind"] = [BLOCK] * len(blocks) + [SLOT] * len(slots)
+    first_slot = 20 * chosen.slots_per_page  # in pages of their own
+    entries["unit"] = [chosen.blocks_per_page + depth for depth in blocks] + [first_slot + depth for depth in slots]
+    names = [chain.root, *chain.hashes]
+    entries["hash"] = [np.void(names[depth]) for depth in (*blocks, *slots)]
+    entries["parent"] = [np.void(names[depth - 1]) for depth in (*blocks, *slots)]
+    sizes = TierSizes(disk=DiskFacts(40, entries))
+    cache = CacheManager(chosen, 20, CacheConfig(), deterministic=False, cost=RecomputeCost(), tiers=sizes)
+    assert cache.disk is not None
+    found = cache.disk.find(chain, 10)
+    assert found is not None and found.depth == longest
+    check_integrity(cache, [])
+    cache.reset()
+    assert cache.disk.find(chain, 10) is None

@@ -174,23 +174,34 @@ def test_a_cut_by_a_stop_token_leaves_nothing_beyond_it() -> None:
         harness.ask_drafting("b", request.all_token_ids(), 40)
 
 
-@pytest.mark.parametrize("budget", [12 + 64, 12 + 64 + 7, 256])
-def test_drafts_take_no_budget_from_other_rows_nor_from_prompts(budget: int) -> None:
-    """However few tokens a step may have, each row has its own and a prompt a chunk of 64; the rest is theirs."""
-    harness = Drafting(budget=budget, max_num_seqs=13, check=False)
+def chunks_of_a_long_prompt(harness: Harness) -> list[int]:
+    """Return the prompt tokens of each step while a prompt of 20 blocks joins twelve rows that decode."""
     for i in range(12):
-        harness.add(str(i), tokens(i, 20 + 31 * i), 300)
+        harness.add(str(i), tokens(i, 20 + 31 * i), 150)
     while not all(request.output_token_ids for request in harness.requests.values()):
         harness.step()
     long = harness.add("long", tokens(77, 20 * 64), 2)
-    harness.plans.clear()
+    before = harness.computed.get("long", 0)
+    chunks = []
     while not long.output_token_ids:
         harness.step()
-    assert len(harness.plans) <= 20
-    for plan in harness.plans:
-        rows, lens = plan.num_decodes, plan.rows.num_tokens
-        assert rows == 12 and lens[rows:].sum() >= 64 and plan.num_tokens <= budget
-    assert max(plan.rows.num_drafts.sum() for plan in harness.plans) == min(budget - (12 + 64), 12 * 4)
+        chunks.append(harness.computed.get("long", 0) - before)
+        before += chunks[-1]
+    return chunks
+
+
+@pytest.mark.parametrize("budget", [12 + 64, 12 + 64 + 7, 256])
+def test_drafts_displace_no_prompt_tokens(budget: int) -> None:
+    """Each step computes as many prompt tokens as without drafts. Drafts come back once the prompts leave room."""
+    harness = Drafting(budget=budget, max_num_seqs=13, check=False)
+    plain = Harness(budget=budget, max_num_seqs=13, check=False)
+    chunks = chunks_of_a_long_prompt(harness)
+    assert chunks == chunks_of_a_long_prompt(plain)
+    plans = harness.plans[-len(chunks) :]
+    assert all(plan.num_tokens <= budget for plan in plans)
+    assert not any(plan.rows.num_drafts.any() for plan in plans[:-1])
+    harness.step()
+    assert harness.plans[-1].rows.num_drafts.sum() == max(0, min(budget - 13 - 64, 12 * 4))
     harness.run()
     for name in harness.requests:
         harness.check_output(name)

@@ -73,7 +73,7 @@ def test_preempted_requests_resume_under_their_grammar(async_scheduling: bool, d
         for _ in range(11):
             harness.step()
         running = harness.sched._running.requests
-        harness.sched._preempt(running[round_ % len(running)])
+        harness.sched._departures.preempt(running[round_ % len(running)])
     harness.run()
     for i in range(3):
         harness.check_output(f"r{i}")

@@ -10,7 +10,7 @@ import pytest
 
 from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.sched.request import Request
-from tests.sched.harness import LAYOUTS, Harness, tokens
+from tests.sched.harness import LAYOUTS, WITH_WINDOWS, Harness, tokens
 
 ASKS = {"do_remote_decode": True}
 NAMESPACE = b"n" * 16
@@ -23,9 +23,9 @@ def facts(name: str, max_bytes: int = 1 << 40, timeout_s: float = 3600.0) -> Pee
 
 def pair(layout: str, num_pages: int = 400, **options: Any) -> tuple[Harness, Harness]:
     """A prefill and a decode engine."""
-    first = Harness(LAYOUTS[layout], num_pages=num_pages, peers=facts("p"))
-    second = Harness(LAYOUTS[layout], num_pages=num_pages, **{"peers": facts("d"), **options})
-    second.runner.peers.offered = first.runner.peers.offered
+    first = Harness(WITH_WINDOWS[layout], num_pages=num_pages, peers=facts("p"))
+    second = Harness(WITH_WINDOWS[layout], num_pages=num_pages, **{"peers": facts("d"), **options})
+    second.runner.peers.offered, second.runner.peers.complete = first.runner.peers.offered, first.runner.peers.complete
     return first, second
 
 
@@ -34,7 +34,7 @@ def offered(harness: Harness, name: str, prompt: np.ndarray, **options: object) 
     return dict(request.kv_transfer_params or {})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WITH_WINDOWS)
 def test_only_the_end_is_computed(layout: str) -> None:
     first, second = pair(layout)
     for length in (63, 64, 65, 641):
@@ -42,6 +42,125 @@ def test_only_the_end_is_computed(layout: str) -> None:
         found = second.ask(f"{length}", tokens(length, length), 3, kv_transfer_params=params).cache
         assert found.num_peer_tokens == found.num_restored_tokens == (length - 1) // 64 * 64
     assert not second.runner.peers.buffers, "nothing is left behind"
+
+
+LEASE = 2**40  # that a proxy chose
+
+
+def streaming(layout: str, **options: Any) -> tuple[Harness, Harness, dict[str, Any]]:
+    """A prefill engine that computes 128 tokens a step, a decode engine, and what asks for LEASE early."""
+    first, second = pair(layout, **options)
+    peers = first.runner.peers
+    first = Harness(WITH_WINDOWS[layout], num_pages=400, peers=facts("p"), budget=128)
+    first.runner.peers = peers
+    params = offered(first, "earlier", tokens(7, 200))
+    params["forkpoint"] = {**params["forkpoint"], "lease": LEASE, "early": True}
+    return first, second, params
+
+
+@pytest.mark.parametrize("layout", WITH_WINDOWS)
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_prompt_is_offered_while_it_is_computed(layout: str, repeats: bool, streams: bool) -> None:
+    first, second, params = streaming(layout, host_streams=streams, disk_delay=1)
+    prompt = tokens(1, 641)
+    if repeats:  # with a state that another request needed
+        first.ask("before", prompt[:400], 1)
+        first.ask("branch", np.concatenate([prompt, tokens(2, 100)]), 3)
+    decode = second.add("d", prompt, 3, kv_transfer_params=params)
+    for _ in range(3):
+        second.step()
+    first.add("p", prompt, 1, kv_transfer_params={**ASKS, "forkpoint": {"lease": LEASE}})
+    sizes, landed = list[int](), list[int]()
+    while first.step():
+        sizes.append(len(first.runner.peers.offered.get(LEASE, ())))
+        second.step()
+        landed.append(second.runner.peers.num_landed_early)
+    if first.layout.has_kv and not repeats:
+        assert len(set(sizes)) >= 4, "blocks are offered chunk by chunk"
+        assert len(set(landed)) >= 3 and landed[-1] >= 4, "they are in the arena before the last one is computed"
+    second.run()
+    second.check_output("d")
+    assert decode.cache is not None and decode.cache.num_peer_tokens == 640
+
+
+@pytest.mark.parametrize("lease", [LEASE, None])
+def test_little_is_left_to_fetch_after_the_last_chunk(lease: int | None) -> None:
+    """The last chunk of a prompt that is fetched early is short. Other prompts have as few chunks as possible."""
+    first = Harness(LAYOUTS["no states"], num_pages=400, peers=facts("p"), budget=4096)
+    asks = {**ASKS, **({"forkpoint": {"lease": lease}} if lease else {})}
+    chunks = list[int]()
+    for length in (2048, 7000, 9000):
+        first.add(str(length), tokens(length, length), 1, kv_transfer_params=asks)
+        chunks.append(0)
+        while (plan := first.sched.schedule()) is not None:
+            chunks += [plan.num_tokens] if plan.num_tokens else []
+            first.sched.apply(first.runner.submit(plan).result())
+    if lease is None:
+        assert chunks == [0, 2048, 0, 4096, 2904, 0, 4096, 4096, 808]
+    else:
+        assert chunks == [0, 2048, 0, 4096, 1856, 1048, 0, 4096, 4096, 808]
+
+
+@pytest.mark.parametrize("layout", ["several blocks a page", "no states"])
+@pytest.mark.parametrize("how", ["leaves", "another prompt", "no offer", "fails", "is refused"])
+def test_an_early_fetch_ends_with_what_it_waits_for(how: str, layout: str) -> None:
+    """The other engine may have found that what it has sent so far is wrong, so nothing of it is reused."""
+    first, second, params = streaming(layout)
+    prompt = tokens(1, 641)
+    decode = second.add("d", prompt, 3, kv_transfer_params=params)
+    second.step()
+    asked = {"another prompt": tokens(2, 641), "no offer": tokens(3, 30)}.get(how, prompt)
+    if how == "is refused":
+        first.sched.cache.peers.end_lease(LEASE)  # type: ignore[union-attr]
+    else:
+        first.add("p", asked, 1, kv_transfer_params={**ASKS, "forkpoint": {"lease": LEASE}})
+    for _ in range(3):
+        first.step()
+        second.step()
+    for _ in range(20):  # what has arrived is copied by now
+        second.step()
+    assert (second.runner.peers.num_landed_early >= 2) is (how in ("leaves", "fails"))
+    if how == "leaves":
+        first.sched.abort("p")
+    elif how == "fails":
+        first.sched.reset_prefix_cache()
+    first.run()
+    second.run()
+    second.check_output("d")
+    assert decode.cache is not None and decode.cache.num_peer_tokens == decode.cache.num_cached_tokens == 0
+    assert not first.sched.cache.peers._open  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("layout", ["several blocks a page", "no states"])
+@pytest.mark.parametrize("needs", ["a restore", "memory"])
+def test_a_prompt_that_has_not_arrived_gives_way(layout: str, needs: str) -> None:
+    """Its blocks are in the arena and its request waits first in the queue, but others do not wait for it."""
+    first, second, params = streaming(layout)
+    chosen, prompt, other = LAYOUTS[layout], tokens(1, 641), tokens(2, 1200)
+    options: dict[str, Any] = {"num_pages": chosen.num_pages_for(1300, 3), "num_host_pages": 400}
+    peers, second = second.runner.peers, Harness(chosen, peers=facts("d"), **options)
+    second.runner.peers = peers
+    if needs == "a restore":
+        second.ask("before", other, 1)
+        second.ask("evicts it", tokens(3, 1200), 1)
+    decode = second.add("d", prompt, 3, kv_transfer_params=params)
+    first.add("p", prompt, 1, kv_transfer_params={**ASKS, "forkpoint": {"lease": LEASE}})
+    for _ in range(4):
+        first.step()
+    for _ in range(20):
+        second.step()
+    assert peers.num_landed_early >= 2
+    found = second.add("other", other, 2)
+    for _ in range(60):
+        second.step()
+    second.check_output("other")
+    assert not second.updates["d"]
+    assert (found.cache.num_restored_tokens > 0) is (needs == "a restore")
+    first.run()
+    second.run()
+    second.check_output("d")
+    assert decode.cache.num_peer_tokens == 640, "what had to leave the arena is still in the buffers"
 
 
 def test_a_fetch_that_does_not_come_is_given_up() -> None:
@@ -62,6 +181,18 @@ def test_a_fetch_that_does_not_come_is_given_up() -> None:
     second.check_output("a")
     assert request.cache.num_cached_tokens == 0 and other.cache.num_cached_tokens == 0
     assert second.sched.stats().cache.peer_failed_fetches == 1
+
+
+def test_an_offer_of_wrong_contents_is_withdrawn() -> None:
+    first, second = pair("several blocks a page")
+    params = offered(first, "a", tokens(1, 641))
+    first.run()
+    assert first.runner.peers.offered
+    cache = first.sched.cache
+    cache.condemn([node for node in cache.store.tree.nodes() if node.depth == 3])
+    first.run()
+    assert not first.runner.peers.offered
+    assert second.ask("a", tokens(1, 641), 3, kv_transfer_params=params).cache.num_peer_tokens == 0
 
 
 def test_the_bytes_on_their_way_are_bounded() -> None:
@@ -88,7 +219,13 @@ def test_drawn_loads(layout: str, seed: int) -> None:
     chosen = LAYOUTS[layout]
     num_pages = chosen.num_pages_for(900, 3) + rng.randint(1, 8)
     first, second = pair(
-        layout, num_pages, async_scheduling=rng.random() < 0.5, deterministic=False, max_num_seqs=rng.choice([2, 8])
+        layout,
+        num_pages,
+        async_scheduling=rng.random() < 0.5,
+        deterministic=False,
+        max_num_seqs=rng.choice([2, 8]),
+        host_streams=seed == 2,
+        disk_delay=rng.choice([0, 3]),
     )
     peers = second.runner.peers
     peers.most_delay, peers.fail_chance, peers.random = rng.choice([0, 2, 9]), rng.choice([0.0, 0.3]), rng

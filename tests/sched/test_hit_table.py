@@ -111,6 +111,8 @@ def test_fork(harness: Harness) -> None:
     harness.ask("trunk", prompt)
     fork = harness.ask("fork", np.concatenate([prompt[:9000], tokens(2, 500)]))
     assert fork.cache.num_cached_tokens >= 8704
+    again = harness.ask("second fork", np.concatenate([prompt[:9000], tokens(3, 500)]))
+    assert again.cache.num_cached_tokens >= 8960
 
 
 def preempted(harness: Harness) -> int:
@@ -118,7 +120,7 @@ def preempted(harness: Harness) -> int:
     while len(request.output_token_ids) < 600:
         harness.step()
     entry = harness.sched._requests["long"]
-    harness.sched._preempt(entry)
+    harness.sched._departures.preempt(entry)
     harness.run()
     harness.check_output("long")
     assert request.num_preemptions == 1 and request.resume_cache is not None

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
+from forkpoint.cache.disk_entries import HOST_READY, TierNews
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.streamed_tier import StreamedHostTier
 from forkpoint.cache.tree import Node
 from forkpoint.sched.request import Request
-from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
+from tests.cache.published import Listener, sent_hashes
+from tests.sched.harness import HYBRIDS, LAYOUTS, WINDOWED, WITH_WINDOWS, Harness, tokens
 
 STREAMS = pytest.mark.parametrize("host_streams", [False, True])
 ONE_UNIT = 1  # bytes that a plan may load; the first unit is always copied
@@ -20,7 +22,7 @@ ONE_UNIT = 1  # bytes that a plan may load; the first unit is always copied
 
 def tight(layout: str = "several blocks a page", num_host_pages: int = 400, **options: object) -> Harness:
     """An arena that holds one conversation of 900 tokens and little else."""
-    chosen: CacheLayout = LAYOUTS[layout]
+    chosen: CacheLayout = WITH_WINDOWS[layout]
     num_pages = chosen.num_pages_for(900, 3) + 1
     return Harness(chosen, num_pages=num_pages, num_host_pages=num_host_pages, **options)  # type: ignore[arg-type]
 
@@ -65,10 +67,14 @@ def next_turn(prompt: np.ndarray, seed: int = 9) -> np.ndarray:
     return np.concatenate([prompt, tokens(seed, 30)])
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize(("loaded_at_once", "host_streams"), [(0, False), (ONE_UNIT, False), (0, True)])
-def test_an_evicted_prefix_comes_back(layout: str, loaded_at_once: int, host_streams: bool) -> None:
-    harness = tight(layout, loaded_at_once=loaded_at_once, host_streams=host_streams, disk_delay=3)
+@pytest.mark.parametrize("layout", sorted(WITH_WINDOWS))
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"loaded_at_once": ONE_UNIT}, {"host_streams": True}, {"most_drafts": 3, "draft_chance": 0.7}],
+    ids=str,
+)
+def test_an_evicted_prefix_comes_back(layout: str, more: dict[str, object]) -> None:
+    harness = tight(layout, disk_delay=3, **more)
     prompt = evicted(harness)
     again = harness.ask("again", next_turn(prompt), 2)
     assert again.cache.num_cached_tokens >= 576
@@ -83,7 +89,7 @@ def test_an_evicted_prefix_comes_back(layout: str, loaded_at_once: int, host_str
     assert harness.sched.stats().cache.host_loaded_bytes == loaded
 
 
-@pytest.mark.parametrize("layout", HYBRIDS)
+@pytest.mark.parametrize("layout", [*HYBRIDS, *WINDOWED])
 def test_only_the_state_is_loaded_where_the_blocks_are_left(layout: str) -> None:
     harness = tight(layout)
     prompt = tokens(0, 641)
@@ -95,7 +101,21 @@ def test_only_the_state_is_loaded_where_the_blocks_are_left(layout: str) -> None
     again = harness.ask("again", next_turn(prompt), 2)
     after = harness.sched.stats().cache
     assert again.cache.num_restored_tokens >= 576
-    assert after.host_loaded_bytes - before.host_loaded_bytes == harness.layout.slot_bytes
+    assert after.host_loaded_bytes - before.host_loaded_bytes == harness.layout.in_tiers().slot_bytes
+
+
+def test_nothing_is_loaded_that_the_request_cannot_resume_from() -> None:
+    """Neither blocks that no state follows, nor a state with no token after it."""
+    harness = tight()
+    prompt, layout = evicted(harness), harness.layout
+    empty_arena(harness)
+    before = harness.sched.stats().cache.host_loaded_bytes
+    assert harness.ask("half", np.concatenate([prompt[:320], tokens(4, 100)]), 2).cache.num_restored_tokens == 0
+    assert harness.sched.stats().cache.host_loaded_bytes == before
+    whole = harness.ask("whole blocks", prompt[:640], 2).cache  # the request before it left 5 blocks and their state
+    assert (whole.num_cached_tokens, whole.num_restored_tokens) == (576, 256)
+    loaded = harness.sched.stats().cache.host_loaded_bytes - before
+    assert loaded == 4 * layout.block_bytes + layout.slot_bytes
 
 
 def test_a_request_that_waits_for_copies_holds_up_nobody() -> None:
@@ -132,6 +152,19 @@ def test_a_long_prefix_is_stored_over_several_plans(layout: str, monkeypatch: py
     assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens >= 576
 
 
+def test_nothing_is_stored_before_the_memory_is_ready() -> None:
+    harness = tight(host_streams=True)
+    cache = harness.sched.cache
+    assert isinstance(cache.tier, StreamedHostTier)
+    cache.tier.is_ready = False
+    evicted(harness)
+    stats = harness.sched.stats().cache
+    assert stats.host_stored_bytes == 0 and stats.host_skipped > 0
+    cache.apply_news(TierNews((HOST_READY,)))
+    evicted(harness, 1)
+    assert harness.sched.stats().cache.host_stored_bytes > 0
+
+
 @STREAMS
 def test_requests_of_one_prefix_share_its_copies(host_streams: bool) -> None:
     harness = tight(loaded_at_once=ONE_UNIT, host_streams=host_streams)
@@ -142,6 +175,7 @@ def test_requests_of_one_prefix_share_its_copies(host_streams: bool) -> None:
     harness.run()
     for seed in range(4):
         harness.check_output(f"copy {seed}")
+        assert harness.requests[f"copy {seed}"].cache.num_cached_tokens >= 576
     loaded = harness.sched.stats().cache.host_loaded_bytes - before
     assert loaded <= 10 * harness.layout.block_bytes + harness.layout.slot_bytes
 
@@ -167,7 +201,14 @@ def test_nothing_is_held_after_a_restore_was_given_up(how: str, host_streams: bo
     elif how == "fail":
         harness.fail_next = True
     else:
-        harness.add("urgent", tokens(7, 850), 2, priority=-1)  # needs the memory that the restore holds
+        restoring = harness.sched.cache.restoring
+        assert restoring is not None
+        while restoring.current is not None and restoring.current.node.depth < 8:
+            harness.step()
+        longest = max(filter(harness.sched.cache.room.ever_fits, range(4096)))  # needs what the restore holds
+        urgent = harness.add("urgent", tokens(7, longest - 2), 2, priority=-1)
+        harness.step()
+        assert urgent.first_scheduled_s is not None and harness.requests["waits"].first_scheduled_s is None
     harness.run()
     if how != "abort":
         harness.check_output("waits")
@@ -176,6 +217,20 @@ def test_nothing_is_held_after_a_restore_was_given_up(how: str, host_streams: bo
     stats = harness.sched.stats()
     assert stats.num_running == stats.num_waiting == stats.num_pages_held == 0
     harness.sched.check_integrity()
+
+
+def test_a_restored_prefix_stays_until_its_request_runs() -> None:
+    harness = tight(loaded_at_once=ONE_UNIT)
+    waiting, restoring = begin(harness), harness.sched.cache.restoring
+    assert restoring is not None and restoring.current is not None
+    restoring.loaded_at_once = 1 << 30
+    restoring.begin_plan()
+    assert restoring.advance(), "the copies are for the next plan"
+    empty_arena(harness)
+    assert in_arena(harness, waiting.prompt_token_ids) == 640
+    harness.run()
+    harness.check_output("waits")
+    assert waiting.cache is not None and waiting.cache.num_restored_tokens == 640
 
 
 def test_a_reset_reaches_the_host_tier() -> None:
@@ -216,7 +271,7 @@ def test_a_restored_copy_of_garbage_is_not_found_either() -> None:
     bad = harness.add("bad", prompt, 60)
     while not bad.output_token_ids:
         harness.step()
-    harness.sched._preempt(harness.sched._running.requests[0])
+    harness.sched._departures.preempt(harness.sched._running.requests[0])
     empty_arena(harness)
     while bad.resume_cache is None:
         harness.step()
@@ -276,6 +331,29 @@ def test_a_restore_gives_way_to_an_earlier_request_that_shares_only_its_blocks(h
     harness.check_output("urgent")
 
 
+def test_a_late_host_tier_is_not_published_until_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = tight(host_streams=True)
+    prompt, tier, listener = evicted(harness), harness.sched.cache.tier, Listener(harness.sched.cache)
+    assert isinstance(tier, StreamedHostTier)
+    now = [100.0]
+    tier._clock = tier._reader._clock = tier._choice._clock = lambda: now[0]
+    begun = harness.add("waits", next_turn(prompt), 2)
+    monkeypatch.setattr(type(harness.runner.disk), "news", lambda self, waits: None)
+    harness.step()
+    listener.check([prompt])
+    assert listener.index.restorable(sent_hashes(prompt)) == 10
+    now[0] += 10.0
+    harness.run()
+    assert begun.cache is not None and begun.cache.num_restored_tokens == 0
+    empty_arena(harness)
+    harness.ask("more", tokens(5, 300), 2)
+    listener.check([prompt, tokens(5, 300)])
+    assert listener.index.restorable(sent_hashes(prompt)) == 0
+    now[0] += 100.0
+    listener.check([prompt])
+    assert listener.index.restorable(sent_hashes(prompt)) == 10
+
+
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @STREAMS
 def test_a_tier_that_overflows_stays_right(layout: str, host_streams: bool) -> None:
@@ -292,6 +370,19 @@ def test_a_tier_that_overflows_stays_right(layout: str, host_streams: bool) -> N
     )
     for index, prompt in enumerate(prompts):
         harness.ask(f"again {index}", next_turn(prompt, 30 + index), 2)
+
+
+def test_an_entry_does_not_evict_what_is_worth_more() -> None:
+    layout = LAYOUTS["several blocks a page"]
+    harness = tight(num_host_pages=layout.num_pages_for(700, 1) + 1)
+    prompt = evicted(harness)
+    for number in range(4):
+        assert harness.ask(f"again {number}", next_turn(prompt, number), 2).cache.num_cached_tokens >= 576
+        flood(harness, prompt)
+    for seed in range(2):
+        harness.ask(f"once {seed}", tokens(50 + seed, 641), 2)
+        empty_arena(harness)
+    assert in_tier(harness, prompt) is not None and harness.sched.stats().cache.host_skipped > 0
 
 
 def test_a_prefix_that_the_tier_cannot_hold_is_not_stored() -> None:

@@ -15,13 +15,12 @@ from forkpoint.errors import RequestTooLargeError
 from forkpoint.images import ImageSpan
 from forkpoint.params import FinishReason
 from tests.cache.published import Listener
-from tests.sched.harness import LAYOUTS, VOCAB, WINDOWED, Harness, image_span, tokens
+from tests.sched.harness import VOCAB, WITH_WINDOWS, Harness, image_span, tokens
 
 LENGTHS = st.one_of(
     st.integers(1, 700),
     st.builds(lambda n, d: 64 * n + d, st.integers(1, 10), st.sampled_from([-1, 0, 1, 63])),
 )
-ALL = {**LAYOUTS, **WINDOWED}
 TRUNK = tokens(99, 2000)
 # Tokens of text before it, rows, columns, and which of few images it is.
 IMAGE = st.tuples(
@@ -33,7 +32,7 @@ class Serving(RuleBasedStateMachine):
     """Requests whose prompts branch off a common trunk or off each other's histories."""
 
     @initialize(
-        layout=st.sampled_from(sorted(ALL)),
+        layout=st.sampled_from(sorted(WITH_WINDOWS)),
         tokens_of_room=st.integers(300, 6000),
         spare_slots=st.integers(1, 12),
         budget=st.sampled_from([128, 192, 500, 2048]),
@@ -47,6 +46,7 @@ class Serving(RuleBasedStateMachine):
         ghosts=st.sampled_from([0, 3, 1000]),
         most_drafts=st.sampled_from([0, 1, 4, 4, 63]),
         draft_chance=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
+        state_write_interval=st.sampled_from([1, 8, 8, 32]),
         encoder_budget=st.sampled_from([None, 1, 100, 300]),
         encoder_cache_size=st.sampled_from([0, 200, 1 << 15]),
         host_tokens=st.sampled_from([None, 200, 2000, 20000]),
@@ -72,6 +72,7 @@ class Serving(RuleBasedStateMachine):
         ghosts,
         most_drafts,
         draft_chance,
+        state_write_interval,
         encoder_budget,
         encoder_cache_size,
         host_tokens,
@@ -81,9 +82,8 @@ class Serving(RuleBasedStateMachine):
         disk_delay,
         disk_fail_chance,
     ) -> None:
-        chosen = ALL[layout]
-        if chosen.windows:  # which tiers cannot hold
-            host_tokens = disk_tokens = None
+        chosen = WITH_WINDOWS[layout]
+        stored = chosen.in_tiers()
         self.harness = Harness(
             layout=chosen,
             num_pages=chosen.num_pages_for(tokens_of_room, spare_slots) + 2,
@@ -93,12 +93,13 @@ class Serving(RuleBasedStateMachine):
             deterministic=deterministic,
             most_drafts=most_drafts,
             draft_chance=draft_chance,
+            state_write_interval=state_write_interval,
             encoder_budget=encoder_budget,
             encoder_cache_size=encoder_cache_size,
-            num_host_pages=0 if host_tokens is None else chosen.num_pages_for(host_tokens, spare_slots) + 1,
+            num_host_pages=0 if host_tokens is None else stored.num_pages_for(host_tokens, spare_slots) + 1,
             host_streams=host_streams and host_tokens is not None,
             loaded_at_once=loaded_at_once,
-            num_disk_pages=chosen.num_pages_for(disk_tokens, spare_slots) + 1 if disk_tokens and chosen.has_kv else 0,
+            num_disk_pages=stored.num_pages_for(disk_tokens, spare_slots) + 1 if disk_tokens else 0,
             disk_delay=disk_delay,
             disk_fail_chance=disk_fail_chance,
             cache=CacheConfig(
@@ -192,7 +193,7 @@ class Serving(RuleBasedStateMachine):
     def preempt(self, pick: int) -> None:
         running = self.harness.sched._running.requests
         if running and not self.harness.in_flight:
-            self.harness.sched._preempt(running[pick % len(running)])
+            self.harness.sched._departures.preempt(running[pick % len(running)])
 
     @rule(pick=st.integers(0, 10**6))
     def poison(self, pick: int) -> None:
@@ -250,7 +251,7 @@ class Serving(RuleBasedStateMachine):
         assert stats.cache.num_slots_used == stats.cache.num_checkpoints, "a slot leaked"
         if harness.layout.has_kv:
             assert stats.cache.num_blocks_used == stats.cache.num_cached_blocks, "a block leaked"
-        assert not harness.runner.rows or len(harness.sched._running.drain_removed()) == len(harness.runner.rows)
+        assert len(harness.sched._running.removed_rows) == len(harness.runner.rows)
         harness.sched.reset_prefix_cache()
         left = harness.sched.stats().cache
         assert left.num_free_host_pages == max(0, left.num_host_pages - 1), "pages of the host tier are lost"

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.cache.manager import CacheManager
-from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import CacheConfig
-from forkpoint.errors import ConfigError
 from tests.cache.shapes import attention
 from tests.sched.harness import WINDOWED, Harness, tokens
 
@@ -19,10 +16,10 @@ LAYERS = [(attention(4, 128),), *[(replace(attention(4, 128), window=256),)] * 5
 NAMES = pytest.mark.parametrize("name", WINDOWED)
 
 
-def most_running_tokens(layout: CacheLayout, num_bytes: int) -> int:
+def most_running_tokens(layout: CacheLayout, num_bytes: int, **tiers: int) -> int:
     """The tokens of all requests that run together, at their most, before one is preempted."""
     length, most = 6000, 0
-    harness = Harness(layout=layout, num_pages=num_bytes // layout.page_bytes, check=False)
+    harness = Harness(layout=layout, num_pages=num_bytes // layout.page_bytes, check=False, **tiers)
     for index in range(40):
         harness.add(f"r{index}", tokens(index, length), 200)
     while harness.step():
@@ -33,11 +30,12 @@ def most_running_tokens(layout: CacheLayout, num_bytes: int) -> int:
     return most
 
 
-def test_a_model_of_which_one_layer_in_six_is_full_holds_four_times_the_tokens() -> None:
+@pytest.mark.parametrize("tiers", [{}, {"num_host_pages": 60, "num_disk_pages": 60}], ids=["", "tiers"])
+def test_a_model_of_which_one_layer_in_six_is_full_holds_four_times_the_tokens(tiers: dict[str, int]) -> None:
     kept, bounded = CacheLayout.create(LAYERS, longest=0), CacheLayout.create(LAYERS)
     assert not kept.windows and len(bounded.windows) == 1
     num_bytes = 700 * kept.page_bytes
-    assert most_running_tokens(bounded, num_bytes) >= 4 * most_running_tokens(kept, num_bytes) > 0
+    assert most_running_tokens(bounded, num_bytes, **tiers) >= 4 * most_running_tokens(kept, num_bytes, **tiers) > 0
 
 
 @NAMES
@@ -80,6 +78,17 @@ def test_rejected_drafts_find_their_window_again(name: str, chance: float) -> No
     assert harness.runner.num_confirmed_drafts and harness.runner.num_optimistic
 
 
-def test_tiers_are_refused_until_they_hold_windows() -> None:
-    with pytest.raises(ConfigError, match="longest=0"):
-        CacheManager(WINDOWED["two windows"], 50, CacheConfig(), tiers=TierSizes(10))
+@NAMES
+def test_a_tier_holds_no_more_than_a_request_resumes_from(name: str) -> None:
+    """The blocks of the whole path that have no window, once, and for each state the blocks of its windows."""
+    layout = WINDOWED[name]
+    harness = Harness(layout=layout, num_pages=layout.num_pages_for(1300, 4) + 1, num_host_pages=300)
+    for seed in range(4):
+        harness.ask(f"r{seed}", tokens(seed, 1200), 2)
+    stats, cache = harness.sched.stats().cache, harness.sched.cache
+    assert cache.tier is not None and stats.num_host_checkpoints and not cache.tier.store.layout.windows
+    of_windows = sum(group.most_of_state * group.block_bytes for group in layout.windows)
+    blocks = stats.num_host_blocks * layout.block_bytes
+    assert stats.host_stored_bytes == blocks + stats.num_host_checkpoints * (layout.slot_bytes + of_windows)
+    loaded = harness.ask("again", np.concatenate([tokens(0, 1200), tokens(9, 30)]), 2).cache
+    assert loaded.num_restored_tokens == 1152

@@ -70,7 +70,7 @@ class Client:
     async def _run(self, bodies: Bodies) -> int:
         async with bodies.read(self._request) as data:
             await self._answered.wait()
-            return len(data)
+            return sum(map(len, data))
 
     async def send(self, num_bytes: int, more: bool = True) -> None:
         self._pieces.put_nowait({"type": "http.request", "body": b" " * num_bytes, "more_body": more})

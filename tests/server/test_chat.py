@@ -188,12 +188,14 @@ def test_a_salt_keeps_prefixes_apart(client: openai.OpenAI) -> None:
 def test_the_last_message_can_be_carried_on(client: openai.OpenAI, oracle: LLM) -> None:
     messages = [*conversation("Count"), {"role": "assistant", "content": "One, two"}]
     extra = {"continue_final_message": True, "add_generation_prompt": False}
-    answer = client.chat.completions.create(messages=messages, extra_body=extra, **GREEDY)
+    marked: list[Any] = [[*messages[:-1], {**messages[-1], mark: True}] for mark in ("prefix", "partial")]
+    answers = [client.chat.completions.create(messages=messages, extra_body=extra, **GREEDY)]
+    answers += [client.chat.completions.create(messages=each, **GREEDY) for each in marked]
     params = SamplingParams(temperature=0, max_tokens=12)
     expected = oracle.chat(messages, params, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)[
         0
     ]
-    assert answer.choices[0].message.content == expected.outputs[0].text
+    assert [answer.choices[0].message.content for answer in answers] == [expected.outputs[0].text] * 3
 
 
 def test_without_a_limit_an_answer_ends_with_the_context(http: httpx2.Client) -> None:

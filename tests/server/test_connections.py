@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from http.client import HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from forkpoint.server import connections
+from forkpoint.server.config import ServerConfig
 from tests.server.running import RunningServer
 
 KEY = "a secret"
@@ -118,7 +120,7 @@ def few_files(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (150, 250))\n"
         "from forkpoint.server import connections\n"
-        "connections.HEAD_TIMEOUT_S = connections.BODY_GRACE_S = 1.0\n"
+        "connections.HEAD_TIMEOUT_S = connections.BODY_GRACE_S = connections.DISCARD_S = 1.0\n"
         "from forkpoint.cli.main import main\n"
         f"sys.exit(main(['serve', {str(tiny_model)!r}, '--port', '0']))"
     )
@@ -162,3 +164,62 @@ def test_slow_clients_are_let_go(few_files: RunningServer) -> None:
             steady.sendall(text[start : start + 600])
             time.sleep(0.1)
         assert read_all(steady).startswith(b"HTTP/1.1 200")
+
+
+HEAD = b"POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\n"
+
+
+def status_of_answer(open_socket: socket.socket) -> int:
+    """Receive one answer as a whole."""
+    answer = HTTPResponse(open_socket)
+    answer.begin()
+    answer.read()
+    return answer.status
+
+
+def test_a_body_over_the_limit_is_refused_before_it_comes(server: RunningServer) -> None:
+    """The rest is dropped, so that a client which sends all of it first gets the answer too, and may ask again."""
+    num_bytes = ServerConfig().max_body_bytes + 1
+    with connect(server) as one:
+        one.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % num_bytes)
+        assert status_of_answer(one) == 413
+    with connect(server) as one:
+        one.sendall(HEAD + b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n" % num_bytes)
+        assert status_of_answer(one) == 413
+    began = time.monotonic()
+    with connect(server) as one:
+        one.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % num_bytes + b" " * num_bytes)
+        one.sendall(b"GET /version HTTP/1.1\r\nConnection: close\r\n\r\n")
+        answers = read_all(one)
+    assert answers.startswith(b"HTTP/1.1 413") and answers.count(b"HTTP/1.1 200") == 1
+    assert time.monotonic() - began > num_bytes / 2**18 * connections.PACE_S / 2  # other requests had the rest
+
+
+@pytest.mark.parametrize("body", ["declared", "chunked"])
+def test_an_endless_body_is_dropped_and_then_cut_off(few_files: RunningServer, body: str) -> None:
+    """It is refused at the limit, and the connection does not outlive the refusal for long."""
+    frame = {"declared": b"Content-Length: %d" % 10**12, "chunked": b"Transfer-Encoding: chunked"}[body]
+    piece = {"declared": b" " * 65536, "chunked": b"10000\r\n" + b" " * 65536 + b"\r\n"}[body]
+    sent = 0
+    with connect(few_files) as one:
+        one.sendall(HEAD + frame + b"\r\n\r\n")
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            while sent < 2 * 10**9:
+                one.sendall(piece)
+                sent += len(piece)
+    with few_files.client() as http:
+        assert http.get("/health").status_code == 200
+    assert "Traceback" not in few_files.log
+
+
+def test_a_refused_body_leaves_no_connection_without_a_time_limit(few_files: RunningServer) -> None:
+    """A client that sends the rest after the answer has as long for its next request as any other."""
+    with connect(few_files) as one:
+        one.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % 10**8)
+        assert status_of_answer(one) == 413
+        assert read_all(one) == b""  # nothing more was sent
+    with connect(few_files) as one:
+        one.sendall(HEAD.replace(b"json", b"plain") + b"Host: other.example\r\nContent-Length: 2\r\n\r\n")
+        assert status_of_answer(one) == 403
+        one.sendall(b"{}")
+        assert refusal(read_all(one))[0] == 408

@@ -16,7 +16,8 @@ from openai.resources.responses import InputTokens, Responses
 
 from forkpoint import LLM, SamplingParams
 from forkpoint.obs.logs import LOGGER
-from forkpoint.server.chat.body import ChatBody
+from forkpoint.server.chat.body import ChatBody, ChatMessage
+from forkpoint.server.chat.history import shown_messages
 from forkpoint.server.completions.body import CompletionBody
 from forkpoint.server.messages.body import MessagesBody
 from forkpoint.server.notices import MAX_NOTICES, Notices
@@ -46,6 +47,11 @@ def ask(http: httpx2.Client, path: str, **fields: Any) -> httpx2.Response:
         ({"guided_regex": "a", "guided_choice": ["a"]}, "exclude each other"),
         ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "exclude each other"),
         ({"prompt_embeds": "AAAA"}, "give text or token ids"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty is another name of repetition_penalty"),
+        ({"regex": "a", "guided_choice": ["a"]}, "exclude each other"),
+        ({"stop_regex": "a+"}, "give stop"),
+        ({"lora_path": "mine"}, "adapters are not supported"),
+        ({"response_format": {"type": "json_schema"}}, 'needs json_schema: {"name", "schema"}'),
         ({"return_tokens_as_token_ids": True}, "return_token_ids"),
         ({"stream_options": {"include_usage": True}}, "stream: true"),
         ({"stream": True, "prompt_logprobs": 1}, "not available in streams"),
@@ -61,6 +67,8 @@ def test_what_is_not_read_is_refused(http: httpx2.Client, path: str, fields: dic
     ("fields", "said"),
     [
         ({"functions": [{"name": "f"}]}, "give tools"),
+        ({"separate_reasoning": False}, "--reasoning-parser none"),
+        ({"input_ids": [1]}, "/v1/completions takes ids"),
         ({"function_call": "auto"}, "give tool_choice"),
         ({"chat_template": "{{ 1 }}"}, "--chat-template"),
         ({"echo": True}, "continue_final_message"),
@@ -143,6 +151,19 @@ def test_notices_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged[-1].startswith(f"requests had {MAX_NOTICES} different notices")
 
 
+def test_thinking_parts_of_answers_become_their_reasoning() -> None:
+    text = {"type": "text", "text": "Yes"}
+    for part in (
+        {"type": "thinking", "thinking": "Hm"},
+        {"type": "thinking", "thinking": [{"type": "text", "text": "Hm"}]},
+        {"type": "reasoning", "reasoning": "Hm"},
+        {"type": "reasoning", "text": "Hm"},
+    ):
+        message = ChatMessage(role="assistant", content=[part, {"type": "redacted_thinking", "data": "x"}, text])
+        [shown] = shown_messages([message], lambda notice: None, drops_billing_lines=True)
+        assert shown == {"role": "assistant", "content": [text], "reasoning_content": "Hm"}
+
+
 def test_usage_in_openrouters_form(http: httpx2.Client) -> None:
     for wanted in (True, False):
         lines = ask(http, CHAT, stream=True, usage={"include": wanted}).text.splitlines()
@@ -162,6 +183,14 @@ def test_usage_in_openrouters_form(http: httpx2.Client) -> None:
             "kv_transfer_params": {"do_remote_decode": True},
             "guided_json": None,
             "truncation_side": "left",
+        },
+        {"repeat_penalty": 1.1, "max_new_tokens": 3, "no_stop_trim": True, "rid": "mine", "extra_key": "k"},
+        {
+            "separate_reasoning": True,
+            "stream_reasoning": True,
+            "lora_path": None,
+            "repetition_penalty": 1,
+            "regex": None,
         },
         {"n": 1, "stop": None, "seed": -5, "logit_bias": {}, "presence_penalty": 0, "stream": False},
     ],
@@ -184,6 +213,13 @@ def test_guided_fields_are_structured_outputs(http: httpx2.Client) -> None:
         {"guided_json": {"const": 7}},
         {"guided_json": '{"const": 7}'},
         {"guided_grammar": 'root ::= "7"'},
+        {"regex": "7"},
+        {"ebnf": 'root ::= "7"'},
+        {"grammar": 'root ::= "7"'},
+        {"json_schema": '{"const": 7}'},
+        {"response_format": {"type": "json_object", "schema": {"const": 7}}},
+        {"response_format": {"type": "json_schema", "schema": {"const": 7}}},
+        {"response_format": {"type": "structural_tag", "format": {"type": "const_string", "value": "7"}}},
     ):
         assert ask(http, TEXT, **fields).json()["choices"][0]["text"] == "7", fields
         assert ask(http, CHAT, **fields).json()["choices"][0]["message"]["content"] == "7"

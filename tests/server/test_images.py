@@ -9,7 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 
 from forkpoint.cli.main import main
 from forkpoint.routing.feed import EventFeed
+from forkpoint.shared_arrays import NAME
 from tests.engine.test_events import wait_for
 from tests.engine.test_video_files import clip
 from tests.image_models import CHAT_IDS, picture, write_chat_model
@@ -176,6 +177,16 @@ def test_videos_are_read_from_data_urls_and_named_hosts(http: httpx2.Client) -> 
     assert answer.status_code == 400 and "video" in answer.json()["error"]["message"]
 
 
+def num_memories(pid: int) -> int:
+    """The number of open descriptors of shared memory with pixels."""
+    count = 0
+    with suppress(OSError):  # the process has ended
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                count += NAME in os.readlink(link)
+    return count
+
+
 def test_large_requests_decode_their_images_once(server: RunningServer, http: httpx2.Client) -> None:
     """The reader of a conversation of more than 1 MiB reads the next turn, too, and gives shared memory back."""
     part = chat_part(encoded(picture(51, 1400, 1400)))
@@ -194,8 +205,10 @@ def test_large_requests_decode_their_images_once(server: RunningServer, http: ht
         pids.append(set(server.reader_pids))
     assert pids[0] == pids[1]
     assert times[2] - times[1] < (times[1] - times[0]) / 4
-    links = [link for pid in pids[1] for link in Path(f"/proc/{pid}/fd").iterdir()]
-    wait_for(lambda: not any("forkpoint-answer" in os.readlink(link) for link in links if link.is_symlink()))
+    post(http, "/v1/chat/completions", max_tokens=3, n=3, **body)
+    post(http, "/v1/completions", prompt="x", max_tokens=1)  # the next step drops the rows of the last one
+    processes = {*pids[1], *server.reader_pids, server.process.pid, server.engine_pid}
+    wait_for(lambda: not any(num_memories(pid) for pid in processes))
 
 
 def test_routers_hash_images_as_the_cache_does(server: RunningServer, http: httpx2.Client) -> None:
@@ -259,6 +272,9 @@ def test_results_of_tools_may_be_images(http: httpx2.Client) -> None:
     result["content"] = []
     without = post(http, "/v1/messages/count_tokens", messages=messages, tools=tools)
     assert with_image["input_tokens"] == without["input_tokens"] + 2 + 4
+    content = [{"type": "image", "source": {"type": "base64", "data": data}}]
+    result["content"] = [{"type": "document", "source": {"type": "content", "content": content}}]
+    assert post(http, "/v1/messages/count_tokens", messages=messages, tools=tools) == with_image
     call = {"id": "t", "type": "function", "function": {"name": "see", "arguments": "{}"}}
     chat = [{"role": "user", "content": "look"}, {"role": "assistant", "tool_calls": [call]}]
     chat.append({"role": "tool", "tool_call_id": "t", "content": [chat_part(data)]})
@@ -298,6 +314,15 @@ def test_requests_bound_the_size_of_their_images(http: httpx2.Client) -> None:
         assert len(tokens) == usage["prompt_tokens"] and tokens.count(CHAT_IDS["image_token_id"]) == num_tokens
         items = [{"role": "user", "content": [{"type": "input_image", "image_url": part["image_url"]["url"]}]}]
         assert post(http, "/v1/responses/input_tokens", input=items, **bounds)["input_tokens"] == usage["prompt_tokens"]
+    clear = [
+        {"role": "user", "content": [chat_part(encoded(pytest.importorskip("PIL.Image").new("RGBA", (320, 320))))]}
+    ]
+    colours = [None, None, {"image": {"rgba_background_color": [0, 0, 0]}}]
+    usages = [
+        post(http, "/v1/chat/completions", messages=clear, media_io_kwargs=colour, **options)["usage"]
+        for colour in colours
+    ]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 64, 0]
     low = {**part, "image_url": {**part["image_url"], "detail": "sharp"}}
     body = {"model": "m", "messages": [{"role": "user", "content": [low]}]}
     assert "one of 'low'" in http.post("/v1/chat/completions", json=body).json()["error"]["message"]
@@ -336,6 +361,9 @@ def test_what_is_refused_is_answered_400_and_the_server_goes_on(server: RunningS
         "/v1/messages", json={"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": blocks}]}
     )
     assert answer.status_code == 400 and "--allowed-media-domains" in answer.text
+    blocks[0]["source"] = {"type": "file", "file_id": "file-1"}
+    answer = http.post("/v1/messages/count_tokens", json={"messages": [{"role": "user", "content": blocks}]})
+    assert answer.status_code == 400 and "this server stores no files" in answer.json()["error"]["message"]
     typed = post(
         http, "/v1/chat/completions", messages=[{"role": "user", "content": "<|image_pad|> typed"}], max_tokens=1
     )

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -107,6 +105,7 @@ def test_one_interrupt_drains_and_ends(tiny_model: Path, tmp_path: Path) -> None
     with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
         while 200 not in seen:
             num_shielded += check_shielded(running)
+            time.sleep(0.02)
             try:
                 reply = http.get("/health")
             except httpx2.ConnectError:
@@ -116,7 +115,6 @@ def test_one_interrupt_drains_and_ends(tiny_model: Path, tmp_path: Path) -> None
                 assert "loading" in reply.json()["error"]["message"]
                 refused = http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
                 assert refused or http.get("/health").status_code == 200  # it may have been loaded meanwhile
-                time.sleep(0.02)
         assert seen == {200, 503} and num_shielded > 10
         engine = running.wait_ready().engine_pid
         asked = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -129,7 +127,7 @@ def test_one_interrupt_drains_and_ends(tiny_model: Path, tmp_path: Path) -> None
     assert running.process.wait(120) == 0, running.log
     assert gone(engine)
     assert running.log.splitlines()[-1].endswith("stopped") and "Traceback" not in running.log
-    assert "have 30 s to end; Ctrl-C again cuts them off" in running.log
+    assert "1 open request may take 30 s to end; Ctrl-C again ends the server at once" in running.log
 
 
 def test_the_engine_is_killed(tiny_model: Path, tmp_path: Path) -> None:
@@ -174,28 +172,3 @@ def test_a_rank_is_killed_while_nobody_asks(tiny_model: Path, tmp_path: Path) ->
     assert running.process.wait(120) == 1
     assert "the rank 1 process was killed by SIGKILL" in running.log and "Traceback" not in running.log
     assert gone(ranks[0])
-
-
-def test_a_full_disk_for_the_log_and_a_killed_server(tiny_model: Path) -> None:
-    """Requests are served, and the metrics tell that lines were lost. The engine ends with its server."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "forkpoint.cli.main", "serve", str(tiny_model), "--port", str(port)]
-    with open("/dev/full", "w") as full:
-        process = subprocess.Popen(command, stderr=full, stdout=full, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
-            deadline = time.monotonic() + 240
-            while time.monotonic() < deadline:
-                try:
-                    if http.get("/health").status_code == 200:
-                        break
-                except httpx2.ConnectError:
-                    time.sleep(0.1)
-            assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
-            assert metric(http, "forkpoint_log_lines_lost_total{") >= 1
-        engine = RunningServer(process, Path("/dev/null")).engine_pid
-    finally:
-        process.kill()
-        process.wait(120)
-    assert gone(engine)

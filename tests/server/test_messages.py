@@ -13,6 +13,7 @@ import pytest
 from forkpoint import LLM, SamplingParams
 from forkpoint.server.chat.body import ChatMessage
 from forkpoint.server.chat.history import shown_messages
+from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.history import chat_messages
 from forkpoint.server.notices import ignore
 from tests.server.running import RunningServer
@@ -21,6 +22,7 @@ SYSTEM = "You answer briefly. " * 12
 DAYS: dict[str, Any] = {"type": "object", "properties": {"days": {"enum": [1, 2, 3]}}, "required": ["days"]}
 DAYS["additionalProperties"] = False
 TOOLS: list[Any] = [{"name": name, "description": "x", "input_schema": DAYS} for name in ("forecast", "history")]
+PDF: dict[str, Any] = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
 
 
 @pytest.fixture
@@ -101,6 +103,16 @@ def test_the_answer_can_be_begun(client: anthropic.Anthropic, oracle: LLM) -> No
     assert text_of(answer) == expected.outputs[0].text
 
 
+def test_a_salt_keeps_prefixes_apart(client: anthropic.Anthropic) -> None:
+    def num_cached(salt: str) -> int | None:
+        extra = {**GREEDY["extra_body"], "cache_salt": salt}
+        answer = client.messages.create(**ask("Who sees this? " * 20, **{**GREEDY, "extra_body": extra}))
+        return answer.usage.cache_read_input_tokens
+
+    assert num_cached("one") == 0 and num_cached("other") == 0
+    assert num_cached("one")
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "history"}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_and_their_results(client: anthropic.Anthropic, choice: Any, stream: bool) -> None:
@@ -151,6 +163,8 @@ def test_a_schema_for_the_answer(client: anthropic.Anthropic) -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tool_choice": {"type": "tool", "name": "nope"}, "tools": TOOLS}, "nope"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image' blocks"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": PDF}]}]}, "pages as images"),
+        ({"system": [{"type": "image", "source": {}}]}, "put 'image' blocks into messages"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "max_model_len=512"),
         ({"thinking": {"type": "loud"}}, "thinking"),
         ({"temperature": -1}, "temperature"),
@@ -280,6 +294,15 @@ RESULTS: list[tuple[list[dict[str, Any]], str]] = [
     ([{"type": "tool_reference", "tool_name": "Read"}], "The tool Read is available."),
     ([{"type": "image", "source": {}}], "[The tool returned a part of the type image, which cannot be shown here.]"),
     ([{"type": "document", "source": {"type": "text", "data": "Dear"}}], "Dear"),
+    (
+        [{"type": "document", "source": {"type": "content", "content": "Dear"}, "title": "T", "context": "C"}],
+        "T\nC\nDear",
+    ),
+    ([{"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "Dear"}]}}], "Dear"),
+    (
+        [{"type": "document", "source": PDF}],
+        "[The tool returned a part of the type document, which cannot be shown here.]",
+    ),
     ([{"type": "search_result", "title": "T", "source": "u", "content": [{"type": "text", "text": "c"}]}], "T\nu\nc"),
 ]
 
@@ -292,7 +315,25 @@ def test_blocks_in_results_are_texts(blocks: list[Any], shown: str) -> None:
     [told] = shown_messages([ChatMessage.model_validate(message)], notes.append, drops_billing_lines=True)
     content = told["content"]
     joined = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-    assert joined == f"a.png\n{shown}" and len(notes) == (blocks[0]["type"] == "image")
+    assert joined == f"a.png\n{shown}" and len(notes) == ("cannot be shown" in shown)
+
+
+def test_documents_and_search_results_are_texts() -> None:
+    """The user's are read as a tool's are; a file is refused in clear words."""
+    text = {"type": "text", "text": "a.png"}
+    for blocks, shown in RESULTS:
+        if "cannot be shown" not in shown and blocks[0]["type"] != "tool_reference":
+            [message] = chat_messages("user", [text, *blocks], ignore)
+            assert message == {"role": "user", "content": f"a.png\n{shown}"}
+    image = {"type": "image", "source": {"type": "base64", "data": "AAAA"}}
+    pages = {"type": "document", "title": "T", "source": {"type": "content", "content": [text, text, image, text]}}
+    parts = [{"type": "text", "text": "T\na.png\na.png"}, image, text]
+    assert chat_messages("user", [pages], ignore) == [{"role": "user", "content": parts}]
+    files = (PDF, {"type": "url", "url": "https://a/b.pdf"}, {"type": "file", "file_id": "f"})
+    inner = [{"type": "document", "source": PDF}]
+    for source in (*files, {"type": "content", "content": inner}):
+        with pytest.raises(HTTPError, match="files are not read; send the text, in a source of the type text"):
+            chat_messages("user", [{"type": "document", "source": source}], ignore)
 
 
 def test_a_result_with_an_image_does_not_end_a_session(client: anthropic.Anthropic) -> None:

@@ -221,6 +221,7 @@ def test_the_template_decides_unless_a_parser_is_named() -> None:
         assert find_notation("lfm2", None, template) is LFM2
         assert find_notation("kimi_k2", None, template) is KIMI
         assert find_notation("ling3", None, template) is LING
+        assert find_notation("glm47", None, template) is LING
     for notation in (KIMI, LFM2):
         tokenizer.backend.add_special_tokens([notation.opening])
         assert find_notation("auto", tokenizer, "no tools") is notation

@@ -7,22 +7,26 @@ import json
 import os
 import select
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from forkpoint.server.reader_process import RETIRE_BYTES
+from forkpoint.server.errors import HTTPError
+from forkpoint.server.reader_process import MAX_GROWTH_BYTES, RETIRE_BYTES
 from forkpoint.server.readers import LARGE_BYTES, Readers
 from forkpoint.server.texts import Facts
 from tests.server.running import RunningServer, start_server
 from tests.server.test_connections import connect
-from tests.server.test_lifecycle import gone, wait_for
+from tests.server.test_lifecycle import gone, metric, wait_for
 
 # A template that takes as long as the client asks for, in steps of 100,000 empty turns of a loop.
 SLOW = (
@@ -43,6 +47,7 @@ def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     running = start_server(tiny_model, tmp_path_factory.mktemp("slow"), *flags)
     try:
         yield running.wait_ready()
+        check_that_it_ends_in_time(running)
     finally:
         assert running.stop() == 0, running.log
 
@@ -58,11 +63,31 @@ def small(server: RunningServer) -> httpx2.Response:
         return http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+def until(condition: Callable[[], bool], pause_s: float = 0.02) -> None:
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(pause_s)
+
+
+def is_healthy(server: RunningServer) -> bool:
+    with server.client() as http, suppress(httpx2.ConnectError):
+        return http.get("/health").status_code == 200
+    return False
+
+
+def check_that_it_ends_in_time(server: RunningServer) -> None:
+    """Whatever is read at that time: these templates alone would take hours."""
+    with ThreadPoolExecutor(2) as pool:
+        callers = [pool.submit(chat, server, padding=padding) for padding in (0, PADDING)]
+        with server.client() as http:
+            wait_for(http, "forkpoint_num_requests_open{", 2)
+        started = time.monotonic()
+        os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does
+        assert server.process.wait(120) == 0, server.log
+        assert time.monotonic() - started < 60
+        assert {caller.result(120).status_code for caller in callers} == {503}
+    assert "stopping: 2 open requests cut off" in server.log and "Traceback" not in server.log
 
 
 def leave(server: RunningServer, padding: int = 0, after_s: float = 0.7) -> int:
@@ -169,17 +194,31 @@ def test_one_that_dies_of_a_grammar_ends_its_request_alone(slow: RunningServer) 
     assert small(slow).status_code == 200
 
 
-def test_readers_shield_the_engine_and_end_with_the_server(tiny_model: Path, tmp_path: Path) -> None:
-    """If memory runs out, readers are killed first. Nothing is left after the server was killed."""
-    running = start_server(tiny_model, tmp_path, "--chat-template", SLOW).wait_ready()
+def test_readers_shield_the_engine_and_end_with_a_killed_server_whose_log_finds_the_disk_full(tiny_model: Path) -> None:
+    """If memory runs out, readers are killed first. Nothing is left after the server was killed. Requests are served
+    although no line can be logged, and the metrics tell that lines were lost."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "forkpoint.cli.main", "serve", str(tiny_model), "--port", str(port)]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            [*command, "--chat-template", SLOW], stderr=full, stdout=full, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    running = RunningServer(process, Path("/dev/null"), str(tiny_model), f"http://127.0.0.1:{port}")
     pool = ThreadPoolExecutor(1)
-    answer = pool.submit(chat, running)
-    until(lambda: bool(running.reader_pids))
-    reader, loader, engine = running.reader_pids[0], running.loader_pid, running.engine_pid
-    until(lambda: Path(f"/proc/{reader}/oom_score_adj").read_text().strip() == "1000")
-    assert Path(f"/proc/{engine}/oom_score_adj").read_text().strip() != "1000"
-    running.process.kill()
-    running.process.wait(120)
+    try:
+        until(lambda: is_healthy(running), 0.1)
+        with running.client() as http:
+            assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+            assert metric(http, "forkpoint_log_lines_lost_total{") >= 1
+        answer = pool.submit(chat, running)
+        until(lambda: bool(running.reader_pids))
+        reader, loader, engine = running.reader_pids[0], running.loader_pid, running.engine_pid
+        until(lambda: Path(f"/proc/{reader}/oom_score_adj").read_text().strip() == "1000")
+        assert Path(f"/proc/{engine}/oom_score_adj").read_text().strip() != "1000"
+    finally:
+        process.kill()
+        process.wait(120)
     assert gone(reader) and gone(loader) and gone(engine)
     assert isinstance(answer.exception(10), httpx2.HTTPError)
     pool.shutdown()
@@ -190,19 +229,6 @@ def test_the_loader_is_killed(tiny_model: Path, tmp_path: Path) -> None:
     os.kill(running.loader_pid, signal.SIGKILL)
     assert running.process.wait(120) == 1
     assert "the process that starts readers has ended" in running.log and "Traceback" not in running.log
-
-
-def test_the_server_ends_in_time_whatever_is_read(tiny_model: Path, tmp_path: Path) -> None:
-    running = start_server(tiny_model, tmp_path, "--chat-template", SLOW, "--shutdown-timeout-s", "1").wait_ready()
-    with ThreadPoolExecutor(2) as pool:
-        callers = [pool.submit(chat, running, padding=padding) for padding in (0, PADDING)]
-        until(lambda: len(running.reader_pids) == 2)
-        started = time.monotonic()
-        os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
-        assert running.process.wait(120) == 0, running.log
-        assert time.monotonic() - started < 60  # the templates alone would take hours
-        assert {caller.result(120).status_code for caller in callers} == {503}
-    assert "2 requests did not end in time" in running.log and "Traceback" not in running.log
 
 
 @pytest.mark.parametrize(
@@ -254,6 +280,26 @@ def test_readers_are_used_until_they_have_grown() -> None:
     most = RETIRE_BYTES * 9 // 10
     first, second, third, fourth = asyncio.run(pids(1, most, most, 1))
     assert first == second == third != fourth
+
+
+def test_a_request_that_takes_too_much_memory_is_refused() -> None:
+    """The reader goes on, and has what it held before."""
+
+    async def read() -> list[int]:
+        readers = Readers.fork(Holding())  # type: ignore[arg-type]
+        try:
+            await readers.loaded()
+            readers.begin(Facts(1, 1, frozenset()))
+            first = await readers.run(hold, b"1")
+            with pytest.raises(HTTPError, match="takes too much memory to read; send less") as refused:
+                await readers.run(hold, b"%d" % MAX_GROWTH_BYTES)
+            assert refused.value.status == 400
+            return [first, await readers.run(hold, b"1")]
+        finally:
+            readers.close()
+
+    first, second = asyncio.run(read())
+    assert first == second
 
 
 def test_readers_go_without_torch(server: RunningServer) -> None:

@@ -406,6 +406,10 @@ def test_items_of_other_tools_are_calls_or_left_out() -> None:
         {"type": "custom_tool_call_output", **result},
         {"type": "function_call", **call, "name": "spawn", "namespace": "mcp__agents__", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": [image]},
+        {"type": "computer_call", **call, "action": {"type": "screenshot"}},
+        {"type": "computer_call_output", "call_id": "c", "output": {**image, "type": "computer_screenshot"}},
+        {"type": "custom_tool_call", **call, "name": "see", "input": ""},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": image},
         {"type": "compaction", "encrypted_content": "AA"},
     ]
     messages = messages_of(items, notes.append)
@@ -414,10 +418,12 @@ def test_items_of_other_tools_are_calls_or_left_out() -> None:
         {"name": "local_shell", "arguments": {"type": "exec", "command": ["ls"]}},
         {"name": "files__patch", "arguments": '{"input": "+a"}'},
         {"name": "mcp__agents__spawn", "arguments": "{}"},
+        {"name": "computer", "arguments": {"type": "screenshot"}},
+        {"name": "see", "arguments": '{"input": ""}'},
     ]
     assert messages[0]["reasoning_content"] == "Hm"
-    assert [message["role"] for message in messages] == ["assistant", "tool"] * 3
-    assert messages[-1]["content"] == [image]
+    assert [message["role"] for message in messages] == ["assistant", "tool"] * 5
+    assert [message["content"] for message in messages[5::2]] == [[image]] * 3
     assert len(notes) == 2 and "'web_search_call'" in notes[0] and "'compaction'" in notes[1]
 
 

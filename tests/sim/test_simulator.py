@@ -24,14 +24,15 @@ from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sim.cases import Case, run_cases
 from forkpoint.sim.cost import H200, CostModel, StepLoad
 from forkpoint.sim.engine_replica import EngineOptions, EngineReplica, load_of
-from forkpoint.sim.named_systems import make_system
+from forkpoint.sim.named_systems import engine_options, make_system
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, ModelShape
 from forkpoint.sim.simulator import SimulationResult, Simulator
 from forkpoint.sim.tokens import TokenSpans
 from forkpoint.sim.trace import Trace, TraceRequest
 from forkpoint.sim.workload import make_workload
+from tests.cache.shapes import attention
 from tests.hash_runner import HashRunner
-from tests.sched.harness import HYBRIDS, LAYOUTS
+from tests.sched.harness import HYBRIDS, WINDOWED, WITH_WINDOWS
 from tests.sim.driving import fresh, join, prefill_s, request, reused_by_talk, take_turns
 
 VOCAB = 5000
@@ -68,10 +69,14 @@ def shown(plan: StepPlan) -> tuple[object, ...]:
     return (
         plan.removed,
         plan.moves,
-        tuple((row.row, row.request_id, tuple(row.block_ids.tolist())) for row in plan.added),
-        tuple((item.row, tuple(item.block_ids.tolist())) for item in plan.replaced),
-        tuple(tuple(array.tolist()) for array in (*places, *parts)),
+        tuple((row.row, row.request_id, ids(row.block_ids, *row.more_block_ids)) for row in plan.added),
+        tuple((item.row, ids(item.block_ids, *item.more_block_ids)) for item in plan.replaced),
+        ids(*places, *parts, *rows.more_blocks),
     )
+
+
+def ids(*arrays: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(array.tolist()) for array in arrays)
 
 
 class Watched(HashRunner):
@@ -90,22 +95,30 @@ class Watched(HashRunner):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    name=st.sampled_from(HYBRIDS),
+    name=st.sampled_from([*HYBRIDS, *WINDOWED]),
     asks=asks_strategy(),
     tokens=st.integers(1400, 6000),
     num_host_pages=st.sampled_from([0, 8, 300]),
     num_disk_pages=st.sampled_from([0, 8, 300]),
     limit_ms=st.sampled_from([None, 8, 12]),
+    weighs_disk=st.booleans(),
 )
 def test_simulator_and_engine_decide_alike(
-    name: str, asks: list[Ask], tokens: int, num_host_pages: int, num_disk_pages: int, limit_ms: int | None
+    name: str,
+    asks: list[Ask],
+    tokens: int,
+    num_host_pages: int,
+    num_disk_pages: int,
+    limit_ms: int | None,
+    weighs_disk: bool,
 ) -> None:
     """The same requests at the same steps: every plan is the same, block by block and slot by slot."""
-    layout, config = LAYOUTS[name], replace(SCHEDULER, max_inter_token_latency_ms=limit_ms)
+    layout, config = WITH_WINDOWS[name], replace(SCHEDULER, max_inter_token_latency_ms=limit_ms)
     num_pages = layout.num_pages_for(tokens, 4) + 1
-    tiers = TierSizes(num_host_pages, DiskFacts(num_disk_pages, no_entries()) if num_disk_pages else None)
     runner = Watched(layout, num_pages, num_host_pages, num_disk_pages)
     clock = lambda: runner.now_s  # noqa: E731
+    disk = DiskFacts(num_disk_pages, no_entries()) if num_disk_pages else None
+    tiers = TierSizes(num_host_pages, disk, clock=clock, weighs_disk=weighs_disk)
     scheduler = Scheduler(layout, num_pages, CacheConfig(), config, cost=COST, tiers=tiers, clock=clock)
     core = EngineCore(scheduler, runner)
     requests = {}
@@ -153,6 +166,36 @@ def test_simulator_and_engine_decide_alike(
         step += 1
     assert plans == runner.plans
     assert system.sched.stats() == scheduler.stats()
+
+
+def test_wide_windows_keep_all_blocks_next_to_a_tier() -> None:
+    layers = tuple((replace(attention(4, 128), window=window),) for window in (512, 4096))
+    shape = replace(QWEN3_5_9B, layers=layers)
+    for options, widths in {"": [512, 4096], "host_memory=9": [512], "disk_memory=9": [512]}.items():
+        layout = engine_options(options, shape, 4 << 30, SchedulerConfig()).layout
+        assert [group.window for group in layout.windows] == widths
+        assert layout.has_kv == (options != "")
+
+
+@pytest.mark.parametrize(("rate", "is_fast"), [(0.3, False), (1.0, False), (50.0, True)])
+def test_a_slow_disk_costs_no_prompt_more_than_a_twentieth(rate: float, is_fast: bool) -> None:
+    """Whether the disk is faster than computing becomes known while the first prefix is read."""
+    options = engine_options(f"disk_memory=64,disk_rate={rate}", QWEN3_5_9B, 4 << 30, SchedulerConfig())
+    system, now_s, times = EngineReplica(options), 0.0, list[float]()
+    prompts = [fresh(16384) for _ in range(8)]  # four of them fill the arena
+    for number, prompt in enumerate([*prompts, *prompts[:3]]):
+        began_s = now_s
+        assert system.add(request(f"r{number}", join(prompt, fresh(1))))
+        while (load := system.plan(now_s)) is not None:
+            now_s += MODEL.step_s(load)
+            for report in system.finish(now_s).finished.values():
+                if number == len(prompts):
+                    assert (report.num_restored_tokens > 0) == is_fast
+        times.append(now_s - began_s)
+        now_s += 10.0  # the disk writes meanwhile
+    cold_s = float(np.median(times[: len(prompts)]))
+    ratios = [seconds / cold_s for seconds in times[len(prompts) :]]
+    assert max(ratios) <= (0.3 if is_fast else 1.05), ratios
 
 
 def streamed(shape: ModelShape, limit_ms: int | None, spread: float) -> tuple[float, float]:
@@ -221,9 +264,24 @@ def test_drafts_of_which_a_set_number_is_right() -> None:
     assert result.num_steps == len(seconds) and result.elapsed_s == pytest.approx(sum(seconds))
 
 
+def test_drafts_yield_to_prompts() -> None:
+    """Requests with long prompts and short answers, all at once. Drafts that are never right cost them next to nothing,
+    because prompts fill most steps; right ones help in the other steps."""
+    trace = Trace("mixed", tuple(request(f"{i}", fresh(1000 + 131 * (i % 17)), fresh(4 + i % 29)) for i in range(60)))
+    scheduler = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=32)
+
+    def seconds(system: str) -> float:
+        replica = make_system(system, QWEN3_5_9B, 60 << 30, scheduler)
+        return Simulator(trace, [replica], MODEL, Router("round-robin")).run().busy_s
+
+    plain = seconds("forkpoint")
+    assert seconds("forkpoint:num_speculative_tokens=3,acceptance_length=1") < 1.01 * plain
+    assert seconds("forkpoint:num_speculative_tokens=3,acceptance_length=3") < plain
+
+
 def test_drafts_change_what_is_cached_and_when_nothing_else() -> None:
     """All requests get all their tokens in fewer steps, and reuse as much."""
-    trace = make_workload("chat:sessions=12,turns=4")
+    trace = make_workload("chat:sessions=12,turns=4,answer=100")
     plain, drafted = (
         Simulator(
             trace,
@@ -278,25 +336,19 @@ def test_scaling_and_sampling() -> None:
     assert {r.after for r in short.requests} <= {r.id for r in short.requests} | {None}
 
 
-@pytest.mark.parametrize("router", ["round-robin", "least-loaded", "prefix-aware"])
-def test_replicas_share_the_load(router: str) -> None:
-    trace = make_workload("chat:sessions=30,turns=5,gap_s=0.2,think_s=3")
-    result = simulate(trace, replicas=3, router=router)
-    served = [sum(record.replica == index for record in result.records) for index in range(3)]
-    assert sum(served) == len(trace.requests) and min(served) > len(trace.requests) / 8
-
-
-def test_prefix_aware_routing_finds_the_replica_of_a_conversation() -> None:
-    trace = make_workload("chat:sessions=30,turns=5,gap_s=0.2,think_s=3")
-
-    def hits(router: str) -> int:
-        return sum(record.cache.num_cached_tokens for record in simulate(trace, 3, router).records)
-
-    assert hits("prefix-aware") > 1.2 * hits("round-robin")
+def test_replicas_share_the_load_and_prefix_aware_routing_finds_the_replica_of_a_conversation() -> None:
+    trace = make_workload("chat:sessions=30,turns=5,first=1500,answer=50,gap_s=0.1,think_s=1.5")
+    hits: dict[str, int] = {}
+    for router in ("round-robin", "least-loaded", "prefix-aware"):
+        result = simulate(trace, replicas=3, router=router)
+        served = [sum(record.replica == index for record in result.records) for index in range(3)]
+        assert sum(served) == len(trace.requests) and min(served) > len(trace.requests) / 8
+        hits[router] = sum(record.cache.num_cached_tokens for record in result.records)
+    assert hits["prefix-aware"] > 1.2 * hits["round-robin"]
 
 
 def test_cases_in_processes_give_the_same() -> None:
-    trace = make_workload("chat:sessions=6,turns=3")
+    trace = make_workload("chat:sessions=6,turns=3,answer=60")
     scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)
     cases = [
         Case(trace, QWEN3_5_9B, H200, name, 8 << 30, scheduler)

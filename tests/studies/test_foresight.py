@@ -68,7 +68,12 @@ def test_with_room_for_all_everything_is_reused(paths: list[tuple[int, ...]]) ->
 
 @pytest.mark.parametrize(
     "workload",
-    ["chat:sessions=30,turns=3", "agents:sessions=4", "rag:documents=30,questions=60", "tree:problems=6,problem=6000"],
+    [
+        "chat:sessions=30,turns=3,answer=80",
+        "agents:sessions=4,answer=60",
+        "rag:documents=30,questions=60,answer=50",
+        "tree:problems=6,problem=6000,step=100",
+    ],
 )
 def test_foresight_is_better_than_the_default_where_room_is_short(workload: str) -> None:
     trace, scheduler = make_workload(workload), SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)

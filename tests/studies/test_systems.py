@@ -18,7 +18,13 @@ from tests.sim.driving import reused_by_talk, take_turns
 
 
 @pytest.mark.parametrize(
-    "spec", ["chat:sessions=15", "agents:sessions=2,turns=6", "rag:questions=60", "tree:problems=2"]
+    "spec",
+    [
+        "chat:sessions=15,answer=60",
+        "agents:sessions=2,turns=6",
+        "rag:questions=60,answer=80",
+        "tree:problems=2,step=100",
+    ],
 )
 def test_every_system_serves_every_workload_below_the_bound(spec: str) -> None:
     trace = make_workload(spec)

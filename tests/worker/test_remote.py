@@ -44,6 +44,15 @@ def test_the_first_rank_answers(ranks: Ranks) -> None:
     assert step.result().token_ids.tolist() == [5]
 
 
+def test_all_ranks_prepare(ranks: Ranks) -> None:
+    runner, others = ranks
+    for answers in ((True, False), (False, False)):
+        for socket, answer in zip(others, answers, strict=True):
+            socket.send(answer)
+        assert runner.prepare() == any(answers)
+        assert [socket.recv_bytes() for socket in others] == [remote.PREPARE] * 2
+
+
 def test_a_step_that_fails_everywhere_is_a_failed_step(ranks: Ranks) -> None:
     runner, others = ranks
     step = runner.submit(StepPlan(0))

@@ -1,5 +1,5 @@
-"""Serve prompts on what passes for a Hopper GPU, whose launches are not compiled, and print the variants of kernels
-that they meet and nothing met at the start: `python -m tests.worker.untried FOLDER`."""
+"""Serve prompts on a pretended Hopper GPU, whose launches are not compiled. Print the variants of kernels that run and
+were not compiled in parallel at the start: `python -m tests.worker.untried FOLDER`."""
 
 from __future__ import annotations
 
@@ -33,22 +33,40 @@ PRETENDED: dict[str, Any] = {
 }
 
 
+def is_launched() -> bool:
+    """Whether a GPU would run the launches now, and not only compile their kernels."""
+    return JITFunction.run.__name__ == "bind"
+
+
 def settled(sample: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The same with answers that may be gone on with, though no launch wrote them."""
-    return lambda *args: (sample(*args)[0].fill_(5), sample(*args)[1].fill_(True))
+
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        ids, finite = sample(*args)
+        if is_launched():
+            ids.fill_(5), finite.fill_(True)
+        return ids, finite
+
+    return run
 
 
 def caught_up(catch_up: Callable[..., None]) -> Callable[..., None]:
     """The same with ids that may be gone on with."""
-    return lambda ids, *late: (catch_up(ids, *late), ids.ids.clamp_(min=0))[0]
+
+    def run(ids: Any, *late: Any) -> None:
+        catch_up(ids, *late)
+        if is_launched():
+            ids.ids.clamp_(min=0)
+
+    return run
 
 
 def main() -> None:
-    met: set[str] = set()
+    compiled, met = set[str](), set[str]()
 
     def bind(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         *_, binder = self.device_caches[0]
-        met.add(f"{self.fn.__name__}: {binder(*args, **options)[1:]}")
+        (compiled if warmup else met).add(f"{self.fn.__name__}: {binder(*args, **options)[1:]}")
 
     driver.set_active(Absent())
     JITFunction.run = bind
@@ -59,13 +77,12 @@ def main() -> None:
     rows.catch_up = caught_up(rows.catch_up)
     common: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "log_level": "error", "max_num_seqs": 16}
     with LLM(sys.argv[1], max_num_batched_tokens=8192, max_model_len=20000, **common) as llm:
-        at_start = frozenset(met)
         for way in WAYS:
             params = SamplingParams(**{"max_tokens": 3, "ignore_eos": True, **way})
             for count in (1, 5):
                 prompts = [[2 + (count + i) % 99] * length for i, length in enumerate(count * LENGTHS)]
                 llm.generate(prompts, params, use_tqdm=False)
-    print(*sorted(met - at_start), sep="\n", end="")
+    print(*sorted(met - compiled), sep="\n", end="")
 
 
 if __name__ == "__main__":

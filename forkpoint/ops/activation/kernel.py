@@ -9,6 +9,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, written_beside
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
+from forkpoint.ops.parameters import GateLimits
 
 BLOCK = tl.constexpr(1024)  # elements per program
 PIECE = tl.constexpr(SCALE_BLOCK)
@@ -38,6 +39,8 @@ def _silu_mul_kernel(
     out,
     codes,
     scales,
+    gate_limit,
+    up_limit,
     padded_rows,
     stride,
     size,
@@ -51,6 +54,8 @@ def _silu_mul_kernel(
     inside = at < size
     gate = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * stride + size + at, mask=inside, other=0.0).to(tl.float32)
+    if gate_limit is not None:
+        gate, value = tl.minimum(gate, gate_limit), tl.minimum(tl.maximum(value, -up_limit), up_limit)
     value = (value * silu(gate)).to(out.dtype.element_ty)
     tl.store(out + row * size + at, value, mask=inside)
     if codes is not None:
@@ -60,13 +65,17 @@ def _silu_mul_kernel(
         store_narrowed(value, codes, scales, row + 0 * part, piece, piece * PIECE < size, size, padded_rows)
 
 
-def silu_mul(gate_up: Tensor, rounded: bool = False) -> Tensor:
-    """Return `silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`, in x's dtype; with `rounded` it also carries its FP8 form."""
+def silu_mul(gate_up: Tensor, rounded: bool = False, limits: GateLimits | None = None) -> Tensor:
+    """Return `silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`, in x's dtype; with `rounded` it also carries its FP8 form.
+
+    `limits` clamp both halves before that."""
     assert gate_up.stride(1) == 1, "elements of a row lie side by side"
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = Rounded.room(rows, size, like=gate_up, rounded=rounded)
     if rows:
         pieces = triton.cdiv(size, BLOCK.value)
         shape = (gate_up.stride(0), size, pieces)
-        _silu_mul_kernel[(rows * pieces,)](gate_up, out, *written_beside(out), *shape, **overlap(out.device, rows))
+        codes, scales, padded_rows = written_beside(out)
+        operands = (gate_up, out, codes, scales, *(limits or (None, None)), padded_rows)
+        _silu_mul_kernel[(rows * pieces,)](*operands, *shape, **overlap(out.device, rows))
     return out

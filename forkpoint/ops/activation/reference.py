@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forkpoint.ops.parameters import GateLimits
+
 SOFTPLUS_LINEAR_ABOVE = 20.0
 
 
@@ -30,13 +32,11 @@ def softplus(x: Tensor) -> Tensor:
     return torch.where(x > SOFTPLUS_LINEAR_ABOVE, x, soft)
 
 
-def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
-    """`silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`, in x's dtype.
-
-    With `limit`, both halves are clamped to at most `limit`, and the second one to at least `-limit`."""
+def silu_mul(gate_up: Tensor, limits: GateLimits | None = None) -> Tensor:
+    """Return `silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`, in x's dtype. `limits` clamp both halves before that."""
     gate, up = gate_up.chunk(2, dim=-1)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if limits is not None:
+        gate, up = gate.clamp(max=limits.gate), up.clamp(-limits.up, limits.up)
     return (silu(gate.float()) * up.float()).to(gate_up.dtype)
 
 

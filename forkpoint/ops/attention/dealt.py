@@ -1,84 +1,99 @@
-"""Attention over keys that are dealt to ranks: each rank attends to the keys it keeps, and the outputs are merged."""
+"""Attention over keys that are dealt to the ranks of a group (decode context parallelism).
+
+Decode rows exchange partial results: each rank attends with the queries of all ranks to the keys that it keeps, and
+each rank merges the outputs of its own heads by the logarithms of their sums of exponentials. Prompts exchange keys
+instead: each rank gathers the keys of a row and attends with its own queries. A prompt's partial outputs are larger
+than its keys, and gathered keys give every operator, and its bits, what one device has.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from forkpoint.errors import ConfigError
-from forkpoint.ops.metadata import AttentionIndex
-from forkpoint.ops.ranks import Ranks
-
-Positions = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Deal:
-    """The tokens of every row that a rank keeps. Ranks take turns with runs of `interleave` tokens.
-
-    A rank stores its tokens of a row without gaps in its blocks. If a run divides a block, all ranks need a row's next
-    block at the same token, so that one id serves them all. The rank's block is the unit of allocation, not the part of
-    it that a kernel reads at a time.
-    """
-
-    rank: int = 0
-    num_ranks: int = 1
-    interleave: int = 1
-
-    def check(self, block_size: int) -> None:
-        """Raise ConfigError if blocks of `block_size` tokens do not consist of whole runs."""
-        if block_size % self.interleave:
-            raise ConfigError(f"an interleave of {self.interleave} tokens does not divide a block of {block_size}")
-
-    def owns(self, positions: Positions) -> npt.NDArray[np.bool_]:
-        """Return for each of these positions of a row whether the rank keeps its token."""
-        owned: npt.NDArray[np.bool_] = positions // self.interleave % self.num_ranks == self.rank
-        return owned
-
-    def places(self, positions: Positions) -> Positions:
-        """Return, for the token at each position, how many earlier tokens of the row its own rank keeps."""
-        return positions // (self.num_ranks * self.interleave) * self.interleave + positions % self.interleave
-
-    def count(self, lens: Positions) -> Positions:
-        """Return how many of the first `lens` tokens of each row the rank keeps."""
-        rounds, rest = np.divmod(lens, self.num_ranks * self.interleave)
-        counts: Positions = rounds * self.interleave + np.clip(rest - self.rank * self.interleave, 0, self.interleave)
-        return counts
+from forkpoint.ops.activation.reference import sigmoid_mul
+from forkpoint.ops.metadata import AttentionIndex, DealtIndex, GatheredRows
+from forkpoint.ops.parameters import KVScales
+from forkpoint.ops.table import OpTable
 
 
-ALL: Final = Deal()  # one rank keeps them
-
-
-def attend_dealt(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, scale: float, ranks: Ranks
+def attend(
+    ops: OpTable,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: AttentionIndex,
+    scale: float,
+    window: int | None,
+    gate: Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> Tensor:
-    """Attention of rows with one query, `q[N, Hq, D]`, over keys that are dealt to ranks -> `[N, Hq, Dv]`, fp32.
+    """Return what `paged_attention` returns, also if the keys are dealt: `q[T, Hq, D] -> [T, Hq, Dv]`."""
+    dealt = index.dealt
+    if dealt is None:
+        return ops.paged_attention(q, k_cache, v_cache, index, scale, window, gate, scales)
 
-    Queries and outputs are the same on all ranks. `index` has the rank's block table, and as `kv_lens` the number of
-    each row's visible keys that the rank keeps. A row with drafts counts as one row for each of its tokens.
+    def whole(rows: GatheredRows) -> Tensor:
+        k, v = (gather_keys(cache, rows, dealt) for cache in (k_cache, v_cache))
+        own: KVScales | None = None
+        if scales is not None:
+            own = KVScales(*(gather_keys(scale, rows, dealt) for scale in (scales.k, scales.v)))
+        of_rows = None if gate is None else gate[rows.tokens]
+        return ops.paged_attention(q[rows.tokens], k, v, rows.index, scale, window, of_rows, own)
+
+    def part(count: int) -> Tensor:
+        out = attend_parts(ops, q[:count], k_cache, v_cache, dealt, scale, window, scales)
+        return out if gate is None else sigmoid_mul(out, torch.unflatten(gate[:count], 1, out.shape[1:]))
+
+    return joined(dealt, part, whole)
+
+
+def joined(dealt: DealtIndex, part: Callable[[int], Tensor], whole: Callable[[GatheredRows], Tensor]) -> Tensor:
+    """Return the outputs of all rows: `part` of so many decode rows, then `whole` for rows whose keys are gathered."""
+    pieces = [whole(rows) for rows in dealt.gathered]
+    if dealt.local is not None:
+        pieces.insert(0, part(dealt.local.num_decodes))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def attend_parts(
+    ops: OpTable,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    dealt: DealtIndex,
+    scale: float,
+    window: int | None = None,
+    scales: KVScales | None = None,
+) -> Tensor:
+    """Return attention of decode rows, `q[N, Hq, D] -> [N, Hq, Dv]`, over the keys of all ranks of the group.
+
+    The caches have one KV head, which the group's ranks share. Each rank has other query heads.
     """
-    seen = torch.stack([_seen(q[row], k_cache, v_cache, index, row, scale) for row in range(len(q))])
-    parts = ranks.gather(seen).view(*seen.shape[:2], ranks.size, -1)
-    weights = parts[..., -1:].softmax(dim=2)  # each rank's share of the sum of exponentials
-    answer: Tensor = (parts[..., :-1] * weights).sum(dim=2)
-    return answer
+    index, ranks = dealt.local, dealt.ranks
+    assert index is not None and k_cache.shape[1] == 1, "ranks share keys only if each has one KV head"
+    every = torch.unflatten(ranks.gather(q.flatten(1)), 1, (-1, q.shape[2]))
+    starts = None if window is None else dealt.first_keys(window)
+    found = ops.partial_attention(every, k_cache, v_cache, index, scale, starts, scales)
+    of_ranks = ranks.exchange(torch.unflatten(found, 1, (ranks.size, -1)).flatten(2))
+    return merge(torch.unflatten(of_ranks, 2, (q.shape[1], -1))).to(q.dtype)
 
 
-def _seen(q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, row: int, scale: float) -> Tensor:
-    """Attend with one query `[Hq, D]` to the rank's keys.
+def merge(parts: Tensor) -> Tensor:
+    """Merge partial outputs `[N, ranks, H, Dv + 1]`, which end with the logarithm of their sum; return `[N, H, Dv]`."""
+    shares = parts[..., -1:].softmax(dim=1)
+    merged: Tensor = (parts[..., :-1] * shares).sum(dim=1)
+    return merged
 
-    Returns `[Hq, Dv + 1]`: the output, followed by the logarithm of the sum of exponentials. Without keys these are
-    zeros and the logarithm of zero.
-    """
-    (_, heads, size, dim), count = k_cache.shape, index.on_host()[1][row]
-    blocks = index.block_table[index.table_rows[row], : -(-count // size)].long()
-    keys, values = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :count].float() for cache in (k_cache, v_cache))
-    scores = q.float().view(heads, -1, dim) @ keys.mT * scale  # heads that share keys are the rows of one product
-    total = scores.logsumexp(dim=-1, keepdim=True)
-    answer = (scores - total).exp() @ values
-    return torch.cat([answer, total], dim=-1).flatten(0, 1)
+
+def gather_keys(cache: Tensor, rows: GatheredRows, dealt: DealtIndex) -> Tensor:
+    """Return the rows' keys from all ranks' `cache[P, H, kernel block size, D]`: `[B, H, rows.block_size, D]`."""
+    blocks = torch.unflatten(cache[rows.blocks], 0, (-1, rows.ratio))
+    own = blocks.transpose(1, 2).flatten(2, 3)  # [B, H, tokens of a rank, D]
+    every = dealt.ranks.stack(own.contiguous().view(torch.uint8)).view(cache.dtype)
+    runs = torch.unflatten(every, 3, (-1, dealt.deal.interleave))  # [ranks, B, H, runs, tokens of a run, D]
+    whole = torch.unflatten(runs.permute(1, 2, 3, 0, 4, 5).flatten(2, 4), 2, (-1, rows.block_size))
+    gathered: Tensor = whole.transpose(1, 2).flatten(0, 1)
+    return gathered.contiguous()

@@ -50,11 +50,12 @@ def decode_kernel(
     KEYS: tl.constexpr,
     FIRST: tl.constexpr,
     OVERLAP: tl.constexpr,
+    PARTIAL: tl.constexpr = False,
 ):
     """Attend to the parts that this program takes in turn, each for one key head, KEYS keys at a time.
 
-    A row's only part is its output. Otherwise the sums of a part's query heads go to its line of the scratch. Rows that
-    share keys with a lead row are computed together with it."""
+    A row's only part is its output, unless results are PARTIAL. Otherwise the sums of a part's query heads go to its
+    line of the scratch. Rows that share keys with a lead row are computed together with it."""
     SUBS: tl.constexpr = BLOCK // KEYS
     LEAST: tl.constexpr = 16 if v_scales is None else FEWEST_WIDENED
     BLOCK_M: tl.constexpr = triton.next_power_of_2(GROUP * FOLDED) if GROUP * FOLDED > 16 else 16
@@ -67,7 +68,7 @@ def decode_kernel(
         row = tl.load(parts + 3 * part)
         low, end = tl.load(parts + 3 * part + 1), tl.load(parts + 3 * part + 2)
         kv_len, line = tl.load(kv_lens + row), tl.load(table_rows + row)
-        alone = tl.load(part_ptr + row + 1) - tl.load(part_ptr + row) == 1
+        alone = (tl.load(part_ptr + row + 1) - tl.load(part_ptr + row) == 1) & (not PARTIAL)
         if window is not None:
             low = tl.maximum(low, tl.maximum(0, kv_len - window) // BLOCK)
         table = block_table + line.to(tl.int64) * table_stride

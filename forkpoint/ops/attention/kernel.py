@@ -19,6 +19,7 @@ from torch import Tensor
 
 from forkpoint.ops.attention.decode_kernel import decode_kernel
 from forkpoint.ops.attention.latent_kernel import latent_kernel
+from forkpoint.ops.attention.partial_kernel import partial_kernel
 from forkpoint.ops.attention.prefill_kernel import join_kernel, prefill_kernel
 from forkpoint.ops.attention.softmax import LOG2_E, scratch
 from forkpoint.ops.launch import capped_registers, overlap, straight
@@ -178,6 +179,52 @@ class TritonPagedAttention:
             self._prefill(call)
         return out
 
+    def partial(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        index: AttentionIndex,
+        scale: float,
+        starts: Tensor | None = None,
+        scales: KVScales | None = None,
+    ) -> Tensor:
+        """Return what rows with one query have of the keys here (`table.PartialAttention`)."""
+        assert starts is None, "keys of layers with windows are not split between devices"
+        (rows, heads, dim), rank, device = q.shape, v_cache.shape[3], q.device
+        found = torch.empty((rows, heads, rank + 1), dtype=torch.float32, device=device)
+        latent = v_cache.stride(2) != rank
+        most = int(min(heads, launch_table(device).latent_heads)) if latent else heads
+        for first in range(0, heads, most):
+            part = q[:, first : first + most]
+            call = _Call(part, k_cache, v_cache, index, found, None, scales, scale * LOG2_E, None)
+            work, num_heads = call.work, part.shape[1]
+            assert work.folded == 1, "a rank's keys do not grow with each token of a row"
+            sums = scratch(work.parts.shape[0] * num_heads, rank, device)
+            if work.parts.shape[0] and latent:
+                self._launch_latent_parts(call, sums, dim - rank)
+            elif work.parts.shape[0]:
+                self._launch_parts(call, sums, PARTIAL=True)
+            out = found[:, first : first + num_heads]
+            form = {"HEADS": num_heads, "DV": rank, "num_warps": 2, **call.overlap}
+            if rows:
+                partial_kernel[(rows * num_heads,)](*sums, out, work.part_ptr, *out.stride()[:2], **form)
+        return found
+
+    def _launch_latent_parts(self, call: _Call, sums: Sequence[Tensor], shared_dim: int) -> None:
+        """Compute the sums of all parts of rows with one query, of queries and latents in `call`."""
+        q, cache, index, work, table = call.q, call.k_cache, call.index, call.work, launch_table(call.q.device)
+        rows, wide = max(16, triton.next_power_of_2(q.shape[1])), q.dtype == torch.float32
+        keys = table.latent_keys // 2 if wide or rows > table.latent_rows else table.latent_keys
+        sizes = {"HEADS": q.shape[1], "R": q.shape[2] - shared_dim, "P": shared_dim, "BLOCK": cache.shape[2]}
+        form = {"QUERIES": 1, "BLOCK_M": rows, "DECODE": True, "SPLIT": False, "KEYS": min(keys, cache.shape[2])}
+        form |= {"num_warps": 8 if wide or rows > 32 else 4, "num_stages": 1 if wide else 2, "PARTIAL": True}
+        operands = (q, cache, call.out, *sums, work.parts, work.part_ptr, index.cu_queries, *call.rows)
+        counts = (index.num_decodes, work.parts.shape[0], 1)
+        strides = (index.block_table.stride(0), *q.stride()[:2], cache.stride(0))
+        options = {**sizes, **form, **straight(q.device), **call.overlap, "FIRST": index.first_key}
+        latent_kernel[(work.parts.shape[0],)](*operands, *counts, *strides, call.scale, **options)
+
     def _latent(self, q: Tensor, cache: Tensor, rank: int, index: AttentionIndex, scale: float) -> Tensor:
         """Attend with all heads of `q[T, H, R + P]` to latents `cache[P, 1, block, R + P]`; return `[T, H, R]`."""
         (tokens, heads, dim), table = q.shape, launch_table(q.device)
@@ -208,7 +255,7 @@ class TritonPagedAttention:
                 from forkpoint.ops.attention.latent_step_kernel import latent_steps
 
                 where = (out, *sums, work.parts, work.part_ptr, *call.rows, index.num_decodes)
-                latent_steps(q, cache, rank, num_parts, where, call.scale, call.overlap)
+                latent_steps(q, cache, rank, num_parts, where, call.scale, {**call.overlap, "FIRST": index.first_key})
             elif items.shape[0]:
                 operands = (q, cache, out, *sums, items, work.part_ptr, index.cu_queries, *call.rows)
                 counts = (index.num_decodes, items.shape[0], splits)
@@ -217,7 +264,7 @@ class TritonPagedAttention:
                 form = {"BLOCK_M": rows, "DECODE": decode, "SPLIT": splits > 1 and not decode}
                 # The sums of a few rows fit in the registers of four warps.
                 form |= {"num_warps": 8 if wide or rows > 32 else 4, "num_stages": 1 if wide else 2, **call.overlap}
-                form["KEYS"] = min(keys, cache.shape[2])
+                form |= {"KEYS": min(keys, cache.shape[2]), "FIRST": index.first_key if decode else 0}
                 latent_kernel[(programs,)](*operands, *counts, *strides, call.scale, **sizes, **form)
             # Join parts before shares reuse the scratch.
             if decode and index.num_decodes:
@@ -227,23 +274,29 @@ class TritonPagedAttention:
         return out
 
     def _decode(self, call: _Call) -> None:
-        work, sizes, index = call.work, call.sizes, call.index
-        (keys, stages), num_parts = self._decode_launch(index.num_decodes), work.parts.shape[0]
-        sums = scratch(num_parts * work.folded * call.q.shape[1], sizes["DV"], call.q.device)
+        num_parts = call.work.parts.shape[0]
+        sums = scratch(num_parts * call.work.folded * call.q.shape[1], call.sizes["DV"], call.q.device)
         if num_parts:
-            most = WAVES_OF_PARTS * traits_of(call.q.device).num_processors
-            call.launch(
-                decode_kernel,
-                min(num_parts * sizes["HEADS"], most),
-                (*sums, work.parts, work.part_ptr, work.lead),
-                (index.num_decodes,),
-                FIRST=index.first_key,
-                KEYS=min(keys, sizes["BLOCK"]),
-                FOLDED=work.folded,
-                num_warps=4,
-                num_stages=stages if call.q.dtype != torch.float32 else 1,
-            )
+            self._launch_parts(call, sums)
         _join(call, sums)
+
+    def _launch_parts(self, call: _Call, sums: Sequence[Tensor], **options: Any) -> None:
+        """Compute the sums of all parts of rows with one query."""
+        work, sizes, index = call.work, call.sizes, call.index
+        keys, stages = self._decode_launch(index.num_decodes)
+        most = WAVES_OF_PARTS * traits_of(call.q.device).num_processors
+        call.launch(
+            decode_kernel,
+            min(work.parts.shape[0] * sizes["HEADS"], most),
+            (*sums, work.parts, work.part_ptr, work.lead),
+            (index.num_decodes,),
+            FIRST=index.first_key,
+            KEYS=min(keys, sizes["BLOCK"]),
+            FOLDED=work.folded,
+            num_warps=4,
+            num_stages=stages if call.q.dtype != torch.float32 else 1,
+            **options,
+        )
 
     def _prefill(self, call: _Call) -> None:
         work, sizes, heads = call.work, call.sizes, call.q.shape[1]

@@ -51,11 +51,14 @@ def latent_kernel(
     SPLIT: tl.constexpr,
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
+    FIRST: tl.constexpr = 0,
+    PARTIAL: tl.constexpr = False,
 ):
     """Attend to one part of a decode row, or with QUERIES queries of a tile to all its keys or (SPLIT) a share of them.
 
     `items` are parts (see `KeySplits`), one per program, or tiles, each for SUBS programs (times the shares). If a
-    query has several sums, they go to the scratch: a part's to its line, a share's as in `prefill_kernel`."""
+    query has several sums, or PARTIAL ones, they go to the scratch: a part's to its line, a share's as in
+    `prefill_kernel`. Decode rows see no keys before FIRST."""
     await_inputs(OVERLAP)
     BLOCK_R: tl.constexpr = triton.next_power_of_2(R) if R > 16 else 16
     BLOCK_P: tl.constexpr = triton.next_power_of_2(P) if P > 16 else 16
@@ -66,7 +69,7 @@ def latent_kernel(
             return
         row, low, end = tl.load(items + 3 * pid), tl.load(items + 3 * pid + 1), tl.load(items + 3 * pid + 2)
         kv_len = tl.load(kv_lens + row)
-        alone = tl.load(part_ptr + row + 1) - tl.load(part_ptr + row) == 1
+        alone = (tl.load(part_ptr + row + 1) - tl.load(part_ptr + row) == 1) & (not PARTIAL)
         head, present, token, position = m, m < HEADS, m * 0 + row, m * 0 + kv_len - 1
     else:
         share, own = pid // (num_tiles * SUBS), pid % (num_tiles * SUBS)
@@ -113,7 +116,10 @@ def latent_kernel(
         rope = tl.load(at + R + p[None, :], mask=stored & (p < P)[None, :], other=0.0)
         scores = tl.dot(latent, q_latent, input_precision="ieee")
         scores = tl.dot(rope, q_rope, scores, input_precision="ieee")
-        scores = tl.where(position[None, :] >= (j * KEYS + key)[:, None], scores, float("-inf"))
+        seen = position[None, :] >= (j * KEYS + key)[:, None]
+        if FIRST:
+            seen = seen & (j * KEYS + key >= FIRST)[:, None]
+        scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=0) * scale)
         weights, alpha = tl.exp2(scores * scale - m_new[None, :]), tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(weights, axis=0)

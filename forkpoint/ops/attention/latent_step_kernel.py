@@ -60,10 +60,11 @@ def latent_step_kernel(
     HEADS: gl.constexpr,
     R: gl.constexpr,
     P: gl.constexpr,
+    FIRST: gl.constexpr,
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Attend to one of `items`, the parts of decode rows. The columns of products are heads.
+    """Attend to one of `items`, the parts of decode rows, without keys before FIRST. The columns of products are heads.
 
     `value_tiles` and `rope_tiles` describe tiles of the cache: the R dims of KEYS latents, and their last P dims. The
     program holds STAGES tiles."""
@@ -120,7 +121,10 @@ def latent_step_kernel(
         scores = warpgroup_mma(rope, q_rope, scores, use_acc=False, is_async=True)
         scores = warpgroup_mma(tile, q_latent, scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        seen = gl.arange(0, KEYS, gl.SliceLayout(1, SUMS)) < stored
+        key = gl.arange(0, KEYS, gl.SliceLayout(1, SUMS))
+        seen = key < stored
+        if FIRST:
+            seen = seen & (j * KEYS + key >= FIRST)
         scores = gl.where(seen[:, None], scores, float("-inf"))
         m_new = gl.maximum(m_i, gl.max(scores, axis=0) * scale)
         weights, alpha = gl.exp2(scores * scale - m_new[None, :]), gl.exp2(m_i - m_new)
@@ -153,7 +157,10 @@ def latent_steps(
     scale: float,
     options: dict[str, Any],
 ) -> None:
-    """Launch the kernel over `num_parts` parts. `operands` are its arguments from `out` to `num_decodes`."""
+    """Launch the kernel over `num_parts` parts. `operands` are its arguments from `out` to `num_decodes`.
+
+    `options` are FIRST and those of the launch.
+    """
     _, heads, dim = q.shape
     tiles, shape, strides = gl.NVMMASharedLayout(128, 16, 3), [cache.shape[0], TILE, dim], [cache.stride(0), dim, 1]
     described = (TensorDescriptor(cache, shape, strides, [1, TILE, width], tiles) for width in (rank, dim - rank))

@@ -18,7 +18,7 @@ from torch import Tensor
 from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.attention.reference import FIXED_TILE, gather, one_query, segment
 from forkpoint.ops.metadata import AttentionIndex
-from forkpoint.ops.parameters import PoolRule
+from forkpoint.ops.parameters import KVScales, PoolRule
 
 QUERIES = 16  # of prefill per product with their own keys; they start at multiples of it in deterministic mode
 DENSE_FACTOR = 4  # up to so many times the keys of a choice, prefill computes products with all keys
@@ -67,6 +67,7 @@ def pool_attention(
     chosen: Tensor,
     rule: PoolRule,
     gate: Tensor | None = None,
+    scales: KVScales | None = None,
     fixed: bool = False,
 ) -> Tensor:
     """Implement `table.PoolAttention`.
@@ -75,18 +76,21 @@ def pool_attention(
     than a product with all keys. `fixed`: see `paged_attention`; heads are also computed one by one, so that bits do
     not depend on how ranks share the heads."""
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+    factors: tuple[Tensor | None, Tensor | None] = (None, None)
+    if scales is not None:
+        q, factors = q.float(), (scales.k, scales.v)
     for row, first, num_queries, kv_len, blocks in _rows(k_cache, index):
-        last = first + num_queries
+        last, kept = first + num_queries, Kept((k_cache, factors[0]), (v_cache, factors[1]), blocks)
         if row < index.num_decodes:
-            at = _positions(chosen[first], kv_len, rule)
-            k, v = (_keys_at(cache, blocks, at) for cache in (k_cache, v_cache))
+            positions, there = _positions(chosen[first:last], kv_len - 1, rule)
+            there &= positions >= index.first_key
+            k, v = (_keys_at(*own, blocks, positions[there][None]) for own in (kept.keys, kept.values))
             for heads, kv_heads in _groups(q, k, fixed):
                 out[first, heads] = one_query(q[first, heads], k[:, kv_heads], v[:, kv_heads], scale)
             continue
         start = kv_len - num_queries
         dense = max(FIXED_TILE, DENSE_FACTOR * rule.size * rule.most // FIXED_TILE * FIXED_TILE)
         apart = first + min(max(dense - start, 0), num_queries)
-        kept = Kept(k_cache, v_cache, blocks)
         if apart > first:
             own = slice(first, apart)
             out[own] = _among_all(q[own], start, chosen[own], kept, scale, rule, fixed)
@@ -108,10 +112,10 @@ def _rows(cache: Tensor, index: AttentionIndex) -> Iterator[tuple[int, int, int,
 
 
 class Kept(NamedTuple):
-    """The keys and values of a row, which lie in these blocks."""
+    """The keys and values of a row, which lie in these blocks. Each is a cache, and its scales if it is in 8 bits."""
 
-    keys: Tensor
-    values: Tensor
+    keys: tuple[Tensor, Tensor | None]
+    values: tuple[Tensor, Tensor | None]
     blocks: Tensor
 
 
@@ -120,8 +124,8 @@ def _among_all(q: Tensor, start: int, chosen: Tensor, kept: Kept, scale: float, 
     end, padded = start + len(q), start + len(q)
     if fixed:
         padded = -(-end // FIXED_TILE) * FIXED_TILE
-    blocks = kept.blocks[: -(-end // kept.keys.shape[2])]
-    k, v = (gather(cache, None, blocks, end, padded) for cache in (kept.keys, kept.values))
+    blocks = kept.blocks[: -(-end // kept.keys[0].shape[2])]
+    k, v = (gather(*own, blocks, end, padded) for own in (kept.keys, kept.values))
 
     def mask(at: int, count: int, num_keys: int) -> Tensor:
         return _attended(chosen, at - start, torch.arange(at, at + count, device=q.device), num_keys, rule)
@@ -141,13 +145,14 @@ def _among_chosen(
         low, end = start // QUERIES * QUERIES, -(-end // QUERIES) * QUERIES
     around = (start - low, end - start - len(q))
     q, chosen = F.pad(q, (0, 0, 0, 0, *around)), F.pad(chosen, (0, 0, *around), value=NO_POOL)
-    out = q.new_empty(*q.shape[:2], kept.values.shape[3])
+    out = q.new_empty(*q.shape[:2], kept.values[0].shape[3])
     for at in range(low, end, QUERIES):
         tile = slice(at - low, min(at + QUERIES, end) - low)
-        places, there = _places(chosen[tile], at, rule)
-        k = v = _rows_at(kept.keys, kept.blocks, places)
-        if kept.values is not kept.keys:
-            v = _rows_at(kept.values, kept.blocks, places)
+        positions, there = _positions(chosen[tile], at, rule)
+        there[:, 0] |= ~there.any(dim=1)  # padding attends to something, so that nothing divides by 0
+        k = v = _keys_at(*kept.keys, kept.blocks, positions)
+        if kept.values[0] is not kept.keys[0]:
+            v = _keys_at(*kept.values, kept.blocks, positions)
         for heads, kv_heads in _groups(q, k, fixed):
             own, keys, values = q[tile, heads], k[:, kv_heads].contiguous(), v[:, kv_heads].contiguous()
             grouped = own.reshape(len(own), keys.shape[1], -1, own.shape[2])
@@ -156,25 +161,28 @@ def _among_chosen(
     return out[around[0] : len(out) - around[1]]
 
 
-def _places(chosen: Tensor, first: int, rule: PoolRule) -> tuple[Tensor, Tensor]:
+def _positions(chosen: Tensor, first: int, rule: PoolRule) -> tuple[Tensor, Tensor]:
     """Return the positions to which queries attend, `[Tq, most * size + size - 1]`, and which of them count.
 
-    The first query of `chosen[Tq, most]` is at position `first`.
+    Those that count ascend. The first query of `chosen[Tq, most]` is at position `first`.
     """
     at = torch.arange(first, first + len(chosen), device=chosen.device)[:, None]
     within = torch.arange(rule.size, device=chosen.device)
     pools = (chosen.long()[:, :, None] * rule.size + within).flatten(1)
     opened = (at + 1) // rule.size * rule.size + within[:-1]
-    places = torch.cat((pools, opened), dim=1)
-    there = (places >= 0) & (places <= at)
-    there[:, 0] |= ~there.any(dim=1)  # padding attends to something, so that nothing divides by 0
-    return torch.where(there, places, 0).clamp(min=0), there
+    positions = torch.cat((pools, opened), dim=1)
+    there = (positions >= 0) & (positions <= at)
+    return torch.where(there, positions, 0), there
 
 
-def _rows_at(cache: Tensor, blocks: Tensor, places: Tensor) -> Tensor:
-    """Gather the entries at the positions `[Tq, S]` of a row as `[Tq, Hkv, S, D]`."""
+def _keys_at(cache: Tensor, scales: Tensor | None, blocks: Tensor, positions: Tensor) -> Tensor:
+    """Gather the entries at the positions `[Tq, S]` of a row as `[Tq, Hkv, S, D]`; scaled ones in fp32."""
     size = cache.shape[2]
-    return cache[blocks[places // size], :, places % size].transpose(1, 2)
+    at = blocks[positions // size], slice(None), positions % size
+    entries = cache[at]
+    if scales is not None:
+        entries = entries.float() * scales[at]
+    return entries.transpose(1, 2).contiguous()
 
 
 def _groups(q: Tensor, k: Tensor, fixed: bool) -> list[tuple[slice, slice]]:
@@ -219,21 +227,6 @@ def _highest(scores: Tensor, complete: Tensor, most: int) -> Tensor:
     found = torch.where(order < complete[:, None], order, beyond).sort(dim=1).values
     found = torch.where(found < beyond, found, NO_POOL).int()
     return F.pad(found, (0, most - found.shape[1]), value=NO_POOL)
-
-
-def _positions(chosen: Tensor, kv_len: int, rule: PoolRule) -> Tensor:
-    """Return the positions, ascending, to which the newest of `kv_len` tokens attends with this choice `[most]`."""
-    pools = chosen[chosen >= 0].long()
-    within = torch.arange(rule.size, device=chosen.device)
-    open_from = kv_len // rule.size * rule.size
-    tail = torch.arange(open_from, kv_len, device=chosen.device)
-    return torch.cat(((pools[:, None] * rule.size + within).flatten(), tail))
-
-
-def _keys_at(cache: Tensor, blocks: Tensor, at: Tensor) -> Tensor:
-    """Gather the entries at the positions `at[S]` of a row as `[1, Hkv, S, D]`."""
-    size = cache.shape[2]
-    return cache[blocks[at // size], :, at % size].transpose(0, 1).unsqueeze(0).contiguous()
 
 
 def _attended(chosen: Tensor, first: int, at: Tensor, num_keys: int, rule: PoolRule) -> Tensor:

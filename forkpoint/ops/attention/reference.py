@@ -16,6 +16,8 @@ from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.parameters import KVScales
 
 QUERY_TILE = 256
+# The logarithm of the sum of exponentials of no keys: finite, so that a row without any keys yields zeros and not NaN.
+NO_KEYS = -1.0e30
 FIXED_TILE = 64  # queries per tile in deterministic mode; tiles start at multiples of it
 # Maps the first query's position, the number of queries and that of keys to which keys they attend to,
 # `[queries, keys]` bool.
@@ -152,3 +154,33 @@ def segment(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, masks: Ma
             own, keys, values = own.contiguous(), keys.contiguous(), values.contiguous()
         parts.append(_tile(own, keys, values, scale, masks(at, len(own), keys.shape[2])))
     return torch.cat(parts)[start - low : end - low]
+
+
+def partial_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: AttentionIndex,
+    scale: float,
+    starts: Tensor | None = None,
+    scales: KVScales | None = None,
+) -> Tensor:
+    """Return attention of decode rows to the keys of one rank, in torch (`table.PartialAttention`)."""
+    out = q.new_zeros((*q.shape[:2], v_cache.shape[3] + 1), dtype=torch.float32)
+    out[..., -1] = NO_KEYS
+    heads, size = k_cache.shape[1:3]
+    lines, lows = index.table_rows.tolist(), [index.first_key] * len(q)
+    if starts is not None:
+        lows = starts.clip(min=index.first_key).tolist()
+    for row, (low, count) in enumerate(zip(lows, index.on_host()[1], strict=True)):
+        if count <= low:
+            continue
+        blocks = index.block_table[lines[row], : -(-count // size)].long()
+        keys, values = (cache[blocks].float() for cache in (k_cache, v_cache))
+        if scales is not None:
+            keys, values = keys * scales.k[blocks], values * scales.v[blocks]
+        keys, values = (x.transpose(0, 1).flatten(1, 2)[:, low:count] for x in (keys, values))
+        scores = q[row].float().view(heads, -1, q.shape[2]) @ keys.mT * scale  # heads that share keys: rows
+        total = scores.logsumexp(dim=-1, keepdim=True)
+        out[row] = torch.cat([(scores - total).exp() @ values, total], dim=-1).flatten(0, 1)
+    return out

@@ -53,6 +53,15 @@ def of_seen(scores, position, first_key, window, FIRST: tl.constexpr):
 
 
 @triton.jit
+def shares(l_i, m_i, scores, scale):
+    """Return (p, alpha, l_i, m_i) after a block of keys: their shares `2^(s - m_i)`, and the factor of older sums."""
+    m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale)
+    p = tl.exp2(scores * scale - m_new[:, None])
+    alpha = tl.exp2(m_i - m_new)
+    return p, alpha, l_i * alpha + tl.sum(p, axis=1), m_new
+
+
+@triton.jit
 def add_values(
     acc,
     l_i,
@@ -76,10 +85,7 @@ def add_values(
     """
     BLOCK_DV: tl.constexpr = acc.shape[1]
     key, at = tl.arange(0, scores.shape[1]), tl.arange(0, BLOCK_DV)
-    m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale)
-    p = tl.exp2(scores * scale - m_new[:, None])
-    alpha = tl.exp2(m_i - m_new)
-    l_i = l_i * alpha + tl.sum(p, axis=1)
+    p, alpha, l_i, m_new = shares(l_i, m_i, scores, scale)
     if MASKED:
         stored = first_key + key < kv_len
         values = tl.load(values_at, mask=stored[:, None] & (at < DV)[None, :], other=0.0)
@@ -96,11 +102,11 @@ def add_values(
 
 
 @triton.jit
-def join(acc_ptr, l_ptr, m_ptr, first, count, stride, at, DV: tl.constexpr):
-    """Return columns `at` of the output of one query and head, joined from `count` parts, in fp32.
+def join_sums(acc_ptr, l_ptr, m_ptr, first, count, stride, at, DV: tl.constexpr):
+    """Return the sums (acc, l_i, m_i) of one query and head over `count` parts, in fp32; acc has columns `at`.
 
-    The parts are entries `first`, `first + stride`, .. of `acc_ptr[., DV]`, `l_ptr[.]`, `m_ptr[.]`. Without parts the
-    output is zero.
+    The parts are entries `first`, `first + stride`, .. of `acc_ptr[., DV]`, `l_ptr[.]`, `m_ptr[.]`. Without parts acc
+    and l_i are zero.
     """
     acc = tl.zeros(at.shape, tl.float32)
     l_i, m_i = 0.0, -1.0e30
@@ -118,6 +124,16 @@ def join(acc_ptr, l_ptr, m_ptr, first, count, stride, at, DV: tl.constexpr):
         acc = acc * alpha + tl.sum(acc_part * share[:, None], axis=0)
         l_i = l_i * alpha + tl.sum(l_part * share, axis=0)
         m_i = m_new
+    return acc, l_i, m_i
+
+
+@triton.jit
+def join(acc_ptr, l_ptr, m_ptr, first, count, stride, at, DV: tl.constexpr):
+    """Return columns `at` of the output of one query and head, joined from the parts of `join_sums`, in fp32.
+
+    Without parts the output is zero.
+    """
+    acc, l_i, _ = join_sums(acc_ptr, l_ptr, m_ptr, first, count, stride, at, DV)
     return acc / tl.where(l_i > 0, l_i, 1.0)
 
 

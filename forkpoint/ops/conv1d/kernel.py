@@ -1,14 +1,14 @@
 """Causal depthwise convolution in Triton. Sums are fp32, with one rounding at the end.
 
 A prefill program computes one tile of tokens of a block of channels, token by token, with the last inputs in registers.
-An update program computes one row's token for a block of channels.
+An update program computes one row's token for a block of channels. With TAKES, a kernel stores each token's last W
+inputs instead of their convolution (`table.TakeWindows`); that form is for devices with tuples.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +23,7 @@ from forkpoint.ops.parameters import ConvTaps
 TILE = tl.constexpr(TOKEN_TILE)
 CHANNELS = 256  # channels per prefill program
 FEW_TOKENS = 512  # tokens of a prefill; up to here programs compute SHORT tokens, so that there are enough programs
-SHORT, LONG = 8, 16
+SHORT, LONG = 8, 16  # tokens per prefill program, or more if the window is wider
 UPDATE_CHANNELS = 256  # channels per update program
 
 
@@ -90,6 +90,7 @@ def _prefill_kernel(
     D: tl.constexpr,
     W: tl.constexpr,
     SILU: tl.constexpr,
+    TAKES: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
@@ -98,7 +99,8 @@ def _prefill_kernel(
 ):
     """Compute TOKENS tokens of a tile one after another, for BLOCK channels.
 
-    Only the program of a segment's first tokens reads the old window and stores new windows.
+    Only the program of a segment's first tokens reads the old window and stores new windows. A window is therefore at
+    most TOKENS wide: the next program would otherwise need rows of the old window too, and may find them overwritten.
     """
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
@@ -118,9 +120,11 @@ def _prefill_kernel(
     if STRAIGHT:  # the compiler for NPUs lacks tuples
         old = pool + source.to(tl.int64) * slot_stride + channel
     else:
-        taps, window = load_rows(weight + channel * w_channel, w_tap, present, W), ()
+        window = ()
+        if not TAKES:
+            taps = load_rows(weight + channel * w_channel, w_tap, present, W)
         for j in tl.static_range(W - 1):
-            # Parts are longer than a window, so the input lies before the segment or inside it.
+            # The inputs of a later part all lie inside the segment, because a window is at most TOKENS wide.
             value = tl.zeros((BLOCK,), x.dtype.element_ty)
             if offset > 0:
                 value = tl.load(here - (W - 1 - j) * x_stride, mask=present & (offset < length), other=0.0)
@@ -131,7 +135,8 @@ def _prefill_kernel(
     shift = tl.zeros((BLOCK,), tl.float32)
     if bias is not None:
         shift = tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
-    place = out + (start + offset).to(tl.int64) * D + channel
+    OUTS: tl.constexpr = W if TAKES else 1  # rows of the output per token
+    place = out + (start + offset).to(tl.int64) * (OUTS * D) + channel
     for t in tl.static_range(TOKENS):
         inside = present & (offset + t < length)
         if STRAIGHT:
@@ -146,14 +151,19 @@ def _prefill_kernel(
         else:
             newest = tl.load(here + t * x_stride, mask=inside, other=0.0).to(tl.float32)
             window += (newest,)  # type: ignore[assignment]
-            total = window[0] * taps[0].to(tl.float32)  # type: ignore[misc]
-            for j in tl.static_range(1, W):
-                total += window[j] * taps[j].to(tl.float32)
+            if TAKES:
+                for j in tl.static_range(W):
+                    tl.store(place + (t * W + j) * D, window[j].to(out.dtype.element_ty), mask=inside)
+            else:
+                total = window[0] * taps[0].to(tl.float32)  # type: ignore[misc]
+                for j in tl.static_range(1, W):
+                    total += window[j] * taps[j].to(tl.float32)
             window = window[1:]
-        total += shift
-        if SILU:
-            total = silu_fp32(total)
-        tl.store(place + t * D, total.to(out.dtype.element_ty), mask=inside)
+        if not TAKES:
+            total += shift
+            if SILU:
+                total = silu_fp32(total)
+            tl.store(place + t * D, total.to(out.dtype.element_ty), mask=inside)
     if offset == 0:
         # The segment may write the slot that it reads. Every warp has read the old window by now.
         tl.debug_barrier()
@@ -185,6 +195,7 @@ def _update_kernel(
     D: tl.constexpr,
     W: tl.constexpr,
     SILU: tl.constexpr,
+    TAKES: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
     STRAIGHT: tl.constexpr,
@@ -198,9 +209,11 @@ def _update_kernel(
     # Without branches, all loads are in flight together.
     seen, kept = present & (source >= 0), present & (target >= 0)
     old, new = pool + source * slot_stride + channel, pool + target * slot_stride + channel
-    taps_at = weight + channel * w_channel
+    if not TAKES:
+        taps_at = weight + channel * w_channel
     if not STRAIGHT:
-        taps = load_rows(taps_at, w_tap, present, W)
+        if not TAKES:
+            taps = load_rows(taps_at, w_tap, present, W)
         window = load_rows(old, row_stride, seen, W - 1)
     await_inputs(OVERLAP)  # the previous launch writes only x
     newest = tl.load(x + row * x_stride + channel, mask=present, other=0.0)
@@ -209,33 +222,46 @@ def _update_kernel(
         if STRAIGHT:
             value = tl.load(old + j * row_stride, mask=seen, other=0.0)
             tap = tl.load(taps_at + j * w_tap, mask=present, other=0.0)
+        elif TAKES:
+            value = window[j]
+            tl.store(out + (row * W + j) * D + channel, value.to(out.dtype.element_ty), mask=present)
         else:
             value, tap = window[j], taps[j]
-        total += value.to(x.dtype.element_ty).to(tl.float32) * tap.to(tl.float32)
+        if not TAKES:
+            total += value.to(x.dtype.element_ty).to(tl.float32) * tap.to(tl.float32)
         if j > 0:
             # This program has read row j - 1 already.
             tl.store(new + (j - 1) * row_stride, value, mask=kept)
-    tap = tl.load(taps_at + (W - 1) * w_tap, mask=present, other=0.0) if STRAIGHT else taps[W - 1]
-    total += newest.to(tl.float32) * tap.to(tl.float32)
     tl.store(new + (W - 2) * row_stride, newest.to(pool.dtype.element_ty), mask=kept)
-    if bias is not None:
-        total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
-    if SILU:
-        total = silu_fp32(total)
-    tl.store(out + row * D + channel, total.to(out.dtype.element_ty), mask=present)
+    if TAKES:
+        tl.store(out + (row * W + W - 1) * D + channel, newest, mask=present)
+    else:
+        tap = tl.load(taps_at + (W - 1) * w_tap, mask=present, other=0.0) if STRAIGHT else taps[W - 1]
+        total += newest.to(tl.float32) * tap.to(tl.float32)
+        if bias is not None:
+            total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
+        if SILU:
+            total = silu_fp32(total)
+        tl.store(out + row * D + channel, total.to(out.dtype.element_ty), mask=present)
 
 
 def check_layout(x: Tensor, pool: Tensor) -> None:
     assert x.stride(1) == 1 and pool.stride(2) == 1, "channels must be dense"
 
 
-def described(x: Tensor, taps: ConvTaps, pool: Tensor, block: int) -> dict[str, Any]:
-    """Return taps, strides and sizes of a launch with `block` channels per program, under the kernels' names."""
+def described(x: Tensor, taps: ConvTaps | None, pool: Tensor, block: int) -> dict[str, Any]:
+    """Return taps, strides and sizes of a launch with `block` channels per program, under the kernels' names.
+
+    Without taps, the kernels take windows."""
     check_layout(x, pool)
-    (dim, width), (w_channel, w_tap) = taps.weight.shape, taps.weight.stride()
+    given: dict[str, Any] = dict.fromkeys(("weight", "bias", "w_channel", "w_tap"))
+    given |= {"SILU": False, "TAKES": taps is None}
+    if taps is not None:
+        w_channel, w_tap = taps.weight.stride()
+        given |= {"weight": taps.weight, "bias": taps.bias, "w_channel": w_channel, "w_tap": w_tap, "SILU": taps.silu}
     strides = {"x_stride": x.stride(0), "slot_stride": pool.stride(0), "row_stride": pool.stride(1)}
-    sizes = {"D": dim, "W": width, "BLOCK": block, "PIECES": triton.cdiv(dim, block), "SILU": taps.silu}
-    return {"weight": taps.weight, "bias": taps.bias, "w_channel": w_channel, "w_tap": w_tap, **strides, **sizes}
+    dim, width = pool.shape[2], pool.shape[1] + 1
+    return {**given, **strides, "D": dim, "W": width, "BLOCK": block, "PIECES": triton.cdiv(dim, block)}
 
 
 def conv_prefill(x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -> Tensor:
@@ -243,10 +269,23 @@ def conv_prefill(x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -
 
     The window after each segment goes to `index.dst`, the one after `save_pos` tokens to `save_dst`.
     """
-    given = described(x, taps, pool, CHANNELS)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _prefill(x, taps, pool, index)
+
+
+def window_prefill(x: Tensor, pool: Tensor, index: SegmentIndex) -> Tensor:
+    """Take the windows of the segments' inputs: `x[T, D]` -> `[T, W, D]` (`table.TakeWindows`)."""
+    return _prefill(x, None, pool, index)
+
+
+def outputs(x: Tensor, taps: ConvTaps | None, pool: Tensor) -> Tensor:
+    """Allocate the outputs of tokens `x[T, D]`, or their windows `[T, W, D]` without taps."""
+    return x.new_empty(x.shape if taps is not None else (len(x), pool.shape[1] + 1, x.shape[1]))
+
+
+def _prefill(x: Tensor, taps: ConvTaps | None, pool: Tensor, index: SegmentIndex) -> Tensor:
+    given, out = described(x, taps, pool, CHANNELS), outputs(x, taps, pool)
     assert index.tiles is not None, "kernels need the index's tiles"
-    tokens = SHORT if x.shape[0] <= FEW_TOKENS else LONG
+    tokens = _tokens_per_program(x.shape[0], given["W"] - 1)
     each, form = given["PIECES"] * (TOKEN_TILE // tokens), straight(x.device) | overlap(x.device, x.shape[0])
     for tiles in turns(index.tiles, each):
         places = (x, pool, out, tiles, *index.columns)
@@ -254,10 +293,27 @@ def conv_prefill(x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -
     return out
 
 
+def _tokens_per_program(num_tokens: int, window: int) -> int:
+    """Return the tokens of one prefill program: a divisor of a tile, and at least as many as a window has inputs."""
+    assert window <= TOKEN_TILE, f"windows have at most {TOKEN_TILE} inputs"
+    tokens = SHORT if num_tokens <= FEW_TOKENS else LONG
+    while tokens < window:
+        tokens *= 2
+    return tokens
+
+
 def conv_update(x: Tensor, taps: ConvTaps, pool: Tensor, index: DecodeIndex) -> Tensor:
     """Convolve one token per row: `x[B, D]` -> `[B, D]`. Reads the windows `index.src`, writes `index.dst`."""
-    given = described(x, taps, pool, UPDATE_CHANNELS)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _update(x, taps, pool, index)
+
+
+def window_update(x: Tensor, pool: Tensor, index: DecodeIndex) -> Tensor:
+    """Take the windows of one token per row: `x[B, D]` -> `[B, W, D]` (`table.TakeWindows`)."""
+    return _update(x, None, pool, index)
+
+
+def _update(x: Tensor, taps: ConvTaps | None, pool: Tensor, index: DecodeIndex) -> Tensor:
+    given, out = described(x, taps, pool, UPDATE_CHANNELS), outputs(x, taps, pool)
     form = straight(x.device) | overlap(x.device, x.shape[0])
     _update_kernel[(x.shape[0] * given["PIECES"],)](x, pool, out, *index.columns, **given, **form, num_warps=1)
     return out

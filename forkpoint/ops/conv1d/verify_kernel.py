@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu as silu_fp32
-from forkpoint.ops.conv1d.kernel import UPDATE_CHANNELS, described, load_rows
+from forkpoint.ops.conv1d.kernel import UPDATE_CHANNELS, described, load_rows, outputs
 from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.metadata import VerifyIndex
 from forkpoint.ops.parameters import ConvTaps, Records
@@ -24,13 +24,18 @@ def _window(pool, source, line, position, channel, row_stride, seen, D: tl.const
 
 
 @triton.jit
-def _leave(out, record, last, total, newest, bias, channel, present, length, target, SILU: tl.constexpr):
-    """Store a token's output, and its input in the record, or in the window if it is the row's only token."""
+def _put(out, total, bias, channel, present, SILU: tl.constexpr):
+    """Store a token's output."""
     if bias is not None:
         total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
     if SILU:
         total = silu_fp32(total)
     tl.store(out, total.to(out.dtype.element_ty), mask=present)
+
+
+@triton.jit
+def _leave(record, last, newest, present, length, target):
+    """Store a token's input in the record, or in the window if it is the row's only token."""
     if length > 1:
         tl.store(record, newest.to(record.dtype.element_ty), mask=present)
     elif target >= 0:
@@ -64,6 +69,7 @@ def _verify_kernel(
     W: tl.constexpr,
     MOST: tl.constexpr,
     SILU: tl.constexpr,
+    TAKES: tl.constexpr,
     COMPUTES: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
@@ -87,8 +93,10 @@ def _verify_kernel(
     if COMPUTES:
         first = tl.load(cu_tokens + row).to(tl.int64)
         length = tl.load(cu_tokens + row + 1).to(tl.int64) - first
-        taps_at = weight + channel * w_channel
-        if not STRAIGHT:
+        OUTS: tl.constexpr = W if TAKES else 1  # rows of the output per token
+        if not TAKES:
+            taps_at = weight + channel * w_channel
+        if not (STRAIGHT or TAKES):
             taps = load_rows(taps_at, w_tap, present, W)
     await_inputs(OVERLAP)  # nothing loaded above was written by the previous launch
     tl.debug_barrier()  # the stores below may overwrite the old window and its records
@@ -97,7 +105,7 @@ def _verify_kernel(
     if COMPUTES:
         x_at = x + first * x_stride + channel
         write_at = inputs + tl.load(write + row).to(tl.int64) * (MOST * D) + channel
-        out_at, last = out + first * D + channel, pool + target * slot_stride + (W - 2) * row_stride + channel
+        out_at, last = out + first * (OUTS * D) + channel, pool + target * slot_stride + (W - 2) * row_stride + channel
         if STRAIGHT:  # the compiler for NPUs lacks tuples
             for t in range(length):
                 newest = tl.load(x_at + t * x_stride, mask=present, other=0.0)
@@ -110,8 +118,8 @@ def _verify_kernel(
                     total += value * tl.load(taps_at + j * w_tap, mask=present, other=0.0).to(tl.float32)
                 tap = tl.load(taps_at + (W - 1) * w_tap, mask=present, other=0.0)
                 total += newest.to(tl.float32) * tap.to(tl.float32)
-                own, record = out_at + t * D, write_at + t * D
-                _leave(own, record, last, total, newest, bias, channel, present, length, target, SILU)
+                _put(out_at + t * D, total, bias, channel, present, SILU)
+                _leave(write_at + t * D, last, newest, present, length, target)
         else:
             window_on = ()
             for j in tl.static_range(W - 1):
@@ -122,14 +130,19 @@ def _verify_kernel(
                 window_on += (tl.load(x_at + t * x_stride, mask=there, other=0.0),)  # type: ignore[assignment]
             for t in tl.static_range(MOST):
                 if t < length:
-                    total = tl.zeros((BLOCK,), tl.float32)
-                    for j in tl.static_range(W):
-                        total += window_on[t + j].to(tl.float32) * taps[j].to(tl.float32)
-                    own, record, newest = out_at + t * D, write_at + t * D, window_on[t + W - 1]
-                    _leave(own, record, last, total, newest, bias, channel, present, length, target, SILU)
+                    if TAKES:
+                        for j in tl.static_range(W):
+                            tl.store(out_at + (t * W + j) * D, window_on[t + j], mask=present)
+                    else:
+                        total = tl.zeros((BLOCK,), tl.float32)
+                        for j in tl.static_range(W):
+                            total += window_on[t + j].to(tl.float32) * taps[j].to(tl.float32)
+                        _put(out_at + t * D, total, bias, channel, present, SILU)
+                    _leave(write_at + t * D, last, window_on[t + W - 1], present, length, target)
         for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding
             nothing = tl.zeros((BLOCK,), out.dtype.element_ty)
-            tl.store(out + token * D + channel, nothing, mask=present)
+            for j in tl.static_range(OUTS):
+                tl.store(out + (token * OUTS + j) * D + channel, nothing, mask=present)
     if target >= 0:
         alone = (length == 1).to(tl.int32)  # the window advances by the row's only token
         place = pool + target * slot_stride + in_slot - alone * row_stride
@@ -138,19 +151,25 @@ def _verify_kernel(
 
 def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
     """Convolve the tokens of rows with drafts: `x[T, D]` -> `[T, D]` (`table.ConvVerify`). Padding gets zeros."""
-    out = x.new_empty(x.shape)
+    out = outputs(x, taps, pool)
     _launch(x, taps, pool, out, index, records)
+    return out
+
+
+def window_verify(x: Tensor, pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
+    """Take the windows of rows with drafts: `x[T, D]` -> `[T, W, D]` (`table.WindowVerify`). Padding gets zeros."""
+    out = outputs(x, None, pool)
+    _launch(x, None, pool, out, index, records)
     return out
 
 
 def conv_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
     """Fold the pending tokens' records into the windows, and store the windows at the marks."""
     none = pool.new_empty(0, pool.shape[2])
-    taps = ConvTaps(none.new_empty(pool.shape[2], pool.shape[1] + 1), None, False)
-    _launch(none, taps, pool, none, index, records)
+    _launch(none, None, pool, none, index, records)
 
 
-def _launch(x: Tensor, taps: ConvTaps, pool: Tensor, out: Tensor, index: VerifyIndex, records: Records) -> None:
+def _launch(x: Tensor, taps: ConvTaps | None, pool: Tensor, out: Tensor, index: VerifyIndex, records: Records) -> None:
     given, (lines,) = described(x, taps, pool, UPDATE_CHANNELS), records
     assert lines.is_contiguous(), "records must be dense"
     given |= {"MOST": lines.shape[1], "COMPUTES": x.shape[0] > 0}

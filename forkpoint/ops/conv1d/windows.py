@@ -1,39 +1,46 @@
-"""Windows over each token's last inputs in torch. Their state is that of a convolution.
+"""Windows over each token's last inputs in torch, which convolutions multiply with their taps.
 
-VerifyIndex describes rows with drafts.
+A slot has the last W-1 raw inputs, oldest first. VerifyIndex describes rows with drafts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from forkpoint.ops.conv1d.reference import folded_windows
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.parameters import Records
-from forkpoint.ops.state_copy.reference import read_slots, verified, write_slots
+from forkpoint.ops.state_copy.reference import folded, read_slots, verified, write_slots
 
 
-def window_prefill(x: Tensor, pool: Tensor, index: SegmentIndex) -> Tensor:
-    """Implement `table.TakeWindows` for the segments' inputs `x[T, D]`, end to end.
+def segments(x: Tensor, pool: Tensor, index: SegmentIndex) -> Iterator[Tensor]:
+    """Yield the raw inputs `[W-1+L, D]` of each segment of `x[T, D]`, those of its window in `pool[P, W-1, D]` first.
 
-    The window after each segment goes to `index.dst`, the one after `save_pos` tokens to `save_dst`.
+    At the end, the window after each segment goes to `index.dst`, the one after `save_pos` tokens to `save_dst`.
     """
     behind = pool.shape[1]
     before = read_slots(pool, index.src).to(x.dtype)
-    out, stored, saved = list[Tensor](), list[Tensor](), list[Tensor]()
+    stored: list[Tensor] = []
+    saved: list[Tensor] = []
     save_ptr, save_pos = index.save_ptr.tolist(), index.save_pos.tolist()
     start = 0
     for n, length in enumerate(index.on_host()):
         inputs = torch.cat((before[n], x[start : start + length]))
-        out.append(inputs.unfold(0, behind + 1, 1).transpose(1, 2))
+        yield inputs
         stored.append(inputs[length : length + behind])
         saved += [inputs[p : p + behind] for p in save_pos[save_ptr[n] : save_ptr[n + 1]]]
         start += length
     write_slots(pool, index.dst, torch.stack(stored))
     if saved:
         write_slots(pool, index.save_dst, torch.stack(saved))
-    return torch.cat(out)
+
+
+def window_prefill(x: Tensor, pool: Tensor, index: SegmentIndex) -> Tensor:
+    """Implement `table.TakeWindows` for the segments' inputs `x[T, D]`, end to end."""
+    width = pool.shape[1] + 1
+    return torch.cat([inputs.unfold(0, width, 1).transpose(1, 2) for inputs in segments(x, pool, index)])
 
 
 def window_update(x: Tensor, pool: Tensor, index: DecodeIndex) -> Tensor:
@@ -54,3 +61,13 @@ def window_verify(x: Tensor, pool: Tensor, index: VerifyIndex, records: Records)
 
     verified(folded_windows(pool, index, records), pool, index, advance)
     return out
+
+
+def folded_windows(pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
+    """Return the windows `[B, W-1, D]` fp32 after the pending tokens, and store the windows at the marks."""
+    (lines,) = records
+
+    def fold(own: Tensor, rows: Tensor, i: int) -> Tensor:
+        return torch.cat((own[:, 1:], lines[index.line[rows].long(), i].unsqueeze(1).float()), dim=1)
+
+    return folded(pool, index, fold)

@@ -21,7 +21,8 @@ constexpr float NEVER = -1e30f;      // a finite stand-in for -inf, so that diff
 
 struct Task {
   int64_t row, head, first_token, num_tokens, first_block, last_block;
-  float* partial;  // [lanes, Dv + 2] with maximum and sum, or null: divide and store
+  float* partial;       // [lanes, Dv + 2] with maximum and sum, or null: divide and store
+  bool chosen = false;  // one token attends to chosen keys, and blocks count those
 };
 
 struct Scratch {
@@ -69,27 +70,35 @@ void load_queries(const Attention<T, C>& a, const Task& t, int64_t lanes, Scratc
   std::fill(w.o.memory.get(), w.o + lanes * w.vp, 0.0f);
 }
 
-// `keys` rows of K (cut into K_BLOCK pieces) and of V as fp32.
+// Row j of K (cut into K_BLOCK pieces) and of V as fp32, from place `at` of a block.
 template <class T, class C>
-void load_block(const Attention<T, C>& a, const Task& t, int64_t block, int64_t keys, Scratch& w) {
+void load_key(const Attention<T, C>& a, const Task& t, int64_t block, int64_t at, int64_t j, Scratch& w) {
   const int64_t id = a.block_table[a.table_rows[t.row] * a.table_stride + block];
-  const C* k = a.k_cache + id * a.k_stride + t.head * a.block_size * a.key_dim;
-  const C* v = a.v_cache + id * a.v_stride + t.head * a.block_size * a.v_row;
-  for (int64_t j = 0; j < keys; ++j) {
-    vf of_key = {}, of_value = {};
-    if constexpr (SCALED<C>) {
-      of_key = splat(factors(a, a.k_scales, id, t.head)[j]);
-      of_value = splat(factors(a, a.v_scales, id, t.head)[j]);
-    }
-    for (int64_t d = 0; d < a.key_dim; d += LANES) {
-      float* to = w.k + (d / K_BLOCK * a.block_size + j) * ROW_STRIDE + d % K_BLOCK;
-      const vf key = load_n(k + j * a.key_dim + d, a.key_dim - d);
-      store(to, SCALED<C> ? key * of_key : key);
-    }
-    for (int64_t d = 0; d < a.value_dim; d += LANES) {
-      const vf value = load_n(v + j * a.v_row + d, a.value_dim - d);
-      store(w.v + j * w.vp + d, SCALED<C> ? value * of_value : value);
-    }
+  const C* k = a.k_cache + id * a.k_stride + (t.head * a.block_size + at) * a.key_dim;
+  const C* v = a.v_cache + id * a.v_stride + (t.head * a.block_size + at) * a.v_row;
+  vf of_key = {}, of_value = {};
+  if constexpr (SCALED<C>) {
+    of_key = splat(factors(a, a.k_scales, id, t.head)[at]);
+    of_value = splat(factors(a, a.v_scales, id, t.head)[at]);
+  }
+  for (int64_t d = 0; d < a.key_dim; d += LANES) {
+    float* to = w.k + (d / K_BLOCK * a.block_size + j) * ROW_STRIDE + d % K_BLOCK;
+    const vf key = load_n(k + d, a.key_dim - d);
+    store(to, SCALED<C> ? key * of_key : key);
+  }
+  for (int64_t d = 0; d < a.value_dim; d += LANES) {
+    const vf value = load_n(v + d, a.value_dim - d);
+    store(w.v + j * w.vp + d, SCALED<C> ? value * of_value : value);
+  }
+}
+
+// Scores [key, lane] of the loaded keys.
+template <class T, class C>
+void multiply_keys(const Attention<T, C>& a, int64_t keys, int64_t padded, Scratch& w) {
+  for (int64_t piece = 0; piece < w.pieces; ++piece) {
+    const int64_t d = piece * K_BLOCK;
+    matmul_rows(keys, padded, std::min(K_BLOCK, a.key_dim - d), w.k + piece * a.block_size * ROW_STRIDE,
+                w.q + d * padded, padded, w.scores, padded, piece > 0);
   }
 }
 
@@ -193,14 +202,39 @@ void attend(const Attention<T, C>& a, const Task& t, Scratch& w) {
       few_lanes<FEW_LANES>(a, t, lanes, block, keys, w);
       continue;
     }
-    load_block(a, t, block, keys, w);
-    for (int64_t piece = 0; piece < w.pieces; ++piece) {
-      const int64_t d = piece * K_BLOCK;
-      matmul_rows(keys, padded, std::min(K_BLOCK, a.key_dim - d), w.k + piece * a.block_size * ROW_STRIDE,
-                  w.q + d * padded, padded, w.scores, padded, piece > 0);
-    }
+    for (int64_t j = 0; j < keys; ++j) load_key(a, t, block, j, j, w);
+    multiply_keys(a, keys, padded, w);
     const bool behind = first_key < a.first_key || (a.window && first_key <= w.position[lanes - 1] - a.window);
     softmax(a, first_key, keys, behind || first_key + keys - 1 > w.position[0] || lanes < padded, padded, w);
+    rescale(lanes, w);
+    matmul_columns(lanes, w.vp, keys, w.scores, padded, w.v, w.vp, w.o, w.vp, true);
+  }
+}
+
+// The number of pools that are complete for token `first_token + token` of a row.
+template <class T, class C>
+int64_t num_complete(const Attention<T, C>& a, int64_t row, int64_t token, const ChosenPools& c) {
+  return (a.kv_lens[row] - (a.cu_queries[row + 1] - a.cu_queries[row]) + token + 1) / c.size;
+}
+
+template <class T, class C>
+void attend_chosen(const Attention<T, C>& a, const ChosenPools& c, const Task& t, Scratch& w) {
+  const int64_t lanes = group_of(a), padded = round_up(lanes), in_pools = c.most * c.size;
+  load_queries(a, t, lanes, w);
+  const int32_t* pools = c.pools + (a.cu_queries[t.row] + t.first_token) * c.most;
+  const int64_t open = num_complete(a, t.row, t.first_token, c) * c.size, total = in_pools + w.position[0] + 1 - open;
+  for (int64_t block = t.first_block; block < t.last_block; ++block) {
+    const int64_t first = block * a.block_size, keys = std::min(a.block_size, total - first);
+    int64_t num_hidden = 0;
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t at = first + j;
+      const int64_t key = at < in_pools ? pools[at / c.size] * c.size + at % c.size : open + at - in_pools;
+      load_key(a, t, key / a.block_size, key % a.block_size, j, w);
+      if (key < a.first_key) num_hidden = j + 1;  // keys ascend
+    }
+    multiply_keys(a, keys, padded, w);
+    std::fill_n(w.scores.memory.get(), num_hidden * padded, 2 * NEVER);
+    softmax(a, first, keys, false, padded, w);
     rescale(lanes, w);
     matmul_columns(lanes, w.vp, keys, w.scores, padded, w.v, w.vp, w.o, w.vp, true);
   }
@@ -251,37 +285,50 @@ void combine(const Attention<T, C>& a, const Task* splits, int64_t count) {
   }
 }
 
-// Decode rows cut at absolute multiples of SPLIT_KEYS; other rows into tiles of queries, the last (the longest)
-// first.
 template <class T, class C>
-std::vector<Task> cut(const Attention<T, C>& a) {
-  std::vector<Task> tasks;
-  const int64_t tile = std::max<int64_t>(1, MAX_LANES / group_of(a)), step = std::max<int64_t>(1, SPLIT_KEYS / a.block_size);
-  for (int64_t row = 0; row < a.num_rows; ++row) {
-    const int64_t length = a.cu_queries[row + 1] - a.cu_queries[row], start = a.kv_lens[row] - length;
-    for (int64_t head = 0; head < a.num_kv_heads; ++head) {
-      for (int64_t t = (length - 1) / tile * tile; t >= 0; t -= tile) {
-        const int64_t count = std::min(tile, length - t), end = (start + t + count - 1) / a.block_size + 1;
-        const int64_t oldest = a.window ? std::max<int64_t>(0, start + t - a.window + 1) : 0;
-        const int64_t first = oldest / a.block_size;
-        if (row >= a.num_decodes) {
-          tasks.push_back({row, head, t, count, first, end, nullptr});
-          continue;
-        }
-        for (int64_t b = first / step * step; b < end; b += step) {
-          tasks.push_back({row, head, t, count, std::max(b, first), std::min(b + step, end), nullptr});
-        }
-      }
-    }
-  }
-  return tasks;
+int64_t split_blocks(const Attention<T, C>& a) {
+  return std::max<int64_t>(1, SPLIT_KEYS / a.block_size);
 }
 
-}  // namespace
+// The first `length` tokens of a row: a decode row is cut at absolute multiples of SPLIT_KEYS, another row into tiles
+// of queries, the last (the longest) first.
+template <class T, class C>
+void cut(const Attention<T, C>& a, int64_t row, int64_t head, int64_t length, std::vector<Task>& tasks) {
+  const int64_t tile = std::max<int64_t>(1, MAX_LANES / group_of(a)), step = split_blocks(a);
+  const int64_t start = a.kv_lens[row] - (a.cu_queries[row + 1] - a.cu_queries[row]);
+  for (int64_t t = (length - 1) / tile * tile; length > 0 && t >= 0; t -= tile) {
+    const int64_t count = std::min(tile, length - t), end = (start + t + count - 1) / a.block_size + 1;
+    const int64_t oldest = a.window ? std::max<int64_t>(0, start + t - a.window + 1) : 0;
+    const int64_t first = oldest / a.block_size;
+    if (row >= a.num_decodes) {
+      tasks.push_back({row, head, t, count, first, end, nullptr});
+      continue;
+    }
+    for (int64_t b = first / step * step; b < end; b += step) {
+      tasks.push_back({row, head, t, count, std::max(b, first), std::min(b + step, end), nullptr});
+    }
+  }
+}
+
+// The tokens of a row that do not see all keys, one by one. A decode row's chosen keys are cut at multiples of
+// SPLIT_KEYS. Returns the number of tokens before them.
+template <class T, class C>
+int64_t cut_chosen(const Attention<T, C>& a, const ChosenPools& c, int64_t row, int64_t head, std::vector<Task>& tasks) {
+  const int64_t length = a.cu_queries[row + 1] - a.cu_queries[row], start = a.kv_lens[row] - length;
+  const int64_t first = std::clamp<int64_t>((c.most + 1) * c.size - 1 - start, 0, length);
+  for (int64_t t = length - 1; t >= first; --t) {
+    const int64_t keys = c.most * c.size + start + t + 1 - num_complete(a, row, t, c) * c.size;
+    const int64_t blocks = (keys + a.block_size - 1) / a.block_size;
+    const int64_t step = row < a.num_decodes ? split_blocks(a) : blocks;
+    for (int64_t b = 0; b < blocks; b += step) {
+      tasks.push_back({row, head, t, 1, b, std::min(b + step, blocks), nullptr, true});
+    }
+  }
+  return first;
+}
 
 template <class T, class C>
-void paged_attention(const Attention<T, C>& a) {
-  std::vector<Task> tasks = cut(a);
+void run(const Attention<T, C>& a, const ChosenPools& c, std::vector<Task> tasks) {
   std::vector<std::pair<int64_t, int64_t>> shared;  // [first, last) tasks of one row and head
   for (int64_t i = 0, j; i < int64_t(tasks.size()); i = j) {
     for (j = i + 1; j < int64_t(tasks.size()) && tasks[i].row < a.num_decodes && tasks[j].row == tasks[i].row &&
@@ -300,12 +347,45 @@ void paged_attention(const Attention<T, C>& a) {
   }
   parallel_tasks(int64_t(tasks.size()), [&](int64_t i) {
     Scratch w(a.key_dim, a.value_dim, a.block_size);
-    attend(a, tasks[size_t(i)], w);
-    finish(a, tasks[size_t(i)], w);
+    const Task& t = tasks[size_t(i)];
+    if (t.chosen) {
+      attend_chosen(a, c, t, w);
+    } else {
+      attend(a, t, w);
+    }
+    finish(a, t, w);
   });
   for (const auto& [i, j] : shared) combine(a, &tasks[size_t(i)], j - i);
 }
 
+}  // namespace
+
+template <class T, class C>
+void paged_attention(const Attention<T, C>& a) {
+  std::vector<Task> tasks;
+  for (int64_t row = 0; row < a.num_rows; ++row) {
+    const int64_t length = a.cu_queries[row + 1] - a.cu_queries[row];
+    for (int64_t head = 0; head < a.num_kv_heads; ++head) cut(a, row, head, length, tasks);
+  }
+  run(a, {}, std::move(tasks));
+}
+
+template <class T, class C>
+void pool_attention(const Attention<T, C>& a, const ChosenPools& c) {
+  std::vector<Task> tasks;
+  for (int64_t row = 0; row < a.num_rows; ++row) {
+    for (int64_t head = 0; head < a.num_kv_heads; ++head) {
+      const int64_t length = cut_chosen(a, c, row, head, tasks);
+      cut(a, row, head, length, tasks);
+    }
+  }
+  run(a, c, std::move(tasks));
+}
+
+template void pool_attention(const Attention<float, float>&, const ChosenPools&);
+template void pool_attention(const Attention<bf16, bf16>&, const ChosenPools&);
+template void pool_attention(const Attention<float, fp8>&, const ChosenPools&);
+template void pool_attention(const Attention<bf16, fp8>&, const ChosenPools&);
 template void paged_attention(const Attention<float, float>&);
 template void paged_attention(const Attention<bf16, bf16>&);
 template void paged_attention(const Attention<float, fp8>&);

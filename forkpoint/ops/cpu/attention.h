@@ -31,4 +31,14 @@ struct Attention {
 template <class T, class C>
 void paged_attention(const Attention<T, C>& a);
 
+// The pools [T, most] of `size` keys that each token chose, ascending, then -1.
+struct ChosenPools {
+  const int32_t* pools;
+  int64_t most, size;
+};
+
+// The same for the keys of the chosen pools, and those after a token's last complete pool. There is no window.
+template <class T, class C>
+void pool_attention(const Attention<T, C>& a, const ChosenPools& c);
+
 }  // namespace forkpoint

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "bind_verify.h"
 #include "conv.h"
+#include "pools.h"
 #include "tensors.h"
 
 namespace forkpoint {
@@ -17,7 +18,8 @@ void check_cache(const Tensor& c, at::ScalarType type, const char* name) {
 Tensor attend(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache, int64_t num_decodes,
               const Tensor& cu_queries, const Tensor& kv_lens, const Tensor& block_table,
               const Tensor& table_rows, double scale, std::optional<int64_t> window, int64_t first_key,
-              const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales) {
+              const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales,
+              const std::optional<Tensor>& chosen, int64_t pool_size) {
   check_cache(k_cache, k_scales ? at::kFloat8_e4m3fn : q_in.scalar_type(), "k_cache");
   const bool latent = v_cache.data_ptr() == k_cache.data_ptr();  // values are the first dims of keys
   if (!latent) check_cache(v_cache, k_cache.scalar_type(), "v_cache");
@@ -32,12 +34,17 @@ Tensor attend(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache, 
     using T = FORKPOINT_TYPE(tag);
     const auto run = [&](auto* kept, const float* of_keys, const float* of_values, int64_t scale_stride) {
       using C = FORKPOINT_TYPE(kept);
-      paged_attention(Attention<T, C>{ptr<T>(q), q.stride(0), ptr<T>(out), q.size(1), k_cache.size(1), q.size(2),
+      const Attention<T, C> all{ptr<T>(q), q.stride(0), ptr<T>(out), q.size(1), k_cache.size(1), q.size(2),
                                       v_cache.size(3), k_cache.size(2), ptr<C>(k_cache), ptr<C>(v_cache),
                                       k_cache.stride(0), v_cache.stride(0), v_cache.stride(2), of_keys, of_values, scale_stride,
                                       float(scale), window.value_or(0), first_key, kv_lens.size(0), num_decodes,
                                       index(cu_queries), index(kv_lens), ptr<int32_t>(block_table),
-                                      index(table_rows), block_table.stride(0)});
+                                      index(table_rows), block_table.stride(0)};
+      if (chosen) {
+        pool_attention(all, ChosenPools{index(*chosen), chosen->size(1), pool_size});
+      } else {
+        paged_attention(all);
+      }
     };
     if (k_scales) {
       check_scales(*k_scales, k_cache);
@@ -49,6 +56,25 @@ Tensor attend(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache, 
     }
   });
   return out;
+}
+
+Tensor choose(const Tensor& q_in, const Tensor& weights_in, const Tensor& cache, const Tensor& cu_queries,
+              const Tensor& kv_lens, const Tensor& block_table, const Tensor& table_rows, int64_t size, int64_t most) {
+  const Tensor q = q_in.contiguous(), weights = weights_in.contiguous();
+  check_cache(cache, q.scalar_type(), "the cache of index keys");
+  TORCH_CHECK(q.dim() == 3 && weights.sizes() == q.sizes().slice(0, 2) && weights.scalar_type() == at::kFloat &&
+                  cache.size(1) == 1 && cache.size(3) * size == q.size(2),
+              "q ", q.sizes(), ", weights ", weights.sizes(), " and index keys ", cache.sizes(), " of pools of ", size,
+              " tokens do not fit");
+  Tensor chosen = empty({q.size(0), most}, at::kInt);
+  std::fill_n(ptr<int32_t>(chosen), chosen.numel(), -1);
+  by_type(q.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    choose_pools(PoolIndex<T>{ptr<T>(q), ptr<float>(weights), q.size(1), q.size(2), ptr<T>(cache), cache.stride(0),
+                              cache.size(2) / size, size, most, kv_lens.size(0), index(cu_queries), index(kv_lens),
+                              ptr<int32_t>(block_table), index(table_rows), block_table.stride(0), ptr<int32_t>(chosen)});
+  });
+  return chosen;
 }
 
 // A conv layer's weight as [W, D] fp32, made once.
@@ -125,6 +151,7 @@ inline void bind_attention(pybind11::module_& m) {
   using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
   pybind11::class_<attention_binding::Taps>(m, "ConvTaps").def(pybind11::init(&attention_binding::make_taps));
   m.def("paged_attention", &attention_binding::attend, Release());
+  m.def("choose_pools", &attention_binding::choose, Release());
   m.def("conv_prefill", &attention_binding::prefill, Release());
   m.def("conv_update", &attention_binding::update, Release());
   m.def("conv_verify", &attention_binding::verify, Release());

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <limits>
+
 #include "experts.h"
 #include "tensors.h"
 
@@ -144,7 +146,8 @@ ExpertWeights pack_four_experts(const FourBits& gate_up, const FourBits& down) {
   });
 }
 
-Tensor run_experts(const Tensor& input, const ExpertWeights& all, const Tensor& weights_in, const Tensor& ids_in) {
+Tensor run_experts(const Tensor& input, const ExpertWeights& all, const Tensor& weights_in, const Tensor& ids_in,
+                   std::optional<std::pair<double, double>> limits) {
   const Tensor x = dense_rows(input);
   const Tensor weights = weights_in.to(at::kFloat).contiguous(), ids = ids_in.to(at::kInt).contiguous();
   const auto experts_count = int64_t(all.packed.size());
@@ -156,9 +159,12 @@ Tensor run_experts(const Tensor& input, const ExpertWeights& all, const Tensor& 
     TORCH_CHECK_INDEX(id >= 0 && id < experts_count, "expert ", id, " of ", experts_count);
   }
   Tensor out = empty({x.size(0), all.packed[0].down.n}, x.scalar_type());
+  constexpr double NONE = std::numeric_limits<double>::infinity();
+  const auto [gate_limit, up_limit] = limits.value_or(std::pair(NONE, NONE));
+  const GateLimits given{float(gate_limit), float(up_limit)};
   by_type(x.scalar_type(), [&](auto* tag) {
     using T = FORKPOINT_TYPE(tag);
-    experts(ptr<T>(x), x.stride(0), all.packed, ptr<float>(weights), ptr<int32_t>(ids), ids.size(1), ptr<T>(out),
+    experts(ptr<T>(x), x.stride(0), all.packed, ptr<float>(weights), ptr<int32_t>(ids), ids.size(1), given, ptr<T>(out),
             x.size(0));
   });
   return out;
@@ -178,7 +184,9 @@ inline void bind_linear(pybind11::module_& m) {
   using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
   m.def("linear", &linear_binding::run, Release());
   m.def("prepare_experts", &linear_binding::pack_experts);
-  m.def("experts", &linear_binding::run_experts, Release());
+  using pybind11::arg;
+  m.def("experts", &linear_binding::run_experts, Release(), arg("x"), arg("packed"), arg("weights"), arg("ids"),
+        arg("limits") = pybind11::none());
 }
 
 }  // namespace forkpoint

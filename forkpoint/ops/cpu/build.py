@@ -46,15 +46,18 @@ def load_operators() -> CpuBuild:
     They are compiled first if this machine has not done so yet (about half a minute). If two processes start at once,
     one compiles and the other waits.
     """
-    compiler, reason = _find_compiler()
-    if compiler is None:
-        return CpuBuild(None, reason)
+    compiler = os.environ.get("CXX", "g++" if platform.system() == "Linux" else "c++")
+    compiler_version = _compiler_version(compiler)
+    if compiler_version is None:
+        return CpuBuild(None, f"no C++ compiler: '{compiler}' does not run (install g++ or set CXX)")
     sources = _sources()
-    folder = _cache_root() / _key(sources, compiler)
+    folder = _cache_root() / _key(sources, compiler_version)
     library = folder / f"{NAME}.so"
     marker = folder / "complete"
     try:
         if not marker.exists():
+            if (missing := _missing_for_compiling()) is not None:
+                return CpuBuild(None, missing)
             _compile(sources, folder, marker)
         return CpuBuild(_import(library), f"compiled by {compiler}, in {folder}")
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
@@ -73,29 +76,33 @@ def _cache_root() -> Path:
     return Path(base) / "forkpoint" / "cpu_ops"
 
 
-def _find_compiler() -> tuple[str | None, str]:
-    """Return (command, "") of a C++ compiler that can build a torch extension, or (None, what is missing)."""
-    from torch.utils import cpp_extension
-
-    compiler = os.environ.get("CXX", "g++" if platform.system() == "Linux" else "c++")
+def _compiler_version(compiler: str) -> str | None:
+    """Return what the compiler says about itself, or None if it does not run."""
     try:
-        subprocess.run([compiler, "--version"], check=True, capture_output=True)
+        return subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return None, f"no C++ compiler: '{compiler}' does not run (install g++ or set CXX)"
+        return None
+
+
+def _missing_for_compiling() -> str | None:
+    """Return what a build of a torch extension needs next to a compiler and is not here; None if all is here."""
+    from torch.utils import cpp_extension  # imports setuptools, which loading a compiled library does not need
+
     if not cpp_extension.is_ninja_available():
-        return None, "no ninja (pip install ninja)"
+        return "no ninja (pip install ninja)"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
-        return None, f"no Python headers ({header}); install python{platform.python_version()[:4]}-dev"
-    return compiler, ""
+        return f"no Python headers ({header}); install python{platform.python_version()[:4]}-dev"
+    return None
 
 
-def _key(sources: list[Path], compiler: str) -> str:
+def _key(sources: list[Path], compiler_version: str) -> str:
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    digest.update(repr((FLAGS, version, torch.__version__, platform.python_version(), _cpu_features())).encode())
+    digest.update(
+        repr((FLAGS, compiler_version, torch.__version__, platform.python_version(), _cpu_features())).encode()
+    )
     return digest.hexdigest()[:24]
 
 

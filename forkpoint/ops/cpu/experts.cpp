@@ -14,7 +14,7 @@ struct Piece {
 
 template <class T>
 void run(const Piece& p, const T* x, int64_t ldx, const PackedExpert& e, const int32_t* tokens, const int32_t* pairs,
-         T* answers) {
+         GateLimits limits, T* answers) {
   const int64_t rows = p.last - p.first, inner = e.down.k, hidden = e.down.n, into = e.gate_up.n;
   Buffer<T> gate_up(rows * into), active(rows * inner), y(rows * hidden);
   linear_serial<T>(x, ldx, tokens + p.first, e.gate_up, gate_up, into, rows);
@@ -23,8 +23,14 @@ void run(const Piece& p, const T* x, int64_t ldx, const PackedExpert& e, const i
     for (int64_t i = 0; i < inner; i += LANES) {
       const int64_t left = inner - i;
       const vf first = load_n(gate + i, left);
-      const vf positive = first > 0.0f ? first : vf{};
-      store_n(active + r * inner + i, into == inner ? positive * positive : silu(first) * load_n(up + i, left), left);
+      if (into == inner) {
+        const vf positive = first > 0.0f ? first : vf{};
+        store_n(active + r * inner + i, positive * positive, left);
+        continue;
+      }
+      const vf most = vf{} + limits.gate, high = vf{} + limits.up;
+      const vf second = load_n(up + i, left), capped = second > high ? high : second;
+      store_n(active + r * inner + i, silu(first > most ? most : first) * (capped < -high ? -high : capped), left);
     }
   }
   linear_serial<T>(active, inner, nullptr, e.down, y, hidden, rows);
@@ -37,7 +43,7 @@ void run(const Piece& p, const T* x, int64_t ldx, const PackedExpert& e, const i
 
 template <class T>
 void experts(const T* x, int64_t ldx, const std::vector<PackedExpert>& packed, const float* weights, const int32_t* ids,
-             int64_t top_k, T* out, int64_t tokens) {
+             int64_t top_k, GateLimits limits, T* out, int64_t tokens) {
   const int64_t total = tokens * top_k, hidden = packed[0].down.n;
   std::vector<int64_t> start(packed.size() + 1, 0);
   for (int64_t i = 0; i < total; ++i) ++start[size_t(ids[i]) + 1];
@@ -59,7 +65,7 @@ void experts(const T* x, int64_t ldx, const std::vector<PackedExpert>& packed, c
   T* shared = answers;
   parallel_tasks(int64_t(pieces.size()), [&](int64_t i) {
     const Piece& p = pieces[size_t(i)];
-    run<T>(p, x, ldx, packed[size_t(p.expert)], rows.data(), pairs.data(), shared);
+    run<T>(p, x, ldx, packed[size_t(p.expert)], rows.data(), pairs.data(), limits, shared);
   });
   // In the order of the routing, so that a token's bits do not depend on the batch.
   parallel_ranges(tokens, std::max<int64_t>(1, 32768 / (hidden * top_k)), [&](int64_t begin, int64_t end) {
@@ -76,8 +82,8 @@ void experts(const T* x, int64_t ldx, const std::vector<PackedExpert>& packed, c
 }
 
 template void experts(const float*, int64_t, const std::vector<PackedExpert>&, const float*, const int32_t*, int64_t,
-                      float*, int64_t);
+                      GateLimits, float*, int64_t);
 template void experts(const bf16*, int64_t, const std::vector<PackedExpert>&, const float*, const int32_t*, int64_t,
-                      bf16*, int64_t);
+                      GateLimits, bf16*, int64_t);
 
 }  // namespace forkpoint

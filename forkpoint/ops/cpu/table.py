@@ -20,6 +20,7 @@ from forkpoint.ops.parameters import (
     ConvTaps,
     KVScales,
     Out,
+    PoolRule,
     Records,
     RecurrenceInputs,
     RecurrenceParams,
@@ -92,9 +93,16 @@ class _Operators:
         return into(out, self._module.recurrence_decode(*inputs, self._layer(params), pool, *index.columns))
 
     def recurrence_verify(
-        self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Any
+        self,
+        inputs: RecurrenceInputs,
+        params: RecurrenceParams,
+        pool: Tensor,
+        index: VerifyIndex,
+        records: Records,
+        out: Out = None,
     ) -> Any:
-        return self._module.recurrence_verify(*inputs, self._layer(params), pool, index.columns, records)
+        layer = self._layer(params)
+        return into(out, self._module.recurrence_verify(*inputs, layer, pool, index.columns, records))
 
     def recurrence_fold(self, pool: Tensor, index: VerifyIndex, records: Records) -> None:
         self._module.recurrence_fold(pool, index.columns, records)
@@ -141,8 +149,42 @@ class _Operators:
         gate: Tensor | None = None,
         scales: KVScales | None = None,
     ) -> Tensor:
+        return self._attend(q, k_cache, v_cache, index, scale, window, gate, scales)
+
+    def choose_pools(self, q: Tensor, weights: Tensor, cache: Tensor, index: AttentionIndex, rule: PoolRule) -> Any:
+        rows = (index.cu_queries, index.kv_lens, index.block_table, index.table_rows)
+        return self._module.choose_pools(q, weights, cache, *rows, rule.size, rule.most)
+
+    def pool_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        index: AttentionIndex,
+        scale: float,
+        chosen: Tensor,
+        rule: PoolRule,
+        gate: Tensor | None = None,
+        scales: KVScales | None = None,
+    ) -> Tensor:
+        return self._attend(q, k_cache, v_cache, index, scale, None, gate, scales, chosen, rule.size)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        index: AttentionIndex,
+        scale: float,
+        window: int | None,
+        gate: Tensor | None,
+        scales: KVScales | None,
+        chosen: Tensor | None = None,
+        pool_size: int = 0,
+    ) -> Tensor:
+        """Attend to all keys, or to those of chosen pools."""
         rows = (index.num_decodes, index.cu_queries, index.kv_lens, index.block_table, index.table_rows)
-        places = (*rows, scale, window, index.first_key, *_both(scales))
+        places = (*rows, scale, window, index.first_key, *_both(scales), chosen, pool_size)
         out: Tensor = self._module.paged_attention(q, k_cache, v_cache, *places)
         if gate is not None:
             out = self._module.sigmoid_mul(out.flatten(1), gate).view(out.shape)

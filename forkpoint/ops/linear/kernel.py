@@ -21,6 +21,7 @@ from forkpoint.ops.linear.sums_kernel import (
     add_product,
     by_bits,
     gate,
+    limit_options,
     load_scales,
     load_tile,
     matrix_parts,
@@ -31,6 +32,7 @@ from forkpoint.ops.linear.sums_kernel import (
     shares_scales,
 )
 from forkpoint.ops.linear.tiles import Tile
+from forkpoint.ops.parameters import GateLimits
 from forkpoint.ops.unmade import Parts
 
 SPLIT_ROWS = 1024  # rows whose partial sums are in memory together at most
@@ -63,6 +65,8 @@ def product_kernel(
     WIDTH: tl.constexpr,
     TURNED: tl.constexpr,
     GATED: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr,
     SQUARED: tl.constexpr,
     SPLIT: tl.constexpr,
     MASK_OUTPUTS: tl.constexpr,
@@ -77,7 +81,7 @@ def product_kernel(
 
     `tiles` and `pairs` come from `ExpertOrder`. The product into experts reads tokens, of `group` pairs each, and
     writes places in the order of pairs. The product out of experts reads places and writes pairs. If GATED, the weight
-    has a second half of outputs, and `silu(gate) * up` is stored.
+    has a second half of outputs, and `silu(gate) * up` is stored (limits: see `gate`).
 
     With SCALE_ROWS, weights are FP8 and that many rows share scales: one per SCALE_WIDTH columns if BLOCKED, else one.
     With SHARED, all outputs of a tile share their scales. x may also be FP8, with one scale per SCALE_WIDTH columns of
@@ -166,7 +170,7 @@ def product_kernel(
         if bias is not None:
             acc += tl.load(bias + outputs, mask=outputs_inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            acc = gate(acc, up, dtype)
+            acc = gate(acc, up, dtype, GATE_LIMIT, UP_LIMIT)
         if SQUARED:
             acc = relu_squared(acc, dtype)
         if out_scales is not None:  # here OUTPUTS equals SCALE_WIDTH
@@ -195,6 +199,8 @@ def _row_kernel(
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr,
     SQUARED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
@@ -212,7 +218,7 @@ def _row_kernel(
             start = (pid - output_tiles) * BESIDE_OUTPUTS
             row_tile(
                 x, beside, None, beside_out, 0, start, beside_outputs, width, None,
-                BESIDE_OUTPUTS, BESIDE_WIDTH, BESIDE_STAGES, False, False, 0, False, OVERLAP,
+                BESIDE_OUTPUTS, BESIDE_WIDTH, BESIDE_STAGES, False, None, None, False, 0, False, OVERLAP,
             )  # fmt: skip
             return
     source, matrix = row, 0
@@ -220,7 +226,7 @@ def _row_kernel(
         source, matrix = row // group, tl.load(ids + row).to(tl.int64)
     row_tile(
         x + source * x_stride, weight, bias, out + row * num_outputs, matrix, pid % output_tiles * OUTPUTS, num_outputs,
-        width, scales, OUTPUTS, WIDTH, STAGES, GATED, SQUARED, SCALE_ROWS, BLOCKED, OVERLAP,
+        width, scales, OUTPUTS, WIDTH, STAGES, GATED, GATE_LIMIT, UP_LIMIT, SQUARED, SCALE_ROWS, BLOCKED, OVERLAP,
     )  # fmt: skip
 
 
@@ -284,6 +290,7 @@ def launch_product(
     bias: Tensor | None = None,
     gated: bool = False,
     squared: bool = False,
+    limits: GateLimits | None = None,
     order: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Launch products with `weight[N, K]`, or with `weight[E, N, K]` for the tiles of an `ExpertOrder`. `cut` is the
@@ -300,7 +307,7 @@ def launch_product(
     sizes = {**tile.sizes, "ROWS": tile.rows, "TURNED": tile.turned, "num_stages": tile.num_stages}
     masks = {"MASK_OUTPUTS": num_outputs % tile.outputs != 0, "MASK_WIDTH": width % tile.width != 0}
     form = {**scale_options(weight), "SHARED": shares_scales(weight, tile, gated), "BITS": by_bits(weight)}
-    form |= {"GATED": gated, "SQUARED": squared, "SPLIT": splits > 1, **options}
+    form |= {"GATED": gated, **limit_options(limits), "SQUARED": squared, "SPLIT": splits > 1, **options}
     product_kernel[(programs,)](*operands, *shape, *scaling, **sizes, **masks, **form)
 
 
@@ -321,6 +328,7 @@ def launch_rows(
     bias: Tensor | None = None,
     gated: bool = False,
     squared: bool = False,
+    limits: GateLimits | None = None,
     ids: Tensor | None = None,
     both: tuple[Tensor, Tensor] | None = None,
 ) -> None:
@@ -333,5 +341,6 @@ def launch_rows(
     operands = (x, codes, bias, out, ids, beside, second)
     counts = (num_outputs, width, x.stride(0), tiles, 1 if ids is None else ids.shape[1], beside_outputs)
     programs = num_rows * tiles + triton.cdiv(beside_outputs, BESIDE_OUTPUTS.value)
-    form = {"STAGES": tile.num_stages, "GATED": gated, "SQUARED": squared, **scale_options(weight), **options}
+    form = {"STAGES": tile.num_stages, "GATED": gated, **limit_options(limits), "SQUARED": squared, **options}
+    form |= scale_options(weight)
     _row_kernel[(programs,)](*operands, *counts, scales, **tile.sizes, **form)

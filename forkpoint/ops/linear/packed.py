@@ -24,8 +24,8 @@ class PackedMatrix:
     `words[..., N, K / 8]` int32 holds the code of column `8 w + i` in bits `[4 i, 4 i + 4)` of word w. `group`
     neighbouring columns of a row, a multiple of 8, share `scales[..., N, ceil(K / group)]` fp16. Each row has a factor
     `factors[..., N, 1]` fp32. An element is `(code - zero) * scale * factor` with `zeros` uint8, shaped like the
-    scales. Without zeros, codes are floats (`LEVELS`). `order[K]` is the column that each column of codes belongs to;
-    None: its own. `dtype` is the dtype of products with the matrix.
+    scales. Without zeros, codes are floats (`LEVELS`) and scales are e4m3 numbers. `order[K]` is the column that each
+    column of codes belongs to; None: its own. `dtype` is the dtype of products with the matrix.
     """
 
     words: Tensor

@@ -51,7 +51,7 @@ def _make_kernel(
         total += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
     if up is not None:
         beside = sum_of_parts(up + row * row_stride + at, None, part_stride, inside, tl.float32, PARTS)
-        total = gate(total, beside, out.dtype.element_ty)
+        total = gate(total, beside, out.dtype.element_ty, None, None)
     tl.store(out + row * num_outputs + at, total.to(out.dtype.element_ty), mask=inside)
 
 

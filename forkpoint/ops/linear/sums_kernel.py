@@ -13,6 +13,7 @@ from forkpoint.ops.activation.kernel import silu
 from forkpoint.ops.launch import start_next
 from forkpoint.ops.linear.scaled import BLOCK, ScaledMatrix, UnpackedMatrix
 from forkpoint.ops.linear.tiles import Tile
+from forkpoint.ops.parameters import GateLimits
 from forkpoint.platforms.table import traits_of
 
 SCALE_WIDTH = tl.constexpr(BLOCK)  # columns per FP8 scale
@@ -139,9 +140,14 @@ def load_tile(at, rows_inside, columns_inside, MASK_ROWS: tl.constexpr, MASK_WID
 
 
 @triton.jit
-def gate(acc, up, dtype: tl.constexpr):
-    """Return `silu(acc) * up` in fp32, of both products rounded as if they were stored."""
-    return silu(acc.to(dtype).to(tl.float32)) * up.to(dtype).to(tl.float32)
+def gate(acc, up, dtype: tl.constexpr, GATE_LIMIT: tl.constexpr, UP_LIMIT: tl.constexpr):
+    """Return `silu(acc) * up` in fp32, of both products rounded as if they were stored.
+
+    GATE_LIMIT and UP_LIMIT clamp acc from above and up on both sides, unless they are None."""
+    acc, up = acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    if GATE_LIMIT is not None:
+        acc, up = tl.minimum(acc, GATE_LIMIT), tl.minimum(tl.maximum(up, -UP_LIMIT), UP_LIMIT)
+    return silu(acc) * up
 
 
 @triton.jit
@@ -182,6 +188,8 @@ def row_tile(
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr,
     SQUARED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
@@ -224,7 +232,7 @@ def row_tile(
     if bias is not None:
         total += tl.load(bias + start + outputs, mask=inside, other=0.0).to(tl.float32)
     if GATED:
-        total = gate(total, total_up, dtype)
+        total = gate(total, total_up, dtype, GATE_LIMIT, UP_LIMIT)
     if SQUARED:
         total = relu_squared(total, dtype)
     tl.store(out + start + outputs, total.to(dtype), mask=inside)
@@ -233,6 +241,12 @@ def row_tile(
 def matrix_parts(weight: UnpackedMatrix) -> tuple[Tensor, Tensor | None]:
     """Return a matrix's elements and, if it is FP8, its scales."""
     return (weight.codes, weight.scales) if isinstance(weight, ScaledMatrix) else (weight, None)
+
+
+def limit_options(limits: GateLimits | None) -> dict[str, float | None]:
+    """Return the kernel options that clamp the halves of a gated activation."""
+    gate_limit, up_limit = limits or (None, None)
+    return {"GATE_LIMIT": gate_limit, "UP_LIMIT": up_limit}
 
 
 def scale_options(weight: UnpackedMatrix) -> dict[str, Any]:

@@ -10,13 +10,16 @@ from torch import Tensor
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.linear.device_linear import within
 from forkpoint.ops.linear.packed import FourBitExperts, PackedMatrix
+from forkpoint.ops.linear.packed_kernel import widen_packed
 from forkpoint.ops.linear.scaled import Matrix, ScaledExperts, ScaledMatrix, dense
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe.four_bit_experts import four_bit_experts
 from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
 from forkpoint.ops.moe.reference import PackedExperts
+from forkpoint.ops.parameters import GateLimits
 from forkpoint.platforms.table import traits_of
 
+WIDENED_ROWS = 192  # pairs of an expert from which it pays to widen all experts in 4 bits, if bits need not agree
 MAX_PAIRED = 72  # (token, expert) pairs; up to here most experts are read by one pair only
 
 
@@ -46,6 +49,7 @@ class DeviceExperts:
         weights: Tensor,
         ids: Tensor,
         parts: bool = False,
+        limits: GateLimits | None = None,
     ) -> Tensor:
         """Return each token's weighted sum of its experts' outputs (`OpTable.experts`).
 
@@ -53,7 +57,9 @@ class DeviceExperts:
         """
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
         if isinstance(packed, FourBitExperts):
-            return four_bit_experts(x, packed, weights, ids, parts)
+            if self.deterministic or ids.numel() < WIDENED_ROWS * packed.down.shape[0]:
+                return four_bit_experts(x, packed, weights, ids, parts, limits)
+            packed = PackedExperts(widen_packed(packed.gate_up), widen_packed(packed.down))
         mean_rows = min(ids.numel() / packed.down.shape[0], launch_table(x.device).most_expert_rows)
         if isinstance(packed, ScaledExperts):
             apart = packed.by_pairs and traits_of(x.device).masks_gathers
@@ -64,8 +70,8 @@ class DeviceExperts:
             apart = traits_of(x.device).masks_gathers
             into, out_of = _tiles(x.dtype, mean_rows, packed.gated)
         if not self.deterministic and ids.numel() <= MAX_PAIRED and apart:
-            return paired_experts(x, packed, weights, ids)
-        return grouped_experts(x, packed, weights, ids, into, out_of, parts)
+            return paired_experts(x, packed, weights, ids, limits)
+        return grouped_experts(x, packed, weights, ids, into, out_of, parts, limits)
 
 
 def _tiles(dtype: torch.dtype, mean_rows: float, gated: bool = True) -> tuple[Tile, Tile]:

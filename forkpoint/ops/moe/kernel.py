@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -19,6 +21,7 @@ from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe.kept_kernel import keeps, multiply_kept
 from forkpoint.ops.moe.order_kernel import order_by_expert
 from forkpoint.ops.moe.reference import PackedExperts
+from forkpoint.ops.parameters import GateLimits
 from forkpoint.ops.unmade import Parts
 from forkpoint.platforms.table import traits_of
 
@@ -85,11 +88,12 @@ def grouped_experts(
     into: Tile,
     out_of: Tile,
     parts: bool = False,
+    limits: GateLimits | None = None,
 ) -> Tensor:
     """Return each token's weighted sum of its experts' outputs, with pairs sorted by expert, in tiles.
 
     With `parts`, the outputs of a token's experts are returned as `Parts`. `into.rows` equals `out_of.rows`. A row's
-    bits depend only on the tiles, which may also round activations to FP8.
+    bits depend only on the tiles, which may also round activations to FP8. `limits`: see `silu_mul`.
     """
     num_tokens, top_k = ids.shape
     num_experts, size, inner = packed.down.shape
@@ -99,9 +103,9 @@ def grouped_experts(
     by, cut = (order.pairs, order.tiles), (order.tiles.shape[1], top_k, 1, 0)
     hidden = Activations.empty(ids.numel(), inner, x, into.narrows and into.outputs == SCALE_BLOCK)
     answers = Activations.empty(ids.numel(), size, x, False)
-    near, gated = overlap(x.device, num_tokens, at_once=True), packed.gated
-    given = Activations.of(x, into.narrows)
-    launch_product(given, packed.gate_up, hidden, into, near, cut, order=by, gated=gated, squared=not gated)
+    near, given = overlap(x.device, num_tokens, at_once=True), Activations.of(x, into.narrows)
+    gates: dict[str, Any] = {"gated": packed.gated, "squared": not packed.gated, "limits": limits}
+    launch_product(given, packed.gate_up, hidden, into, near, cut, order=by, **gates)
     if out_of.narrows and hidden.scales is None:
         hidden = Activations.of(hidden.rows, True)
     if out_of.rows == KEPT_ROWS and isinstance(packed.down, ScaledMatrix) and keeps(hidden, packed.down):
@@ -112,17 +116,20 @@ def grouped_experts(
     return left if parts else make(left, None, torch.empty(num_tokens, size, dtype=x.dtype, device=x.device))
 
 
-def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor) -> Tensor:
+def paired_experts(
+    x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor, limits: GateLimits | None = None
+) -> Tensor:
     """Return each token's weighted sum of its experts' outputs, computed pair by pair.
 
-    That is for so few pairs that hardly two share an expert.
+    That is for so few pairs that hardly two share an expert. `limits`: see `silu_mul`.
     """
     num_tokens, top_k = ids.shape
     _, size, inner = packed.down.shape
     hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
-    options, gated = overlap(x.device, num_tokens), packed.gated
-    launch_rows(x, packed.gate_up, hidden, PAIR_IN, options, gated=gated, squared=not gated, ids=ids)
+    options = overlap(x.device, num_tokens)
+    gates: dict[str, Any] = {"gated": packed.gated, "squared": not packed.gated, "limits": limits}
+    launch_rows(x, packed.gate_up, hidden, PAIR_IN, options, ids=ids, **gates)
     down, down_scales = matrix_parts(packed.down)
     out_of = WIDE_PAIR_OUT if down_scales is None and inner > PAIR_OUT.width else PAIR_OUT
     pieces = triton.cdiv(size, out_of.outputs)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,7 @@ from torch import Tensor
 from forkpoint.ops.activation.reference import relu_squared, sigmoid, silu_mul
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import Matrix, dense
-from forkpoint.ops.parameters import RouteRule
-from forkpoint.ops.table import Linear, PrepareLinear
+from forkpoint.ops.parameters import GateLimits, RouteRule
 
 
 class PackedExperts(NamedTuple):
@@ -58,28 +58,27 @@ def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[
 
 
 def experts_by(
-    product: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor
+    product: Callable[[Tensor, PackedLinear], Tensor],
+    x: Tensor,
+    packed: PackedExperts,
+    weights: Tensor,
+    ids: Tensor,
+    limits: GateLimits | None = None,
 ) -> Tensor:
     """Return `sum_j weights[t, j] * expert_{ids[t, j]}(x[t])` for `x[T, H]`, `weights` and `ids` `[T, top_k]`.
 
-    `product(x, packed)` computes every matrix product, so a row's bits are as fixed as those of `product`.
+    `product(x, packed)` computes every matrix product, so a row's bits are as fixed as those of `product`. `limits`:
+    see `silu_mul`.
     """
-    activate = silu_mul if packed.gated else relu_squared
+    activate = partial(silu_mul, limits=limits) if packed.gated else relu_squared
 
     def run(expert: int, rows: Tensor) -> Tensor:
         hidden = activate(product(rows, PackedLinear(packed.gate_up[expert], None)))
         return product(hidden, PackedLinear(packed.down[expert], None))
 
-    return weighted_sum(run, len(packed.down), x, weights, ids)
-
-
-def weighted_sum(
-    run: Callable[[int, Tensor], Tensor], num_experts: int, x: Tensor, weights: Tensor, ids: Tensor
-) -> Tensor:
-    """Return `sum_j weights[t, j] * expert_{ids[t, j]}(x[t])` in x's dtype. `run(e, rows)` runs expert e on rows."""
     num_tokens, top_k = ids.shape
     order = ids.reshape(-1).argsort(stable=True)
-    counts = torch.bincount(ids.reshape(-1), minlength=num_experts).tolist()
+    counts = torch.bincount(ids.reshape(-1), minlength=len(packed.down)).tolist()
     parts, start = list[Tensor](), 0
     for expert, count in enumerate(counts):
         if count:
@@ -94,23 +93,3 @@ def weighted_sum(
     for j in range(1, top_k):
         total += by_choice[:, j]
     return total.to(x.dtype)
-
-
-class LimitedExperts:
-    """Experts that clamp the halves of `gate_up`, composed of linear layers. Quantised weights stay quantised."""
-
-    def __init__(self, prepare_linear: PrepareLinear, linear: Linear, limit: float) -> None:
-        self._prepare, self._linear, self._limit = prepare_linear, linear, limit
-
-    def prepare(self, gate_up: Matrix, down: Matrix) -> list[tuple[Any, Any]]:
-        """Pack `gate_up[E, 2I, H]` and `down[E, H, I]`."""
-        return [(self._prepare(gate_up[e], None), self._prepare(down[e], None)) for e in range(gate_up.shape[0])]
-
-    def __call__(self, x: Tensor, packed: list[tuple[Any, Any]], weights: Tensor, ids: Tensor) -> Tensor:
-        """Implement `OpTable.experts`, with `limit` as `silu_mul` has it."""
-
-        def run(expert: int, rows: Tensor) -> Tensor:
-            gate_up, down = packed[expert]
-            return self._linear(silu_mul(self._linear(rows, gate_up), self._limit), down)
-
-        return weighted_sum(run, len(packed), x, weights, ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.ops.activation import reference as activation
@@ -23,6 +24,12 @@ def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Normalise the last dim of `x[..., D]` to mean 0 and variance 1, with `weight[D]` and `bias[D]` fp32."""
     wide = x.float()
     return (_normalised(wide - wide.mean(-1, keepdim=True), eps) * weight + bias).to(x.dtype)
+
+
+def add_layer_norm(x: Tensor, added: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (layer norm of `x + added`, `x + added`), all `[T, D]`."""
+    total = x + added
+    return F.layer_norm(total, weight.shape, weight, bias, eps), total
 
 
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -183,13 +183,18 @@ def recurrence_decode(
 
 
 def recurrence_verify(
-    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Records
+    inputs: RecurrenceInputs,
+    params: RecurrenceParams,
+    pool: Tensor,
+    index: VerifyIndex,
+    records: Records,
+    out: Out = None,
 ) -> Tensor:
-    """Compute the tokens of rows with drafts; return `[T, HV, V]` (`table.RecurrenceVerify`).
+    """Compute the tokens of rows with drafts; return `[T, HV, V]`, in `out` if it is given (`table.Recorded`).
 
     Tokens of no row get zeros.
     """
-    return _launch(inputs, params, pool, index, records, result(inputs, params, pool))
+    return _launch(inputs, params, pool, index, records, result(inputs, params, pool, out))
 
 
 def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:

@@ -15,24 +15,29 @@ from forkpoint.ops.state_copy.reference import folded, read_slots, turns, verifi
 
 
 def recurrence_verify(
-    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Records
+    inputs: RecurrenceInputs,
+    params: RecurrenceParams,
+    pool: Tensor,
+    index: VerifyIndex,
+    records: Records,
+    out: Out = None,
 ) -> Tensor:
     """Compute the rows' tokens; return `[T, HV, V]`. `index` says which slots of `pool[P, HV, V, K]` and which records
     are read and written."""
     tokens, spec, (updates, keys, decays) = prepare(inputs, params), params.spec, records
     mixed = inputs.mixed
-    out = mixed.new_empty(mixed.shape[0], spec.num_v_heads, spec.value_dim)
+    found = mixed.new_empty(mixed.shape[0], spec.num_v_heads, spec.value_dim)
 
     def take(own: Tensor, at: Tensor, rows: Tensor, i: int) -> Tensor:
         line = index.write[rows].long()
         mine = Tokens(*(value[at] for value in tokens))
         answer, u, decay = advance(own, mine, params)
-        out[at] = answer.to(mixed.dtype)
+        found[at] = answer.to(mixed.dtype)
         updates[line, i], keys[line, i], decays[line, i] = u, mine.k, decay.view(-1, *decays.shape[2:])
         return own
 
     verified(_folded(pool, index, records), pool, index, take)
-    return out
+    return into(out, found)
 
 
 def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:

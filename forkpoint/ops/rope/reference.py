@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -15,7 +15,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     """Rotate the first `R` dims of `x[T, H, D]`: see `rope`."""
-    return _rotate(x, *cos_sin[positions].unsqueeze(1).chunk(2, dim=-1))
+    return rotated(x, *cos_sin[positions].unsqueeze(1).chunk(2, dim=-1))
 
 
 def rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,4 +24,4 @@ def rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tens
     `cos_sin[max_len, R]` fp32 holds cos in its first half and sin in its second; `positions[T]` int64.
     """
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return rotated(q, cos, sin), rotated(k, cos, sin)

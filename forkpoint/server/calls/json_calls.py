@@ -64,7 +64,7 @@ def read_object(site: Site) -> CallReader:
         return (yield from _read_whole(site))
     source.at = head.end()
     yield Named(function)
-    yield from _arguments(site)
+    yield from read_arguments(site)
     tail = yield from source.matched(NESTED_TAIL if head["nested"] or head["doubled"] else TAIL)
     if tail is not None:
         source.at = tail.end()
@@ -79,7 +79,7 @@ def read_name_and_arguments(site: Site) -> CallReader:
     function, declared = site.resolve(head[1])
     site.source.at = head.end()
     yield Named(function)
-    return (yield from _arguments(site, strict=not declared))
+    return (yield from read_arguments(site, strict=not declared))
 
 
 def read_kimi(site: Site) -> CallReader:
@@ -100,14 +100,14 @@ def read_kimi(site: Site) -> CallReader:
     if head["empty"] is not None:
         yield EMPTY
         return True
-    sound = yield from _arguments(site, strict=not declared)
+    sound = yield from read_arguments(site, strict=not declared)
     end = yield from site.source.matched(KIMI_AFTER)
     if end is not None:
         site.source.at = end.end()
     return sound and (end is not None or site.source.final)
 
 
-def _arguments(site: Site, *, strict: bool = False) -> CallReader:
+def read_arguments(site: Site, *, strict: bool = False) -> CallReader:
     """Read the object with the arguments, and return whether it was written in full.
 
     It is closed, unless the length limit ended the answer here. `strict`: the call is not certain.

@@ -9,7 +9,7 @@ from typing import Final
 import regex
 
 from forkpoint.server.calls.incoming import END, Ending, Incoming
-from forkpoint.server.calls.json_calls import read_object
+from forkpoint.server.calls.json_calls import read_arguments, read_object
 from forkpoint.server.calls.json_text import escaped
 from forkpoint.server.calls.schema_types import Parameter, dumps
 from forkpoint.server.calls.site import CallReader, Named, Site
@@ -148,11 +148,7 @@ def _read_json_in_tags(site: Site, function: str, declared: bool, tags: Tags) ->
     Return whether it was written in full.
     """
     yield Named(function)
-    arguments = site.json(strict=not declared)
-    yield from arguments.read(site.source)
-    sound = arguments.done and arguments.sound
-    if not site.source.is_cut_here:
-        yield arguments.close()
+    sound = yield from read_arguments(site, strict=not declared)
     ended = yield from site.source.skip_tag((tags.call_end,))
     return sound and ended
 

@@ -123,6 +123,9 @@ class ChatBody(SamplingBody, ThinkingFields, apis=("completions", "chat")):
     mm_processor_kwargs: dict[str, Any] | None = Field(
         None, description="sizes of the request's images, such as min_pixels and max_pixels of Qwen3.5"
     )
+    media_io_kwargs: dict[str, Any] | None = Field(
+        None, description="how files of images and videos are read: rgba_background_color, num_frames and fps"
+    )
     documents: Many[dict[str, Any]] | None = Field(None, description="passed to the chat template, which may show them")
     thinking: ThinkingOptions | None = None
     include_reasoning: bool | None = Field(None, description="false: the answer leaves reasoning out")
@@ -133,6 +136,16 @@ class ChatBody(SamplingBody, ThinkingFields, apis=("completions", "chat")):
         if self.include_reasoning is not None:
             return self.include_reasoning
         return self.reasoning is None or not self.reasoning.exclude
+
+    @model_validator(mode="after")
+    def _continue_prefix(self) -> ChatBody:
+        """Continue a last answer that the client marks as the beginning of the next: `prefix` or `partial`."""
+        last = self.messages[-1]
+        marks = last.model_extra or {}
+        is_marked = last.role == "assistant" and (marks.get("prefix") is True or marks.get("partial") is True)
+        if is_marked and self.continue_final_message is None:
+            self.continue_final_message = True
+        return self
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatBody:

@@ -6,19 +6,21 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
+from forkpoint.checks import member
 from forkpoint.engine.conversation import is_image
 from forkpoint.server.chat.body import ChatMessage
 from forkpoint.server.notices import Note
 
 # Claude Code begins its system prompt with a line for billing, which differs from request to request.
 BILLING_LINES: Final = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
+REASONING_TYPES: Final = ("thinking", "reasoning", "redacted_thinking")  # parts of answers with their reasoning
 TEXT_TYPES: Final = ("text", "input_text", "output_text", "refusal")
 
 
 def shown_messages(
     messages: Sequence[ChatMessage], note: Note, *, drops_billing_lines: bool, shows_images: bool = False
 ) -> list[dict[str, Any]]:
-    """Return `messages` as dicts in a form that the model can read.
+    """Return `messages` as dicts in a form that the model can read. Thinking parts of answers become their reasoning.
 
     A part of a tool's result that the model cannot read is replaced by a text that says so, and `note` receives a
     notice. Refusing it would end the conversation, as the client cannot change what its tool returned. `shows_images`:
@@ -33,12 +35,32 @@ def shown_messages(
         elif shown[0].get("content"):
             del shown[0]
     for message in shown:
+        if message["role"] == "assistant" and isinstance(message.get("content"), list):
+            _take_reasoning(message)
         if message["role"] == "tool" and isinstance(message.get("content"), list):
             parts = message["content"]
             message["content"] = [
                 part if shows_images and is_image(part) else _result_part(part, note) for part in parts
             ]
     return shown
+
+
+def _take_reasoning(message: dict[str, Any]) -> None:
+    """Move the texts of thinking parts, as Mistral's and LangChain's clients send them back, to the reasoning."""
+    parts = [part for part in message["content"] if part.get("type") not in REASONING_TYPES]
+    texts = [_reasoning_of(part) for part in message["content"] if part.get("type") in REASONING_TYPES]
+    if texts:
+        message["content"] = parts
+        if message.get("reasoning_content") is None and message.get("reasoning") is None:
+            message["reasoning_content"] = "".join(texts)
+
+
+def _reasoning_of(part: dict[str, Any]) -> str:
+    """Return the text of a thinking part, or an empty text for one that is encrypted."""
+    given = next((part[name] for name in ("thinking", "reasoning", "text") if name in part), "")
+    if isinstance(given, list):
+        given = "".join(str(member(each, "text") or "") for each in given)
+    return str(given or "")
 
 
 def _without_billing_lines(content: Any) -> Any:

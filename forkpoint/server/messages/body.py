@@ -73,6 +73,10 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = bounded("temperature")
     top_p: float | None = bounded("top_p")
     top_k: int | None = bounded("top_k")
+    cache_salt: str | None = Field(None, description="prompts share cached prefixes only under the same salt")
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="from a proxy that splits requests between prefill and decode engines"
+    )
 
     @property
     def shows_thinking(self) -> bool:

@@ -38,6 +38,7 @@ class MessageReply(ReplyModel):
     usage: MessageUsage
     cache: CacheInfo | None
     speculation: SpeculationInfo | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class CountReply(ReplyModel):
@@ -167,7 +168,7 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.name, "type": "message", "role": "assistant", "model": self.prepared.model}
         counts = {"usage": _usage(self.generation.usage()), **self.generation.details()}
-        return {**head, "content": blocks, **self._ending, **counts}
+        return {**head, "content": blocks, **self._ending, **counts, **self.generation.handover()}
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any, Final
 
-from forkpoint.checks import member
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN
 
 IMAGE_SOURCES: Final = "{type: base64, media_type, data} or {type: url, url}"
+FILES_NOT_READ: Final = (
+    "'document' blocks with files are not read; send the text, in a source of the type text or content, or the pages "
+    "as images"
+)
 
 
 def chat_messages(role: str, content: str | list[dict[str, Any]] | None, note: Note) -> list[dict[str, Any]]:
@@ -29,14 +33,12 @@ def chat_messages(role: str, content: str | list[dict[str, Any]] | None, note: N
     for block in content:
         kind = block.get("type")
         match role, kind:
-            case _, "text":
-                parts.append(_text_part(string(block, "text")))
-            case _, "document" if (text := _document(block)) is not None:
-                parts.append(_text_part(text))
-            case "user", "image" if (image := _image(block)) is not None:
-                parts.append(image)
-            case "user", "image":
+            case _, "text" | "image" | "document" | "search_result" if (found := _parts(block)) is not None:
+                parts += found
+            case "user" | "system", "image":
                 raise not_understood(f"'image' blocks whose source is not {IMAGE_SOURCES}", "messages")
+            case "user" | "system", "document":
+                raise HTTPError(400, FILES_NOT_READ, param="messages")
             case "user", "tool_result":
                 results.append(_result(block))
             case "assistant", "tool_use":
@@ -60,22 +62,51 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return parts as one text if all of them are text, otherwise unchanged."""
-    if any(part["type"] != "text" for part in parts):
-        return parts
-    return "\n".join(part["text"] for part in parts)
+    """Return parts with a line break between consecutive texts: one text if there is nothing else."""
+    joined: list[dict[str, Any]] = []
+    for is_text, group in groupby(parts, lambda part: part["type"] == "text"):
+        if is_text:
+            joined.append(_text_part("\n".join(part["text"] for part in group)))
+        else:
+            joined += group
+    if all(part["type"] == "text" for part in joined):
+        return "".join(part["text"] for part in joined)
+    return joined
 
 
-def _image(block: dict[str, Any]) -> dict[str, Any] | None:
-    """Return an image as a part of a chat completion; None if its source is not understood."""
-    match block.get("source"):
-        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
-            url = f"data:{kind};base64,{data}"
-        case {"type": "url", "url": str(url)}:
+def _parts(block: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the text and the images of a block as parts of a chat completion, or None if they cannot be read.
+
+    Texts begin with the title, the context and the source of a document or search result. Raises HTTPError for a block
+    that lacks its text.
+    """
+    content: Any
+    match block:
+        case {"type": "text"}:
+            return [_text_part(string(block, "text"))]
+        case {"type": "image", "source": {"type": "base64", "data": str()} | {"type": "url", "url": str()} as source}:
+            return [{"type": "image", "source": source}]
+        case {"type": "image", "source": {"type": "file"} as source}:
+            return [{"type": "image", "source": source}]
+        case {"type": "document", "source": {"type": "text", "data": str(content)}}:
+            pass
+        case {"type": "document", "source": {"type": "content", "content": content}} | {
+            "type": "search_result",
+            "content": content,
+        }:
             pass
         case _:
             return None
-    return {"type": "image_url", "image_url": {"url": url}}
+    head = (block.get(name) for name in ("title", "context", "source"))
+    parts = [_text_part(text) for text in head if text and isinstance(text, str)]
+    if isinstance(content, str):
+        return [*parts, _text_part(content)]
+    for inner in _blocks(content, "messages"):
+        found = _parts(inner)
+        if found is None:
+            return None
+        parts += found
+    return parts
 
 
 def text_of(content: Any, name: str) -> str:
@@ -83,8 +114,8 @@ def text_of(content: Any, name: str) -> str:
     if isinstance(content, str):
         return content
     for block in _blocks(content, name):
-        if block.get("type") != "text":
-            raise not_understood(f"{block.get('type')!r} blocks here", name)
+        if (kind := block.get("type")) != "text":
+            raise HTTPError(400, f"{name} has blocks of text alone; put {kind!r} blocks into messages", param=name)
     return "\n".join(string(block, "text") for block in content)
 
 
@@ -113,7 +144,7 @@ def _result(block: dict[str, Any]) -> dict[str, Any]:
     """
     content: Any = block.get("content") or ""
     if not isinstance(content, str):
-        content = _joined([_result_part(part) for part in _blocks(content, "messages")])
+        content = _joined([part for inner in _blocks(content, "messages") for part in _result_parts(inner)])
     if block.get("is_error") and isinstance(content, str):
         content = f"Error: {content}"
     elif block.get("is_error"):
@@ -121,28 +152,12 @@ def _result(block: dict[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": string(block, "tool_use_id"), "content": content}
 
 
-def _result_part(block: dict[str, Any]) -> dict[str, Any]:
-    match block.get("type"):
-        case "text":
-            return _text_part(string(block, "text"))
-        case "document" if (text := _document(block)) is not None:
-            return _text_part(text)
-        case "image" if (image := _image(block)) is not None:
-            return image
-        case "search_result":
-            head = [str(block[name]) for name in ("title", "source") if block.get(name)]
-            return {"type": "text", "text": "\n".join([*head, text_of(block.get("content") or "", "messages")])}
-        case kind:
-            return {**block, "type": str(kind)}
-
-
-def _document(block: dict[str, Any]) -> str | None:
-    """Return the text of a plain text document, or None for PDF files and the like."""
-    source = block.get("source")
-    text = member(source, "data")
-    if member(source, "type") != "text" or not isinstance(text, str):
-        return None
-    return text
+def _result_parts(block: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a block in a tool's result; the block itself if it cannot be read."""
+    found = _parts(block)
+    if found is None:
+        return [{**block, "type": str(block.get("type"))}]
+    return found
 
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:

@@ -233,7 +233,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
 
     def _end(self, status: str, **fields: Any) -> None:
         counts = usage_fields(self.generation.usage(), self._talk.num_reasoning_tokens)
-        details = self.generation.details()
+        details = self.generation.details() | self.generation.handover()
         self._write_text()
         self._reply |= {"status": status, "output": self._items, "usage": counts, **details, **fields}
         self._keep()

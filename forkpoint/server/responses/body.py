@@ -9,10 +9,11 @@ from typing import Any, Final, Literal
 
 from pydantic import Field
 
+from forkpoint.params import MAX_STOP_TOKEN_IDS
 from forkpoint.server.chat.body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
-from forkpoint.server.protocol import Body, Many, MaxTokens
+from forkpoint.server.protocol import Body, Many, MaxTokens, TokenId
 from forkpoint.server.responses.items import is_reference, messages_of, referred, resolved
 from forkpoint.server.responses.tools import AnyTool, FunctionTool, ToolChoice, Tools, chat_choice
 from forkpoint.server.sampling import SampledBody
@@ -43,6 +44,7 @@ class CountBody(SampledBody, ThinkingFields, apis=("responses",)):
     structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
 
 
 class ResponsesBody(CountBody):
@@ -55,8 +57,15 @@ class ResponsesBody(CountBody):
     store: bool | None = None
     background: bool | None = None
     max_output_tokens: MaxTokens | None = None
+    stop_token_ids: Many[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_reasoning: bool | None = Field(None, description="false: the answer leaves reasoning out")
     include: Many[str] | None = Field(None, description="parts that this server does not have are left out")
     metadata: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="from a proxy that splits requests between prefill and decode engines"
+    )
     user: str | None = None
     service_tier: str | None = None
 

@@ -110,10 +110,10 @@ class Responses:
         If the body refers to stored responses, it is prepared a second time, with the data found in the store.
         """
         service = self._service
-        async with service.body(request) as data:
-            prepared = await service.prepare_from(data, partial(prepare, found=None), request)
+        async with service.body(request) as body:
+            prepared = await service.prepare_from(body, partial(prepare, found=None), request)
             if isinstance(prepared, Wanted):
-                prepared = await service.prepare_from(data, partial(prepare, found=self._find(prepared)), request)
+                prepared = await service.prepare_from(body, partial(prepare, found=self._find(prepared)), request)
             assert not isinstance(prepared, Wanted)
             return prepared
 

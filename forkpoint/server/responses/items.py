@@ -13,6 +13,7 @@ from forkpoint.server.protocol import MAX_SHOWN
 from forkpoint.server.responses.tools import INPUT, flat_name
 
 CALL, OUTPUT = "_call", "_call_output"  # suffixes of the types of calls, and of their results
+RESULT_PARTS: Final = ("input_text", "input_image", "input_file")  # part types of tools' results
 ITEM_FIELDS: Final = ("id", "type", "status", "call_id", "caller", "created_by")  # fields that are not arguments
 
 
@@ -113,7 +114,14 @@ def _content(content: Any) -> Any:
 
 
 def _output(output: Any) -> Any:
-    """Return a tool's result: a text or a list of parts. An object or a list of others becomes JSON; else HTTPError."""
+    """Return a tool's result: a text or a list of parts. Other objects and lists become JSON; else HTTPError.
+
+    The screenshot of a computer is an image.
+    """
+    if member(output, "type") == "computer_screenshot":
+        output = {**output, "type": "input_image"}
+    if member(output, "type") in RESULT_PARTS:
+        output = [output]
     has_other_items = any(not isinstance(item, dict) or "type" not in item for item in listed(output))
     if isinstance(output, dict) or has_other_items:
         return json.dumps(output, ensure_ascii=False)

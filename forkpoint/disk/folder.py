@@ -1,0 +1,93 @@
+"""The disk tier's folder. Each namespace, a model with its options, has a folder of its own in it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import time
+from pathlib import Path
+from typing import Final
+
+LOCK_WAIT_S: Final = 2.0  # for the process of an engine that was just killed
+MOST_NAMESPACES: Final = 4  # that one folder keeps; their sizes add up
+NAME: Final = re.compile("[0-9a-f]{32}")
+FILE_NAMES: Final = ("slab.*", "journal.*", "lock.*")
+LOGGER: Final = logging.getLogger("forkpoint")
+
+
+def own_folder(root: Path, namespace: bytes) -> Path:
+    """Return the path of a namespace's folder in `root`, which it need not have yet."""
+    return root / namespace.hex()
+
+
+def make_way(own: Path) -> None:
+    """Remove folders of other namespaces next to `own` until MOST_NAMESPACES are left, that one included.
+
+    The one that was unused for the longest time goes first. Those in use stay, and so does everything else in the
+    folder. What is removed or left is one line in the log. Errors are ignored: they leave too much there.
+    """
+    others: list[Path] = []
+    with contextlib.suppress(OSError):
+        others = [path for path in own.parent.iterdir() if NAME.fullmatch(path.name) and path.name != own.name]
+    others.sort(key=_last_used_s)
+    num_removed = 0
+    for path in others:
+        if len(others) - num_removed < MOST_NAMESPACES:
+            break
+        num_removed += _remove(path)
+    if num_removed:
+        LOGGER.warning(
+            "disk tier: files of %d other models or options in %s are removed, because a folder keeps those of the "
+            "last %d",
+            num_removed,
+            own.parent,
+            MOST_NAMESPACES,
+        )
+    elif others and not own.exists():
+        LOGGER.warning(
+            "disk tier: %s has entries of another model, or of options that give other numbers; they stay, and this "
+            "engine begins without entries",
+            own.parent,
+        )
+
+
+def lock_file(path: Path, wait_s: float | None = None) -> int | None:
+    """Lock a file until its descriptor, which is returned, is closed. None: another process has locked it.
+
+    The file's time becomes now. Waits up to `wait_s`, by default LOCK_WAIT_S. Raises OSError.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    until = time.monotonic() + (LOCK_WAIT_S if wait_s is None else wait_s)
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.utime(fd)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() > until:
+                os.close(fd)
+                return None
+            time.sleep(0.05)
+
+
+def _last_used_s(folder: Path) -> float:
+    return max((path.stat().st_mtime for path in folder.glob("lock.*")), default=0.0)
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a namespace's files and its folder. Returns False if an engine uses it or something cannot be removed."""
+    try:
+        lock = lock_file(folder / "lock.0", 0.0)
+        if lock is None:
+            return False
+        with contextlib.closing(os.fdopen(lock)):
+            for pattern in FILE_NAMES:
+                for path in folder.glob(pattern):
+                    path.unlink()
+        folder.rmdir()
+    except OSError:
+        return False
+    return True

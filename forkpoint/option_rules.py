@@ -1,0 +1,41 @@
+"""Rules for options that depend on each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forkpoint.errors import ConfigError
+
+
+def check_disk(path: str | None, size: float | None, write_limit: float | None) -> None:
+    """Raise ConfigError if kv_disk_path, kv_disk_size and kv_disk_write_limit (both in GiB) do not make a disk tier."""
+    if path is None:
+        for name, given in (("kv_disk_size", size), ("kv_disk_write_limit", write_limit)):
+            if given is not None:
+                raise ConfigError(f"{name}={given} needs a folder; give kv_disk_path, too")
+        return
+    if not path:
+        raise ConfigError("kv_disk_path='' names no folder; give the path of one")
+    if Path(path).exists() and not Path(path).is_dir():
+        raise ConfigError(f"kv_disk_path={path!r} is not a folder; give the path of one")
+    if size is None:
+        raise ConfigError(f"kv_disk_path={path!r} needs kv_disk_size, in GiB; give both")
+
+
+def check_context(size: int, interleave: int, num_ranks: int, block_size: int) -> None:
+    """Raise ConfigError if the tokens of blocks cannot be dealt to `size` of the ranks, in runs of `interleave`."""
+    if num_ranks % size:
+        raise ConfigError(
+            f"decode_context_parallel_size={size} does not divide tensor_parallel_size={num_ranks}, whose devices it "
+            "uses; give 1 or another divisor"
+        )
+    if block_size % size:
+        raise ConfigError(
+            f"decode_context_parallel_size={size} does not divide a block of {block_size} tokens; give a power of 2"
+        )
+    own = block_size // size
+    if size > 1 and own % interleave:
+        raise ConfigError(
+            f"cp_kv_cache_interleave_size={interleave} is not possible with decode_context_parallel_size={size}: each "
+            f"device keeps {own} tokens of a block of {block_size}; give a divisor of {own}, or leave it out"
+        )

@@ -1,0 +1,64 @@
+"""Work of the host that follows copies of the device, in their order, so that no step waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from forkpoint.platforms.platform import MARK_POLL_S, Mark
+
+
+class Marked(Protocol):
+    """Copies with the mark after them, which they have once they are issued."""
+
+    mark: Mark | None
+
+
+class Following:
+    """Runs functions one after the other in a thread, each once the copies that it was added with are done.
+
+    The worker's thread calls all methods. Functions must not raise.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._added: list[tuple[Callable[[], object], Marked | None]] = []
+        self._changed = threading.Condition()  # guards all below
+        self._work: deque[tuple[Callable[[], object], Mark | None]] = deque()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, run: Callable[[], object], after: Marked | None = None) -> None:
+        """Run a function after these copies and after all functions that were added before, but not before `flush`."""
+        self._added.append((run, after))
+
+    def flush(self) -> None:
+        """Let what was added begin. All its copies must have been issued."""
+        if not self._added:
+            return
+        added, self._added = self._added, []
+        with self._changed:
+            self._work += [(run, None if after is None else after.mark) for run, after in added]
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Run what is left and end the thread. All copies must be done."""
+        self.flush()
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._work or self._is_closing)
+                if not self._work:
+                    return
+                run, mark = self._work.popleft()
+            while mark is not None and not mark.query():
+                time.sleep(MARK_POLL_S)
+            run()

@@ -1,0 +1,102 @@
+"""Copies between a worker's memory and its link to other engines: at once, or beside the device's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from forkpoint.cache.disk_entries import EntryName
+from forkpoint.peer.link import PeerLink
+from forkpoint.runtime.following import Following
+from forkpoint.runtime.host_copies import CopyBatch, StreamCopies, TierMemory
+from forkpoint.runtime.pinned import PinnedBuffers, as_tensor
+from forkpoint.runtime.stretch import Stretch
+from forkpoint.sched.plan import Move, MoveRoute
+
+PEER_ROUTES = frozenset({MoveRoute.OFFER, MoveRoute.WITHDRAW, MoveRoute.FETCHED, MoveRoute.STAGE, MoveRoute.FORGET})
+
+
+class DirectPeers:
+    """Runs a plan's moves at once. For a device that works on the host's memory."""
+
+    def __init__(self, memory: TierMemory, link: PeerLink, buffers: PinnedBuffers) -> None:
+        self._memory, self._link, self._buffers = memory, link, buffers
+        link.use_buffers(buffers.take, buffers.give)
+
+    def run(self, move: Move, sound: bool) -> None:
+        """Run a move that concerns other engines. Unless the memory is `sound`, nothing is offered to them."""
+        name = move.name
+        if move.route is MoveRoute.FETCHED:
+            self._memory.copy_in(move, as_tensor(self._link.fetching.contents(move.ticket, move.src)))
+        elif move.route is MoveRoute.FORGET:
+            self._forget(move.ticket)
+        elif move.route is MoveRoute.WITHDRAW and move.ticket:
+            self._follow(partial(self._link.end, move.ticket))
+        elif move.route is MoveRoute.WITHDRAW:
+            self._follow(partial(self._link.withdraw, None if name is None else name.hash))
+        elif name is None:
+            self._follow(partial(self._link.complete, move.ticket))
+        elif sound:
+            self._offer(move, name)
+
+    def _forget(self, ticket: int) -> None:
+        self._link.fetching.forget(ticket)
+
+    def _follow(self, run: Callable[[], None]) -> None:
+        """Run what concerns leases after the offers before it."""
+        run()
+
+    def _offer(self, move: Move, name: EntryName) -> None:
+        data = self._buffers.take(self._memory.unit_bytes(move.kind))
+        self._memory.copy_out(move, as_tensor(data))
+        self._link.offer(name, data, move.ticket)
+
+    def issue(self) -> None:
+        """Begin what `run` has only noted. Call it after the last move of a plan."""
+        return
+
+    def close(self) -> None:
+        """End the link. All copies of the device must be done."""
+        self._link.close()
+
+
+class StreamedPeers(DirectPeers):
+    """Copies offered and fetched units on the streams of `copies`.
+
+    They lie in pinned memory. Offers and withdrawals keep their order. A fetched unit goes to a buffer of the device.
+    It is reported when it is there, and LAND is then a move of `copies`. Its pinned memory is given back when the
+    device has read it.
+    """
+
+    def __init__(self, memory: TierMemory, link: PeerLink, copies: StreamCopies, pinned: PinnedBuffers) -> None:
+        super().__init__(memory, link, pinned)
+        pinned.prepare(link.facts.max_bytes)
+        self._copies = copies
+        self._staged: dict[int, CopyBatch] = {}  # by fetch: the batch of its last copy
+        self._following = Following("peer copies")
+
+    def run(self, move: Move, sound: bool) -> None:
+        if move.route is not MoveRoute.STAGE:
+            super().run(move, sound)
+            return
+        batch = self._copies.copy_in(as_tensor(self._link.fetching.contents(move.dst, move.src)), move.ticket)
+        if batch is not None:
+            self._staged[move.dst] = batch
+
+    def _forget(self, ticket: int) -> None:
+        self._following.add(partial(super()._forget, ticket), self._staged.pop(ticket, None))
+
+    def _follow(self, run: Callable[[], None]) -> None:
+        self._following.add(run)
+
+    def _offer(self, move: Move, name: EntryName) -> None:
+        data = self._buffers.take(self._memory.unit_bytes(move.kind))
+        batch = self._copies.copy_out(move, Stretch.of(as_tensor(data)))
+        self._following.add(partial(self._link.offer, name, data, move.ticket), batch)
+
+    def issue(self) -> None:
+        self._following.flush()
+
+    def close(self) -> None:
+        self._following.close()
+        super().close()

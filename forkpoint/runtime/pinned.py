@@ -1,0 +1,117 @@
+"""Memory of the host that the device copies to and from, in buffers that are used again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import threading
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from forkpoint.platforms.platform import Platform
+from forkpoint.shared_arrays import CAN_SHARE, SharedMemory
+
+# Bytes of memory that `take` divides. Each needs an open file, and the system takes milliseconds to pin it.
+SEGMENT_BYTES: Final = 1 << 26
+LOGGER: Final = logging.getLogger("forkpoint")
+
+
+class PinnedBuffers:
+    """Allocates buffers that the device reads and writes beside its other work. Several threads may use it.
+
+    If the system does not pin them, copies work all the same and hold up steps, which is logged once. Other processes
+    of the same user can read the buffers that `take` returns, where the system allows that (shared_arrays.py).
+    """
+
+    def __init__(self, platform: Platform | None = None) -> None:
+        """Without a `platform` nothing is pinned."""
+        self._platform = platform
+        self._lock = threading.RLock()  # guards all below
+        self._idle: dict[int, list[memoryview]] = {}  # by size
+        self._left: list[memoryview] = []  # of segments that were not divided to their end
+        self._pinned: list[Tensor] = []
+        self._is_refused = False
+        self._is_closing = False
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, num_bytes: int) -> None:
+        """Pin memory for so many bytes in the background, so that `take` need not wait for it. Call it once."""
+        self._preparing = threading.Thread(target=self._prepare, args=(num_bytes,), name="pin buffers", daemon=True)
+        self._preparing.start()
+
+    def _prepare(self, num_bytes: int) -> None:
+        for _ in range(num_bytes // SEGMENT_BYTES):
+            if self._is_closing or self._is_refused:
+                return
+            segment = memoryview(self._pin(_new_segment(SEGMENT_BYTES)))
+            with self._lock:
+                self._left.append(segment)
+
+    def allocate(self, num_bytes: int) -> mmap.mmap:
+        """Return new pinned memory, which starts at a page of the system."""
+        return self._pin(mmap.mmap(-1, num_bytes))
+
+    def _pin(self, memory: mmap.mmap) -> mmap.mmap:
+        if self._platform is None:
+            return memory
+        view = as_tensor(memory)
+        try:
+            self._platform.pin(view)
+        except RuntimeError as error:
+            with self._lock:
+                is_first, self._is_refused = not self._is_refused, True
+            if is_first:
+                LOGGER.warning("the system pins no more memory, so that copies of tiers may delay steps: %s", error)
+            return memory
+        with self._lock:
+            self._pinned.append(view)
+        return memory
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Return a buffer, whose contents are arbitrary."""
+        with self._lock:
+            idle = self._idle.get(num_bytes)
+            if idle:
+                return idle.pop()
+            place = next((place for place, left in enumerate(self._left) if len(left) >= num_bytes), None)
+            if place is None:
+                left = memoryview(self._pin(_new_segment(max(num_bytes, SEGMENT_BYTES))))
+            else:
+                left = self._left.pop(place)
+            if len(left) > num_bytes:
+                self._left.append(left[num_bytes:])
+            return left[:num_bytes]
+
+    def give(self, buffer: memoryview) -> None:
+        """Let `take` return a buffer again."""
+        with self._lock:
+            self._idle.setdefault(len(buffer), []).append(buffer)
+
+    def close(self) -> None:
+        """Unpin all buffers. No copy may run."""
+        self._is_closing = True
+        if self._preparing is not None:
+            self._preparing.join()
+        with self._lock:
+            if self._platform is not None:
+                for view in self._pinned:
+                    self._platform.unpin(view)
+            self._pinned.clear()
+            self._idle.clear()
+            self._left.clear()
+
+
+def _new_segment(num_bytes: int) -> mmap.mmap:
+    """Return memory that other processes can read, or memory of this process alone where that is not possible."""
+    if CAN_SHARE:
+        with contextlib.suppress(OSError):
+            return SharedMemory.new(num_bytes)
+    return mmap.mmap(-1, num_bytes)
+
+
+def as_tensor(memory: mmap.mmap | memoryview) -> Tensor:
+    """Return bytes of the host as a tensor that shares them."""
+    return torch.frombuffer(memory, dtype=torch.uint8)

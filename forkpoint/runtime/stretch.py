@@ -1,0 +1,48 @@
+"""Stretches of memory, and copies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Stretch(NamedTuple):
+    """The bytes `[start, end)` of a tensor of bytes. Unlike a slice, it costs next to nothing to make."""
+
+    memory: Tensor
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, memory: Tensor) -> Stretch:
+        return cls(memory, 0, len(memory))
+
+    @property
+    def bytes(self) -> Tensor:
+        return self.memory[self.start : self.end]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+def joined(copies: Iterable[tuple[Stretch, Stretch]]) -> Iterator[tuple[Stretch, Stretch]]:
+    """Yield copies (target, source), with neighbours that follow each other in both memories as one copy."""
+    target: Stretch | None = None
+    source: Stretch | None = None
+    for next_target, next_source in copies:
+        if target is not None and source is not None:
+            if _follows(next_target, target) and _follows(next_source, source):
+                target = Stretch(target.memory, target.start, next_target.end)
+                source = Stretch(source.memory, source.start, next_source.end)
+                continue
+            yield target, source
+        target, source = next_target, next_source
+    if target is not None and source is not None:
+        yield target, source
+
+
+def _follows(stretch: Stretch, before: Stretch) -> bool:
+    return stretch.memory is before.memory and stretch.start == before.end

@@ -1,0 +1,43 @@
+"""Loads from the host tier are given up, or begin small, by what is known of the tier's rate."""
+
+from __future__ import annotations
+
+import pytest
+
+from forkpoint.cache.streamed_tier import StreamedHostTier
+from tests.sched.harness import LAYOUTS
+from tests.sched.test_host_tier import ONE_UNIT, empty_arena, evicted, next_turn, tight
+
+
+@pytest.mark.parametrize("layout", sorted({*LAYOUTS} - {"no keys and values"}))  # there it is one unit
+def test_a_load_that_is_slower_than_computing_is_given_up(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forkpoint.cache.tier_reads.PROBE_BYTES", ONE_UNIT)
+    monkeypatch.setattr("forkpoint.cache.load_choice.LEAST_BYTES", ONE_UNIT)
+    harness = tight(layout, host_streams=True)
+    prompt, tier, now = evicted(harness), harness.sched.cache.tier, [100.0]
+    assert isinstance(tier, StreamedHostTier)
+    tier._clock = tier._reader._clock = tier._choice._clock = lambda: now[0]
+    tier._choice.note_step(640, 0.0, 1.0)  # how long the prompt takes to compute
+    for wait_s, gives_up in ((5.0, True), (0.0, True), (60.0, False)):
+        name = f"after {wait_s} s"
+        now[0] += wait_s
+        begun = harness.add(name, next_turn(prompt, int(wait_s)), 2)
+        while harness.step():
+            now[0] += 5.0 if gives_up else 0.0
+        harness.check_output(name)
+        assert begun.cache is not None and begun.cache.num_restored_tokens == (0 if gives_up else 640)
+        empty_arena(harness)
+
+
+@pytest.mark.parametrize("has_rate", [False, True])
+def test_only_loads_from_a_tier_of_unknown_rate_begin_small(has_rate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forkpoint.cache.tier_reads.PROBE_BYTES", ONE_UNIT)
+    monkeypatch.setattr("forkpoint.cache.load_choice.LEAST_BYTES", ONE_UNIT)
+    harness = tight(host_streams=True)
+    prompt, tier = evicted(harness), harness.sched.cache.tier
+    assert isinstance(tier, StreamedHostTier)
+    tier._choice.note_load(2**40 if has_rate else 0, 1.0)
+    monkeypatch.setattr(type(harness.runner.disk), "news", lambda self, waits: None)
+    harness.add("waits", next_turn(prompt), 2)
+    harness.step()
+    assert (len(tier._reader._reads) > 1) == has_rate
