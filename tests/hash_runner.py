@@ -179,7 +179,7 @@ class HashRunner:
             self._memory.release(state.blocks[: state.num_blocks])
             state.num_blocks, state.windows = 0, [[] for _ in self.layout.windows]
         for move in plan.moves:
-            self.lags.move(plan.step, move)
+            self.lags.move(plan.step, move, sound=not self._failed)
             self._move(plan.step, move)
         for added in plan.added:
             self._add(plan.step, added)
