@@ -95,15 +95,14 @@ class Tier(RestoreSource):
         """
         assert not node.condemned, "condemned entries are dropped, not evicted"
         top, missing = self._split(node)
-        if self._has_private and any(map(is_private, missing)):
-            return
         if not missing and (checkpoint is None or top.checkpoint is not None):
             self._touch(top, checkpoint)
             return
+        may_copy = not (self._has_private and any(map(is_private, missing)))
         self.store.tree.pin(top)
-        if not self._copy(top, missing, checkpoint):
+        if may_copy and not self._copy(top, missing, checkpoint):
             self._skip(node, checkpoint)
-        self.store.unpin(top)
+        self.store.unpin(top)  # drops a root that nothing was stored below
 
     def _split(self, node: Node) -> tuple[Node, list[Node]]:
         """Return the tier's deepest node on the path to a node of the arena, and the arena's nodes below it."""

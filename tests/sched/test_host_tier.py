@@ -421,3 +421,13 @@ def test_blocks_are_loaded_from_where_the_tier_moved_them(monkeypatch: pytest.Mo
     monkeypatch.setattr(store, "take_blocks", take_and_move)
     assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens >= 576
     assert num_moved
+
+
+def test_a_private_path_that_is_evicted_leaves_no_empty_root() -> None:
+    """In deterministic mode a tier keeps none of a running request's own blocks, be it the first of its salt."""
+    harness = tight(deterministic=True)
+    harness.add("writes", tokens(0, 10), 300)
+    for _ in range(260):
+        harness.step()
+    empty_arena(harness)
+    harness.sched.check_integrity()
