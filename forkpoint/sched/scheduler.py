@@ -225,7 +225,9 @@ class Scheduler:
                 builder = PlanBuilder(step, budget, self.cache, self._interval)
                 self._plan_alone(builder, suspect)
         waits = False
-        if builder.budget == budget and not self.cache.has_copies:
+        # A step in flight may fail. Copies of what it computes have to reach the runner before that is known.
+        must_copy = self.cache.has_copies or (self._issued and self.cache.arena.moves)
+        if builder.budget == budget and not must_copy:
             waits = not self._issued and self.cache.is_reading
             is_stuck = not self._issued and bool(self._running.requests or self._waiting.requests)
             assert waits or not is_stuck, "nothing can run, yet requests wait"

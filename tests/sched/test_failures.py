@@ -111,3 +111,34 @@ def test_refusals_name_what_was_given_and_what_is_allowed() -> None:
     harness.run()
     harness.check_output("a")
     harness.check_output("b")
+
+
+def test_copies_of_a_step_in_flight_reach_the_runner_before_its_failure_is_known() -> None:
+    """A plan that finds no room for a request may evict a state that the step in flight computes, and computes nothing.
+
+    After the failure the runner would take the copies of that plan for sound.
+    """
+    layout = LAYOUTS["no keys and values"]
+    harness = Harness(
+        layout=layout,
+        num_pages=layout.num_pages_for(322, 6) + 2,
+        num_host_pages=layout.num_pages_for(2000, 6) + 1,
+        host_streams=True,
+        max_num_seqs=6,
+        async_scheduling=True,
+        most_drafts=1,
+    )
+    trunk, own = tokens(99, 900), tokens(0, 500)
+    prompts = [np.concatenate([trunk[:shared], own[:count]]) for shared, count in ((0, 448), (868, 99), (185, 256))]
+    prompts.append(np.concatenate([trunk[:400], own[:208]]))
+    prompts.append(np.concatenate([prompts[2], tokens(4, 256)]))
+    prompts.append(own[:383])
+    prompts.append(np.concatenate([prompts[3], tokens(4, 389)]))
+    prompts.append(np.concatenate([prompts[2], tokens(2, 61)]))
+    outputs, priorities = (1, 121, 1, 1, 1, 1, 5, 73), (2, 1, 0, 2, 0, 1, 0, 0)
+    for i, prompt in enumerate(prompts):
+        harness.add(f"r{i}", prompt, outputs[i], priority=priorities[i])
+    harness.runner.poison["r1"] = 161
+    harness.run()
+    for i in (0, *range(2, len(prompts))):
+        harness.check_output(f"r{i}")
