@@ -59,9 +59,12 @@ def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """
     module, name = place.split(".")
     import_transformers()
+    path = f"transformers.models.{module}.configuration_{module}"
     try:
-        found = getattr(import_module(f"transformers.models.{module}.configuration_{module}"), name)
+        found = getattr(import_module(path), name)
     except ModuleNotFoundError as error:
+        if error.name is None or not path.startswith(error.name):
+            raise  # transformers needs a module that is not installed
         raise UnsupportedModelError(
             f"the installed transformers {version('transformers')} has no {name}, whose defaults this model needs; "
             "install a newer one (pip install -U transformers)"

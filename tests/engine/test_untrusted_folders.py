@@ -157,6 +157,15 @@ def test_an_old_transformers_is_named() -> None:
         class_defaults("later.LaterConfig")
 
 
+def test_what_transformers_itself_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'httpx2'", name="httpx2")
+
+    monkeypatch.setattr("forkpoint.models.fields.import_module", import_module)
+    with pytest.raises(ModuleNotFoundError, match="httpx2"):
+        class_defaults("llama.LlamaConfig")
+
+
 def test_the_architecture_is_refused_before_its_quantisation(tmp_path: Path) -> None:
     gpt_oss = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(gpt_oss))
