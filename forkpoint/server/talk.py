@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
 
 from forkpoint.engine.inputs import Prompt
@@ -179,6 +180,23 @@ class News:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     reason: Reason | None = None
     stop_reason: str | int | None = None
+
+    def parts(self) -> list[News]:
+        """Return the news in order, each with pieces of one kind and of one call. The first has all the tokens.
+
+        Some clients read only the first call of a chunk, or either its reasoning or its content.
+        """
+        runs = [list(run) for _, run in groupby(self.pieces, _kind)]
+        if len(runs) < 2:
+            return [self]
+        first = replace(self, pieces=runs[0], reason=None, stop_reason=None)
+        last = replace(self, pieces=runs[-1], token_ids=[], logprobs=[])
+        return [first, *(News(self.index, run) for run in runs[1:-1]), last]
+
+
+def _kind(piece: Piece) -> tuple[type[Piece], int]:
+    """Return the kind of a piece, and of a call its number too."""
+    return type(piece), piece.index if isinstance(piece, CallPart) else 0
 
 
 def _parsed(parser: AnswerParser, delta: CompletionOutput) -> list[Piece]:

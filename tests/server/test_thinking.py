@@ -34,6 +34,11 @@ SCRIPTS = {
         "</parameter>\n</function>\n",
         "</tool_call>\n",
     ],
+    "does all at once": [
+        "I call f twice</think>\n\nSo:\n"
+        "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=f>\n<parameter=a>\n8\n</parameter>\n</function>\n</tool_call>"
+    ],
     "thinks long": ["one ", "two ", "three ", "four</think>", "\n\nfive"],
     "answers": ["It is ", "six."],
     "says on": [" and so ", "it goes."],
@@ -195,3 +200,20 @@ def test_drafts_within_and_behind_the_thinking_change_nothing(http: httpx2.Clien
 
     said = "".join(SCRIPTS["thinks of json"])
     assert ask_again(said) == ask_again()  # lookups in the prompt find the thinking and the content
+
+
+def test_a_chunk_has_one_kind_of_part_and_one_call_at_most(http: httpx2.Client) -> None:
+    """llama-index and litellm's translation to Messages read only the first call of a chunk."""
+    options = {"chat_template_kwargs": {"think": True}, "logprobs": True, "return_token_ids": True}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+    reply = http.post("/v1/chat/completions", json=chat_body("does all at once", tools=tools, stream=True, **options))
+    chunks = [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for chunk in chunks[1:] for choice in chunk["choices"]]
+    kinds = [delta.keys() - {"reasoning_content"} for delta in (choice["delta"] for choice in choices) if delta]
+    assert kinds == [{"reasoning"}, {"content"}, {"tool_calls"}, {"tool_calls"}], reply.text
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    assert [(call["index"], call["function"]["arguments"]) for call in calls] == [(0, '{"a": 7}'), (1, '{"a": 8}')]
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    assert sum(len(choice["token_ids"]) for choice in choices) == 2  # the text, and the end
+    assert sum(len(choice["logprobs"]["content"]) for choice in choices) == 2

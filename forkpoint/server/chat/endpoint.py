@@ -80,7 +80,7 @@ class ChatAnswer(CompletionAnswer[PreparedTurn]):
             first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             yield [(first, {"cache": self.generation.cache_info(), **self._prompt_ids()})]
         async for news in self._talk.news():
-            yield [(self._choice(news), {})]
+            yield [(self._choice(part), {}) for part in news.parts()]
 
     async def reply(self) -> ChatReply:
         choices = [self._choice(news) async for news in self._talk.news(whole=True)]
