@@ -31,6 +31,7 @@ __all__ = [
     "MissReason",
     "ModelFolderError",
     "NonFiniteLogitsError",
+    "PromptTooLongError",
     "QueueFullError",
     "RequestError",
     "RequestFailedError",

@@ -6,7 +6,8 @@ ForkpointError
   + UnsupportedModelError   config.json names an architecture or feature that forkpoint does not run
   + RequestError            one request is wrong; other requests go on
     + InvalidParamsError      a sampling parameter is out of range
-    + InvalidPromptError      empty prompt, unknown token id, or too long for `max_model_len`
+    + InvalidPromptError      empty prompt, unknown token id, or images that cannot be read
+      + PromptTooLongError      the prompt is too long for `max_model_len`
     + RequestTooLargeError    the arena can never hold this request
     + QueueFullError          the bounded waiting queue is full
   + RequestFailedError      a request failed while it ran
@@ -24,6 +25,8 @@ ForkpointError
 """
 
 from __future__ import annotations
+
+from typing import Self
 
 
 class ForkpointError(Exception):
@@ -51,7 +54,19 @@ class InvalidParamsError(RequestError):
 
 
 class InvalidPromptError(RequestError):
-    """The prompt is empty, has an unknown token id, or is too long for `max_model_len`."""
+    """The prompt is empty, has an unknown token id or images that cannot be read, or is too long."""
+
+
+class PromptTooLongError(InvalidPromptError):
+    """The prompt is too long for `max_model_len`."""
+
+    @classmethod
+    def of(cls, given: int, most: int, unit: str, max_model_len: int) -> Self:
+        """Return the error for a prompt of `given` units. Agents shorten a conversation when they read these words."""
+        return cls(
+            f"the prompt is too long: {given} {unit} > {most} maximum with max_model_len={max_model_len}; shorten it "
+            "or raise max_model_len"
+        )
 
 
 class RequestTooLargeError(RequestError):

@@ -18,7 +18,7 @@ from forkpoint.engine.placeholders import Expansion, expand, image_expansions, v
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.engine.videos import EXAMPLE as VIDEO_EXAMPLE
 from forkpoint.engine.videos import Video, read_videos
-from forkpoint.errors import InvalidParamsError, InvalidPromptError
+from forkpoint.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError
 from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.images import ImageSpan
 from forkpoint.json_options import StructuredOutputsConfig
@@ -206,10 +206,7 @@ class InputProcessor:
     def _check_length(self, prompt: Prompt) -> None:
         count = len(prompt.token_ids)
         if count >= self.max_model_len:
-            raise InvalidPromptError(
-                f"the prompt has {count} tokens; with max_model_len={self.max_model_len} at most "
-                f"{self.max_model_len - 1} leave room for an answer: shorten it or raise max_model_len"
-            )
+            raise PromptTooLongError.of(count, self.max_model_len - 1, "tokens", self.max_model_len)
 
     def _check_params(self, prompt: Prompt, params: SamplingParams, room: int, stops: frozenset[int]) -> None:
         if params.min_tokens > room:

@@ -15,6 +15,7 @@ from forkpoint.errors import (
     EngineNotReadyError,
     EngineStoppedError,
     ForkpointError,
+    PromptTooLongError,
     QueueFullError,
     RequestError,
     RequestTooLargeError,
@@ -39,6 +40,7 @@ ANSWERS: Final[Mapping[type[ForkpointError], tuple[int, str, str | None]]] = Map
     {
         QueueFullError: (429, "rate_limit_error", "queue_full"),
         RequestTooLargeError: (400, INVALID, "request_too_large"),
+        PromptTooLongError: (400, INVALID, "context_length_exceeded"),  # OpenAI's code, by which agents know it
         RequestError: (400, INVALID, None),
         EngineNotReadyError: (503, UNAVAILABLE, "loading"),
         EngineStoppedError: (503, UNAVAILABLE, "engine_stopped"),

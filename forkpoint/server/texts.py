@@ -25,7 +25,7 @@ from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import InputProcessor, Prompt
 from forkpoint.engine.media_urls import num_media, remote_urls
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
-from forkpoint.errors import ConfigError, InvalidPromptError, QueueFullError, RequestTooLargeError
+from forkpoint.errors import ConfigError, InvalidPromptError, PromptTooLongError, QueueFullError, RequestTooLargeError
 from forkpoint.params import THINK_END, THINKING_END, SamplingParams
 from forkpoint.server.body import parse
 from forkpoint.server.calls.reader import Notation
@@ -199,9 +199,7 @@ class Texts:
             raise ConfigError("chat needs a tokenizer; start the server without --skip-tokenizer-init")
         limit = self.inputs.max_model_len
         if len(messages) > limit:
-            raise InvalidPromptError(
-                f"the conversation has {len(messages)} messages, more than max_model_len={limit} has tokens: shorten it"
-            )
+            raise PromptTooLongError.of(len(messages), limit, "messages", limit)
         cuts = params is not None and params.truncate_prompt_tokens is not None
         self._require_fetched(messages)
         check = None if cuts else self.check_length
@@ -221,12 +219,9 @@ class Texts:
             raise MissingImages(tuple(urls))
 
     def check_length(self, text: str) -> None:
-        """Raise InvalidPromptError for a text that cannot fit, even if each of its tokens were the longest one."""
+        """Raise PromptTooLongError for a text that cannot fit, even if each of its tokens were the longest one."""
         if len(text) > self._max_characters:
-            raise InvalidPromptError(
-                f"the prompt has {len(text)} characters; with max_model_len={self.inputs.max_model_len} no prompt of "
-                f"more than {self._max_characters} fits: shorten it or raise max_model_len"
-            )
+            raise PromptTooLongError.of(len(text), self._max_characters, "characters", self.inputs.max_model_len)
 
 
 Prepare: TypeAlias = Callable[[Texts, bytes], T]  # a function that a reader runs; it is pickled by its name

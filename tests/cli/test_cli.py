@@ -201,7 +201,7 @@ def test_chat_goes_on_after_a_refused_message(
     options = ["chat", "--model", model, "--max-tokens", "4", "--max-model-len", "128"]
     assert run(options, monkeypatch, "x" * 300 + "\nhello\n") == 1
     shown = capsys.readouterr()
-    assert "error: the prompt has" in shown.err and shown.out.count("prompt tokens cached") == 1
+    assert "error: the prompt is too long" in shown.err and shown.out.count("prompt tokens cached") == 1
 
 
 def test_chat_asks_one_thing_and_ends(

@@ -127,6 +127,29 @@ def test_unknown_paths_and_methods(http: httpx2.Client) -> None:
     assert http.get("/v1/completions").status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("field", "given", "said"),
+    [
+        ("prompt", "x" * 600, "600 tokens > 511 maximum"),
+        ("prompt", "x" * 200_000, "200000 characters > "),
+        ("prompt", [1] * 512, "512 tokens > 511 maximum"),
+        ("messages", [{"role": "user", "content": "x" * 600}], " tokens > 511 maximum"),
+        ("messages", [{"role": "user", "content": "x" * 200_000}], " characters > "),
+        ("messages", MESSAGES * 513, "513 messages > 512 maximum"),
+        ("input", "x" * 600, " tokens > 511 maximum"),
+    ],
+)
+def test_agents_see_that_a_prompt_is_too_long(http: httpx2.Client, field: str, given: Any, said: str) -> None:
+    """They know OpenAI's code or Anthropic's words, and shorten the conversation then."""
+    paths = {"prompt": ["/v1/completions"], "messages": ["/v1/chat/completions", "/v1/messages"]}
+    for path in paths.get(field, ["/v1/responses"]):
+        reply = http.post(path, json={"max_tokens": 2, field: given})
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and error["type"] == "invalid_request_error"
+        assert "prompt is too long: " in error["message"] and said in error["message"]
+        assert path == "/v1/messages" or error["code"] == "context_length_exceeded"
+
+
 def test_a_key_is_asked_for(guarded: RunningServer) -> None:
     with guarded.client() as http:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
