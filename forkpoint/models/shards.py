@@ -159,7 +159,7 @@ class ShardBytes:
         entry = self._entries[name]
         if entry["dtype"] not in DTYPES:
             return None
-        found = torch.empty(self.size(name), dtype=torch.uint8)
+        found = torch.empty(self.size(name), dtype=torch.uint8, device="cpu")
         room = memoryview(found.numpy().data)
         with self._path.open("rb", buffering=0) as file:
             file.seek(self._first + entry["data_offsets"][0])
