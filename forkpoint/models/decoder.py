@@ -89,7 +89,6 @@ class Model(ABC):
     defers_sums: ClassVar[bool] = True  # only norms read hidden states, so that they may do the all-reduce
     # operators whose torch functions wait for the device, so that no graph can record a step with them
     waiting: ClassVar[Collection[str]] = ()
-    needs_host: ClassVar[bool] = False  # the last tests on devices with memory of their own failed
 
     def __init__(self, build: Build) -> None:
         config, weights = build.config, build.weights

@@ -57,7 +57,6 @@ class Qwen4Exp(Model):
     )
     defers_sums: ClassVar = False  # streams are read by more than norms
     waiting: ClassVar = (*POOL_OPERATORS, "host_rows")
-    needs_host: ClassVar = True  # tests/gpu failed by a fault of conv_prefill; they have not run since it was fixed
 
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:

@@ -16,9 +16,9 @@ from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, STORED_AT_ONCE, DiskFa
 from forkpoint.cache.layout import WIDEST_STORED, CacheLayout, KVSpec
 from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.config import EngineConfig
-from forkpoint.errors import ConfigError, UnsupportedModelError
+from forkpoint.errors import ConfigError
 from forkpoint.models.decoder import Model
-from forkpoint.models.registry import MODELS, load_config, load_model
+from forkpoint.models.registry import load_model
 from forkpoint.obs.logs import LOGGER, counted, operator_lines, operators_line
 from forkpoint.ops.compile_ahead import compiles_in_parallel, compiling_only
 from forkpoint.ops.ranks import ALONE, Ranks
@@ -55,7 +55,6 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     sched = platform.defaults.with_options(config.scheduler)
     _check_device(config, sched.max_num_seqs, platform)
     ranks = _meet(config, ops, platform, rank, place)
-    _check_model(config, platform)
     model = _load(config, ops, platform, ranks)
     layout = _make_layout(config, model, platform)
     drafts = _max_num_drafts(config, layout, ops)
@@ -242,16 +241,6 @@ def _state_write_interval(config: EngineConfig, layout: CacheLayout, num_rows: i
     if config.deterministic or num_rows < LEAST_RECORDED:
         return 1
     return platform.traits(platform.device).state_write_interval
-
-
-def _check_model(config: EngineConfig, platform: Platform) -> None:
-    """Raise UnsupportedModelError for a model whose last tests on such a device failed."""
-    name = load_config(config.model, hf_overrides=config.hf_overrides).architecture
-    if MODELS.find(name).needs_host and not platform.shares_memory:
-        raise UnsupportedModelError(
-            f"{config.model} is a {name}, which has not passed its tests on {platform.device} yet; run it with "
-            "device='cpu'"
-        )
 
 
 def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) -> Model:
