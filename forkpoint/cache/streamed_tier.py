@@ -12,7 +12,6 @@ from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, HOST_READY, STORED_AT_
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import LoadChoice
-from forkpoint.cache.restorable import is_private
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import HostTier, unit_of, windows_of
 from forkpoint.cache.tier_reads import TierReads
@@ -69,9 +68,10 @@ class StreamedHostTier(HostTier):
         if entry is None:
             return
         node, checkpoint = (entry, None) if isinstance(entry, Node) else (entry.node, entry)
-        top, missing = self._split(node)
-        if self._has_private and any(map(is_private, missing)):
+        split = self._split(node)
+        if split is None:
             return
+        top, missing = split
         if not missing and (checkpoint is None or top.checkpoint is not None):
             return
         count = max(1, AHEAD_AT_ONCE // max(1, self.layout.block_bytes))

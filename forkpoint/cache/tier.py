@@ -94,26 +94,33 @@ class Tier(RestoreSource):
         Nothing is stored if that would evict entries of the tier that are worth more.
         """
         assert not node.condemned, "condemned entries are dropped, not evicted"
-        top, missing = self._split(node)
+        split = self._split(node)
+        if split is None:
+            return
+        top, missing = split
         if not missing and (checkpoint is None or top.checkpoint is not None):
             self._touch(top, checkpoint)
             return
-        may_copy = not (self._has_private and any(map(is_private, missing)))
         self.store.tree.pin(top)
-        if may_copy and not self._copy(top, missing, checkpoint):
+        if not self._copy(top, missing, checkpoint):
             self._skip(node, checkpoint)
-        self.store.unpin(top)  # drops a root that nothing was stored below
+        self.store.unpin(top)
 
-    def _split(self, node: Node) -> tuple[Node, list[Node]]:
-        """Return the tier's deepest node on the path to a node of the arena, and the arena's nodes below it."""
+    def _split(self, node: Node) -> tuple[Node, list[Node]] | None:
+        """Return the tier's deepest node on the path to a node of the arena, and the arena's nodes below it.
+
+        None if one of them is private. The tier's node may be a new root, which goes when it is unpinned.
+        """
         tree, missing = self.store.tree, list[Node]()
-        while node.parent is not None:
-            present = tree.find(node.hash)
-            if present is not None:
-                return present, missing[::-1]
-            missing.append(node)
-            node = node.parent
-        return tree.root(node.hash), missing[::-1]
+        top: Node | None = None
+        while top is None and node.parent is not None:
+            top = tree.find(node.hash)
+            if top is None:
+                missing.append(node)
+                node = node.parent
+        if self._has_private and any(map(is_private, missing)):
+            return None
+        return top or tree.root(node.hash), missing[::-1]
 
     def _touch(self, node: Node, source: Checkpoint | None) -> None:
         """Note that a tier's entry was in use in the arena, as `source`, until now."""
