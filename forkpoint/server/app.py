@@ -68,7 +68,7 @@ MESSAGES_ERRORS: Answers = {status: {**answer, "model": MessagesErrorReply} for 
 STREAM: Answers = {
     200: {
         "description": "the answer; with `stream` in events, each `data: {chunk}`, the last one `data: [DONE]`",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     }
 }
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import cache
 from importlib.resources import files
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
@@ -16,6 +19,8 @@ from forkpoint.server.errors import HTTPError
 
 MAX_SHOWN: Final = 64  # characters of an unknown name that the log shows
 MAX_UNUSED: Final = 16  # unknown fields of one request that are kept, so that the log can name them
+SCALAR: Final = re.compile(r"-?(0|[1-9][0-9]{0,19})(\.[0-9]{1,19})?([eE][+-]?[0-9]{1,3})?|[tT]rue|[fF]alse")
+MAX_WHOLE: Final = 2.0**64  # larger than any integer that a field takes
 RULES_TEXT: Final = files("forkpoint.server").joinpath("fields.yaml").read_text("utf-8")
 RULES: Final[Mapping[str, Any]] = MappingProxyType(
     yaml.load(RULES_TEXT, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the loader in C is ten times as fast
@@ -61,6 +66,7 @@ class RequestBody(Body):
 
     no_effect: ClassVar[frozenset[str]]
     other_names: ClassVar[Mapping[str, str]]
+    other_values: ClassVar[Mapping[str, Mapping[object, object]]]
     ignored: ClassVar[Mapping[str, str]]
     refused: ClassVar[Mapping[str, Any]]
 
@@ -70,6 +76,7 @@ class RequestBody(Body):
             cls.no_effect = frozenset(" ".join(RULES[api].get("no_effect", "") for api in apis).split())
             cls.ignored = {name: do for api in apis for name, do in RULES[api].get("ignored", {}).items()}
             cls.other_names = {name: own for api in apis for name, own in RULES[api].get("other_names", {}).items()}
+            cls.other_values = {name: own for api in apis for name, own in RULES[api].get("other_values", {}).items()}
             cls.refused = {name: rule for api in apis for name, rule in RULES[api].get("refused", {}).items()}
 
     @model_validator(mode="before")
@@ -77,7 +84,8 @@ class RequestBody(Body):
     def _drop_unused(cls, given: object) -> object:
         """Leave out nulls, and unknown fields beyond `MAX_UNUSED`: pydantic's time grows with their number squared.
 
-        Other names of a field become its own name. Raises HTTPError if a request gives both with different values.
+        Other names of a field become its own name, and other values its own. Raises HTTPError if a request gives both
+        names with different values.
         """
         if not isinstance(given, dict):
             return given
@@ -88,6 +96,11 @@ class RequestBody(Body):
                 raise HTTPError(
                     400, f"{name} is another name of {own}, which is given too; give one of them", param=name
                 )
+        for name in _scalar_fields(cls) & fields.keys():
+            fields[name] = _scalar(fields[name])
+        for name in cls.other_values.keys() & fields.keys():
+            if isinstance(value := fields[name], str | int):
+                fields[name] = cls.other_values[name].get(value, value)
         known = cls.model_fields.keys() | cls.no_effect | cls.ignored.keys() | cls.refused.keys()
         unknown = [name for name in fields if name not in known]
         for name in unknown[MAX_UNUSED:]:
@@ -118,7 +131,11 @@ class RequestBody(Body):
 
     @classmethod
     def document(cls, schema: dict[str, Any]) -> None:
-        """Add to the OpenAPI document's `schema` the fields that are accepted without effect."""
+        """Add to the OpenAPI document's `schema` what other servers' clients may send."""
+        for name in sorted(_scalar_fields(cls)):
+            _also(schema["properties"][name], {"type": "string", "pattern": f"^({SCALAR.pattern})$"})
+        for name in sorted(cls.other_values.keys() & cls.model_fields):
+            _also(schema["properties"][name], {"enum": list(cls.other_values[name])})
         for name in sorted(cls.no_effect - set(cls.model_fields)):
             schema["properties"][name] = {"description": "accepted; changes nothing in the answer's text"}
         for name, own in sorted(cls.other_names.items()):
@@ -127,6 +144,36 @@ class RequestBody(Body):
             schema["properties"].setdefault(name, {"description": f"accepted and ignored; {do}"})
 
     model_config = ConfigDict(json_schema_extra=lambda schema, cls: cls.document(schema))
+
+
+@cache
+def _scalar_fields(body: type[BaseModel]) -> frozenset[str]:
+    """Return the names of the fields that take numbers or truth values and nothing else."""
+    scalars = {int, float, bool, NoneType}
+    return frozenset(name for name, field in body.model_fields.items() if _types(field.annotation) <= scalars)
+
+
+def _types(annotation: Any) -> set[Any]:
+    """Return the types of an optional field, without their bounds."""
+    return {getattr(each, "__origin__", each) for each in get_args(annotation) or (annotation,)}
+
+
+def _also(schema: dict[str, Any], other: dict[str, Any]) -> None:
+    """Let a field of the OpenAPI document be what `other` describes, too."""
+    described = {name: schema.pop(name) for name in schema.keys() - {"title", "description", "default", "anyOf"}}
+    schema.setdefault("anyOf", [described]).append(other)
+
+
+def _scalar(given: object) -> object:
+    """Return the number or truth value that a text spells, and a whole number as an integer; else `given`.
+
+    Clients that fill in forms or templates send texts, and some languages have no integers. vLLM takes them too.
+    """
+    if isinstance(given, str) and SCALAR.fullmatch(given):
+        given = json.loads(given.lower())
+    if isinstance(given, float) and given.is_integer() and abs(given) < MAX_WHOLE:
+        return int(given)
+    return given
 
 
 class ReplyModel(BaseModel):

@@ -23,6 +23,7 @@ from forkpoint.server.messages.body import MessagesBody
 from forkpoint.server.notices import MAX_NOTICES, Notices
 from forkpoint.server.protocol import RequestBody
 from forkpoint.server.responses.body import CountBody, ResponsesBody
+from tests.server.conftest import MAX_MODEL_LEN
 from tests.server.running import RunningServer, start_server
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
@@ -198,6 +199,57 @@ def test_usage_in_openrouters_form(http: httpx2.Client) -> None:
 def test_what_clients_send_is_taken(http: httpx2.Client, path: str, fields: dict[str, Any]) -> None:
     reply = ask(http, path, **fields)
     assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_numbers_and_truth_values_may_be_texts(http: httpx2.Client, path: str) -> None:
+    plain = {"max_tokens": 4, "temperature": 0.5, "seed": 7, "n": 2, "top_k": 40, "ignore_eos": True, "stream": False}
+    spelled = {"max_tokens": "4", "temperature": "5e-1", "seed": "7", "n": 2.0, "top_k": "40.0", "ignore_eos": "True"}
+    replies = [ask(http, path, **fields).json()["choices"] for fields in (plain, {**spelled, "stream": "false"})]
+    assert replies[0] == replies[1] and len(replies[0]) == 2
+    for field in ({"temperature": "hot"}, {"max_tokens": "3.5"}, {"n": ""}, {"stream": "yes"}, {"seed": "0x7"}):
+        assert ask(http, path, **field).status_code == 400
+    assert ask(http, path, stop="7").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (CHAT, "max_tokens"),
+        (CHAT, "max_completion_tokens"),
+        (CHAT, "n_predict"),
+        (TEXT, "max_tokens"),
+        (TEXT, "n_predict"),
+        ("/v1/responses", "max_output_tokens"),
+    ],
+)
+@pytest.mark.parametrize("value", [-1, "-1"])
+def test_minus_one_asks_for_no_limit(http: httpx2.Client, path: str, name: str, value: object) -> None:
+    given: dict[str, Any] = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": "hello"}}.get(path, {"input": "hello"})
+    usage = http.post(path, json={**given, name: value, "ignore_eos": True}).json()["usage"]
+    assert usage["total_tokens"] == MAX_MODEL_LEN
+
+
+def test_minus_one_asks_for_a_random_seed(http: httpx2.Client) -> None:
+    texts = {
+        seed: [ask(http, TEXT, seed=seed, max_tokens=30, ignore_eos=True).json()["choices"][0]["text"] for _ in "12"]
+        for seed in (-1, -2)
+    }
+    assert texts[-1][0] != texts[-1][1] and texts[-2][0] == texts[-2][1]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_an_empty_grammar_asks_for_none(http: httpx2.Client, path: str) -> None:
+    for name in ("grammar", "ebnf", "regex", "json_schema", "guided_grammar", "guided_regex", "guided_json"):
+        assert ask(http, path, **{name: ""}).status_code == 200
+
+
+def test_mistrals_name_of_a_required_call(http: httpx2.Client) -> None:
+    parameters = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    choice = ask(http, CHAT, tools=tools, tool_choice="any", max_tokens=60).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 7}'}
+    assert ask(http, CHAT, tools=tools, tool_choice="some").status_code == 400
 
 
 def test_neutral_values_of_chat_are_taken(http: httpx2.Client) -> None:

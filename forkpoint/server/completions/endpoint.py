@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.server.api_answer import CompletionAnswer
-from forkpoint.server.completions.body import CompletionBody
+from forkpoint.server.completions.body import NO_LIMIT, CompletionBody
 from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, prompt_logprobs, text_logprobs
 from forkpoint.server.protocol import CacheInfo, CompletionUsage, ReplyModel, SpeculationInfo
 from forkpoint.server.sampling import PreparedRequest, sampling_params, structured_outputs
@@ -92,16 +92,15 @@ def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
 
 
 def _params(texts: Texts, body: CompletionBody) -> SamplingParams:
-    max_tokens = body.max_tokens
-    if max_tokens is None:
-        max_tokens = DEFAULT_MAX_TOKENS
+    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     wanted = [body.prompt_logprobs]
     if body.echo:
         wanted.append(body.logprobs)
     return sampling_params(
         body,
         texts,
-        max_tokens=max(max_tokens, 1),  # the engine generates at least one token; for max_tokens 0 it is dropped
+        # The engine generates at least one token. For max_tokens 0 it is dropped.
+        max_tokens=None if limit == NO_LIMIT else max(limit, 1),
         logprobs=body.logprobs,
         prompt_logprobs=max((count for count in wanted if count is not None), default=None),
         structured=structured_outputs(body),
