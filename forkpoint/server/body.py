@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import re
 import sys
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,13 +20,12 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from forkpoint.checks import listed, shown
+from forkpoint.checks import listed
 from forkpoint.server.errors import UNAVAILABLE, HTTPError, too_large
 from forkpoint.server.sse import encode
+from forkpoint.server.wrong_values import wrong_value
 
 JSON_HINT = "send a JSON object with Content-Type: application/json"
-# In the location of an error, pydantic puts the alternatives of a union between field names; these are their names.
-KIND = re.compile(r"str|int|[A-Z]\w*|.*\[.*")
 MAX_DEPTH = 64  # levels of nested objects and lists; templates and schemas are read by recursion
 PART_BYTES: Final = 64 * 2**10  # parts of a body grow to this size, so that slow clients do not leave many tiny ones
 FREED_PARTS: Final = 32  # parts of a body that are freed at once
@@ -206,22 +203,12 @@ def _require_unicode(name: str, value: object) -> None:
 
 def validated(model: type[B], values: object) -> B:
     """Return `values` as `model`. Raises HTTPError 400 naming the first thing that is wrong."""
+    if values is None:
+        raise HTTPError(400, f"the body is empty; {JSON_HINT}")
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise _wrong_body(error.errors(include_url=False)) from None
-
-
-def _wrong_body(errors: Sequence[Mapping[str, Any]]) -> HTTPError:
-    """Return an error that names one of the mistakes that pydantic found."""
-    error = _nearest(errors)
-    place = ".".join(str(part) for part in error["loc"] if isinstance(part, int) or not KIND.fullmatch(part))
-    if not place and error["input"] is None:
-        return HTTPError(400, f"the body is empty; {JSON_HINT}")
-    said = error["msg"]
-    if error["type"] == "model_type":  # then the text names our class
-        said = "Input should be an object"
-    return HTTPError(400, f"{place or 'the body'}: {said}; given {shown(error['input'])}", param=place or None)
+        raise wrong_value(error.errors(include_url=False)) from None
 
 
 def _wrong_json(error: Exception) -> HTTPError:
@@ -236,20 +223,6 @@ def _wrong_json(error: Exception) -> HTTPError:
         case _:  # the only other error that `json` raises
             said = f"an integer has more than {sys.get_int_max_str_digits()} digits"
     return HTTPError(400, f"the body is not valid JSON: {said}")
-
-
-def _nearest(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return an error of the first wrong field; if it may be of several kinds, of the kind nearest to it."""
-    by_kind: dict[object, list[Mapping[str, Any]]] = defaultdict(list)
-    for error in errors:
-        if error["loc"][:1] == errors[0]["loc"][:1]:
-            by_kind[error["loc"][1:2]].append(error)
-    return min(by_kind.values(), key=lambda found: (len(found), -len(found[0]["loc"]), -_num_right(found[0])))[0]
-
-
-def _num_right(error: Mapping[str, Any]) -> int:
-    """Return the number of list elements before the wrong one; 0 outside lists."""
-    return next((part for part in error["loc"][1:] if isinstance(part, int)), 0)
 
 
 def transfer_params(data: bytes) -> object:

@@ -38,7 +38,7 @@ def at_most(most: int) -> BeforeValidator:
 
     def check(given: object) -> object:
         if isinstance(given, Mapping) and len(given) > most:
-            raise ValueError(f"at most {most} entries are allowed, not {len(given)}")
+            raise ValueError(f"at most {most} entries")
         return given
 
     return BeforeValidator(check)

@@ -34,7 +34,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _one_source(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise HTTPError(400, "the request needs either prompt or messages; give one of them")
         return self
 
 
