@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -159,8 +160,8 @@ class ShardBytes:
         entry = self._entries[name]
         if entry["dtype"] not in DTYPES:
             return None
-        found = torch.empty(self.size(name), dtype=torch.uint8, device="cpu")
-        room = memoryview(found.numpy().data)
+        found = np.empty(self.size(name), dtype=np.uint8)  # on the host, whatever device a model is loaded for
+        room = memoryview(found.data)
         with self._path.open("rb", buffering=0) as file:
             file.seek(self._first + entry["data_offsets"][0])
             while room:  # the system reads at most 2 GiB at once
@@ -168,7 +169,7 @@ class ShardBytes:
                 if not count:
                     raise SafetensorError("the file was cut short")
                 room = room[count:]
-        return found.view(DTYPES[entry["dtype"]]).view(entry["shape"])
+        return torch.from_numpy(found).view(DTYPES[entry["dtype"]]).view(entry["shape"])
 
 
 def patterns(names: Iterable[str]) -> str:
