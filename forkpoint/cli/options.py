@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse, and add the flags of a --config file. No argument is left unknown.
 
-        Unknown ones end in SystemExit(2) here already, with the subcommand's most similar flag. --help=TOPIC ends in
+        Unknown ones end in SystemExit(2) here already, with the subcommand's most similar flags. --help=TOPIC ends in
         SystemExit(0).
         """
         if args is None:
@@ -59,8 +59,10 @@ class Parser(argparse.ArgumentParser):
             self._show_help(topic)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            flags = [each.partition("=")[0] for each in unknown if each.startswith("-")]
+            known = self._option_string_actions
+            near = [each for flag in flags for each in difflib.get_close_matches(flag, known, n=1)]
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return self._with_file(found), unknown
 

@@ -98,6 +98,8 @@ ERRORS = [
     (["generate", "--model", "MODEL", "--prompt", "x", "--max-num-seqs", "0"], "max_num_seqs"),
     (["generate", "--model", "MODEL", "--prompt", "x", "--stream", "--n", "2"], "--stream"),
     (["generate", "--prompt", "x", "--max-model-length", "9"], "did you mean --max-model-len? (see forkpoint generate"),
+    (["serve", "x", "--kv-disk-pth", "/y", "--max-num-sq", "3"], "did you mean --kv-disk-path, --max-num-seqs? (see"),
+    (["serve", "x", "y", "--kv-disk-pth=/z"], "arguments: y --kv-disk-pth=/z; did you mean --kv-disk-path? (see"),
     (["generate", "--kv-cache-memory-bytes", "4GIG"], "'4GIG' is not a size"),
     (["generate", "--model", "MODEL", "--prompt", "x", "--chat-template", "{{ bad"], "not a Jinja template"),
     (["bench", "serve", "--save-result", "--result-dir", "/dev/null/x"], "cannot be created"),
