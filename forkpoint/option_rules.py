@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from forkpoint.errors import ConfigError
@@ -16,8 +17,16 @@ def check_disk(path: str | None, size: float | None, write_limit: float | None) 
         return
     if not path:
         raise ConfigError("kv_disk_path='' names no folder; give the path of one")
-    if Path(path).exists() and not Path(path).is_dir():
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
         raise ConfigError(f"kv_disk_path={path!r} is not a folder; give the path of one")
+    if not folder.parent.is_dir():
+        raise ConfigError(
+            f"kv_disk_path={path!r} cannot be made, because {str(folder.parent)!r} is not a folder; create it, or "
+            "give another path"
+        )
+    if not os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"kv_disk_path={path!r} cannot be written: permission denied; give another path")
     if size is None:
         raise ConfigError(f"kv_disk_path={path!r} needs kv_disk_size, in GiB; give both")
 
