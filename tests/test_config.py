@@ -244,9 +244,9 @@ def test_options_of_structured_outputs_are_json_or_a_mapping() -> None:
 
 
 def test_a_disk_tier_needs_a_folder_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    EngineConfig(model="m", kv_disk_path=str(tmp_path / "new"), kv_disk_size=1)
+    EngineConfig.from_flat(model="m", kv_disk_path=str(tmp_path / "new"), kv_disk_size=1)
     with pytest.raises(ConfigError, match=r"cannot be made, because .*/missing' is not a folder; create it"):
-        EngineConfig(model="m", kv_disk_path=str(tmp_path / "missing" / "new"), kv_disk_size=1)
+        EngineConfig.from_flat(model="m", kv_disk_path=str(tmp_path / "missing" / "new"), kv_disk_size=1)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(ConfigError, match="new' cannot be written: permission denied; give another path"):
-        EngineConfig(model="m", kv_disk_path=str(tmp_path / "new"), kv_disk_size=1)
+        EngineConfig.from_flat(model="m", kv_disk_path=str(tmp_path / "new"), kv_disk_size=1)
