@@ -106,9 +106,12 @@ class ArenaBuffer:
         Unless the memory is `sound`, nothing goes to the disk or to other engines: such writes fail.
         """
         for route, group in groupby(moves, key=attrgetter("route")):
-            same = list(group)
+            same: Sequence[Move] = list(group)
+            if route is MoveRoute.STORE:
+                self.copies.store(same)
+                continue
             if route is MoveRoute.LAND:
-                same = list(self.copies.land(same))
+                same = self.copies.land(same)
             for move in same:
                 self._run(move, sound)
         self.issue()

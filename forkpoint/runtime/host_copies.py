@@ -17,6 +17,7 @@ from torch import Tensor
 from forkpoint.cache.disk_entries import HOST_READY, TierNews
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.platforms.platform import MARK_POLL_S, CopyStream, Mark, Platform
+from forkpoint.runtime.device_buffers import DeviceBuffers
 from forkpoint.runtime.stretch import Stretch, joined
 from forkpoint.runtime.units import unit_bytes, unit_extent
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
@@ -48,6 +49,7 @@ class TierMemory:
     arena_places: Mapping[MoveKind, tuple[int, int]]
     places: Mapping[MoveKind, tuple[int, int]]
     windows: tuple[tuple[int, int, int], ...]
+    padding: int  # bytes after a block, of the arena and of a tier, that belong to nobody; 0 if theirs differ
 
     @classmethod
     def of(cls, layout: CacheLayout, arena: Tensor, host: Tensor) -> TierMemory:
@@ -55,7 +57,11 @@ class TierMemory:
         for group in layout.windows:
             windows.append((group.stride_bytes, group.unit_bytes, start))
             start += group.most_of_state * group.unit_bytes
-        return cls(arena, host, stored.page_bytes, _places(layout), _places(stored), tuple(windows))
+        arena_places, places, padding = _places(layout), _places(stored), 0
+        if arena_places.get(MoveKind.BLOCK) == places.get(MoveKind.BLOCK) is not None:
+            stride, num_bytes = places[MoveKind.BLOCK]
+            padding = stride - num_bytes
+        return cls(arena, host, stored.page_bytes, arena_places, places, tuple(windows), padding)
 
     def unit_bytes(self, kind: MoveKind) -> int:
         """Return the bytes of a unit of a tier, which holds a unit of the arena and the blocks of its windows."""
@@ -63,17 +69,20 @@ class TierMemory:
 
     def copy_out(self, move: Move, target: Tensor) -> None:
         """Copy the unit `move.src` of the arena to memory of a tier's unit. What a short prefix lacks becomes zeros."""
-        pieces = list(self._pieces(move, move.src))
-        if sum(piece.num_bytes for piece, _ in pieces) < len(target):
-            target.zero_()
-        for piece, start in pieces:
-            target[start : start + piece.num_bytes].copy_(piece.bytes)
+        for part, piece in self.copies_out(move, Stretch.of(target)):
+            part.bytes.copy_(piece.bytes)
 
-    def copied(self, move: Move) -> Tensor:
-        """Return a copy of the unit `move.src` of the arena, in new memory, as a tier holds it."""
-        target = torch.empty(self.unit_bytes(move.kind), dtype=torch.uint8, device=self.arena.device)
-        self.copy_out(move, target)
-        return target
+    def copies_out(self, move: Move, target: Stretch) -> Iterator[tuple[Stretch, Stretch]]:
+        """Yield the copies (target, source) of the unit `move.src` of the arena to memory of a tier's unit.
+
+        If a prefix is too short to fill it, the memory is set to zeros first.
+        """
+        pieces = list(self._pieces(move, move.src))
+        if sum(piece.num_bytes for piece, _ in pieces) < target.num_bytes:
+            target.bytes.zero_()
+        for piece, start in pieces:
+            begin = target.start + start
+            yield Stretch(target.memory, begin, begin + piece.num_bytes), piece
 
     def copy_in(self, move: Move, source: Tensor) -> None:
         """Copy a tier's unit to the unit `move.dst` of the arena, in the order of the device's work."""
@@ -122,7 +131,11 @@ class HostCopies(ABC):
 
     @abstractmethod
     def run(self, move: Move) -> bool:
-        """Run a move of another route than LAND. Returns False if it is of no concern here."""
+        """Run a move of another route than LAND and STORE. Returns False if it is of no concern here."""
+
+    @abstractmethod
+    def store(self, moves: Sequence[Move]) -> None:
+        """Run moves of the route STORE."""
 
     def land(self, moves: Sequence[Move]) -> Sequence[Move]:
         """Run moves of the route LAND, and return those of no concern here."""
@@ -152,15 +165,17 @@ class DirectCopies(HostCopies):
 
     def run(self, move: Move) -> bool:
         memory = self._memory
-        if move.route is MoveRoute.STORE:
-            memory.copy_out(move, memory.in_host(move, move.dst))
-        elif move.route is MoveRoute.LOAD:
+        if move.route is MoveRoute.LOAD:
             memory.copy_in(move, memory.in_host(move, move.src))
         elif move.route is MoveRoute.HOST:
             memory.in_host(move, move.dst).copy_(memory.in_host(move, move.src))
         else:
             return False
         return True
+
+    def store(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self._memory.copy_out(move, self._memory.in_host(move, move.dst))
 
 
 @dataclass(slots=True)
@@ -179,8 +194,10 @@ class CopyBatch:
 class CopyLane:
     """One direction of copies: a stream, the batch under construction, and the batches that run."""
 
-    def __init__(self, stream: CopyStream) -> None:
+    def __init__(self, stream: CopyStream, padding: int = 0) -> None:
+        """Copies of neighbours also copy the `padding` between them."""
         self.stream = stream
+        self._padding = padding
         self.next = CopyBatch()
         self._running: deque[CopyBatch] = deque()
         self._last: dict[int, CopyBatch] = {}  # page of the host -> the last batch that uses it
@@ -205,7 +222,7 @@ class CopyLane:
         marks = {id(each): each for page in batch.pages if (each := other.mark_of(page)) is not None}
         for mark in (*batch.after, *marks.values()):
             self.stream.wait_for(mark)
-        batch.tensors = [(target.bytes, source.bytes) for target, source in joined(batch.copies)]
+        batch.tensors = [(target.bytes, source.bytes) for target, source in joined(batch.copies, self._padding)]
         self.stream.copy(batch.tensors)
         batch.mark = self.stream.mark()
         self._running.append(batch)
@@ -240,9 +257,10 @@ class StreamCopies(HostCopies):
 
     def __init__(self, memory: TierMemory, platform: Platform) -> None:
         self._memory, self._platform = memory, platform
-        self._out, self._in = (CopyLane(platform.copy_stream()) for _ in range(2))
+        self._out, self._in = (CopyLane(platform.copy_stream(), memory.padding) for _ in range(2))
         self._fetched: dict[int, Stretch] = {}  # by ticket
-        self._left = Stretch.of(torch.empty(0, dtype=torch.uint8))  # of the buffer that was allocated last
+        self._buffers_in, self._buffers_out = (DeviceBuffers(BATCH_BYTES, memory.padding) for _ in range(2))
+        self._unfilled: list[tuple[Stretch, Stretch]] = []  # copies from the arena to buffers, not issued yet
         self._done: list[int] = []  # tickets of copies that were made at once
         self._is_closing = False
         self._num_pinned_bytes = 0
@@ -257,9 +275,7 @@ class StreamCopies(HostCopies):
 
     def run(self, move: Move) -> bool:
         memory = self._memory
-        if move.route is MoveRoute.STORE:
-            self._store(move)
-        elif move.route is MoveRoute.FETCH:
+        if move.route is MoveRoute.FETCH:
             self._fetched[move.ticket] = self._fetch(move, move.ticket)
         elif move.route is MoveRoute.HOST:
             # The host's processor would hold up the steps.
@@ -272,11 +288,20 @@ class StreamCopies(HostCopies):
             del self._fetched[move.ticket]
         return True
 
+    def store(self, moves: Sequence[Move]) -> None:
+        memory = self._memory
+        for move in moves:
+            target, page = memory.stretch_of_host(move, move.dst), memory.host_page(move, move.dst)
+            self._keep_order(self._in, page)
+            if self._note_out(move, target, page, move.ticket) is None:
+                self._done.append(move.ticket)
+        self._fill()
+
     def land(self, moves: Sequence[Move]) -> Sequence[Move]:
         own = [move for move in moves if move.ticket in self._fetched]
         others = [move for move in moves if move.ticket not in self._fetched]
         arrived = (copy for move in own for copy in self._memory.copies_in(move, self._fetched.pop(move.ticket)))
-        for target, source in joined(arrived):
+        for target, source in joined(arrived, self._memory.padding):
             buffer = source.bytes
             target.bytes.copy_(buffer)
             self._in.stream.release(buffer)
@@ -310,27 +335,38 @@ class StreamCopies(HostCopies):
         for start in range(0, self._num_pinned_bytes, PINNED_AT_ONCE):
             self._platform.unpin(self._memory.host[start:])
 
-    def _store(self, move: Move) -> None:
-        target, page = self._memory.stretch_of_host(move, move.dst), self._memory.host_page(move, move.dst)
-        self._keep_order(self._in, page)
-        if self.copy_out(move, target, page, move.ticket) is None:
-            self._done.append(move.ticket)
-
-    def copy_out(self, move: Move, target: Stretch, page: int | None = None, ticket: int = 0) -> CopyBatch | None:
+    def copy_out(self, move: Move, target: Stretch) -> CopyBatch | None:
         """Copy the unit `move.src` of the arena, as it is in this place of the plan, to memory of the host.
 
         Return the batch of the copy, which `issue` starts; None if the copy is done already.
         """
+        batch = self._note_out(move, target)
+        self._fill()
+        return batch
+
+    def _note_out(self, move: Move, target: Stretch, page: int | None = None, ticket: int = 0) -> CopyBatch | None:
+        """Note a copy of the unit `move.src` of the arena through a buffer, which `_fill` fills. Returns as above."""
+        num_bytes = self._memory.unit_bytes(move.kind)
         try:
-            buffer = Stretch.of(self._memory.copied(move))
+            buffer = self._buffers_out.take(num_bytes, self._new_buffer)
         except torch.OutOfMemoryError:
             self._wait_for_all()
             self._memory.copy_out(move, target.bytes)
             return None
+        self._unfilled += self._memory.copies_out(move, buffer)
         batch = self._out.add(target, buffer, page, ticket)
         if self._out.next.num_bytes >= BATCH_BYTES:
             self.issue()
         return batch
+
+    def _new_buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.arena.device)
+
+    def _fill(self) -> None:
+        """Copy what was noted from the arena to buffers, before anything else may write there."""
+        unfilled, self._unfilled = self._unfilled, []
+        for target, source in joined(unfilled, self._memory.padding):
+            target.bytes.copy_(source.bytes)
 
     def copy_in(self, contents: Tensor, ticket: int) -> CopyBatch | None:
         """Copy contents from memory of the host to a buffer that LAND finds under the ticket.
@@ -343,7 +379,7 @@ class StreamCopies(HostCopies):
     def _copy_in(self, source: Stretch, page: int | None, ticket: int) -> tuple[Stretch, CopyBatch | None]:
         """Copy memory of the host to a buffer, and return the buffer and what `copy_out` returns."""
         try:
-            buffer = self._buffer(source.num_bytes)
+            buffer = self._buffers_in.take(source.num_bytes, self._in.stream.buffer)
         except torch.OutOfMemoryError:
             self._wait_for_all()
             if ticket:
@@ -360,14 +396,6 @@ class StreamCopies(HostCopies):
         self._keep_order(self._out, page)
         return self._copy_in(source, page, ticket)[0]
 
-    def _buffer(self, num_bytes: int) -> Stretch:
-        """Return memory of the device for a fetched unit. It is allocated for many units at once."""
-        if self._left.num_bytes < num_bytes:
-            self._left = Stretch.of(self._in.stream.buffer(max(num_bytes, BATCH_BYTES)))
-        memory, start, end = self._left
-        self._left = Stretch(memory, start + num_bytes, end)
-        return Stretch(memory, start, start + num_bytes)
-
     def copy_from_host(self, move: Move, target: Stretch, page: int | None = None) -> CopyBatch:
         """Copy the unit `move.src` of the host tier to other memory of the host, which may be `page` of the tier."""
         buffer = self._fetch(move)
@@ -383,6 +411,7 @@ class StreamCopies(HostCopies):
             self.issue()
 
     def _issue_out(self) -> None:
+        self._fill()
         self._out.next.after.append(self._platform.mark())  # the buffers are filled by then
         self._out.issue(self._in)
 

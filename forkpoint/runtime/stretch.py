@@ -28,13 +28,17 @@ class Stretch(NamedTuple):
         return self.end - self.start
 
 
-def joined(copies: Iterable[tuple[Stretch, Stretch]]) -> Iterator[tuple[Stretch, Stretch]]:
-    """Yield copies (target, source), with neighbours that follow each other in both memories as one copy."""
+def joined(copies: Iterable[tuple[Stretch, Stretch]], padding: int = 0) -> Iterator[tuple[Stretch, Stretch]]:
+    """Yield copies (target, source), with neighbours that follow each other in both memories as one copy.
+
+    Between neighbours both memories may have the same gap, of at most `padding` bytes, which is copied too.
+    """
     target: Stretch | None = None
     source: Stretch | None = None
     for next_target, next_source in copies:
         if target is not None and source is not None:
-            if _follows(next_target, target) and _follows(next_source, source):
+            gap = _gap(target, next_target)
+            if 0 <= gap <= padding and gap == _gap(source, next_source):
                 target = Stretch(target.memory, target.start, next_target.end)
                 source = Stretch(source.memory, source.start, next_source.end)
                 continue
@@ -44,5 +48,6 @@ def joined(copies: Iterable[tuple[Stretch, Stretch]]) -> Iterator[tuple[Stretch,
         yield target, source
 
 
-def _follows(stretch: Stretch, before: Stretch) -> bool:
-    return stretch.memory is before.memory and stretch.start == before.end
+def _gap(stretch: Stretch, following: Stretch) -> int:
+    """Return the bytes between a stretch and one that follows it in its memory; -1 if it does not."""
+    return following.start - stretch.end if following.memory is stretch.memory else -1

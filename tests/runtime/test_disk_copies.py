@@ -79,14 +79,17 @@ class MovingDisk(Moving):
         self.own(kind, target, (name, self.contents(kind, source, windows)))
         return Move(kind, source, target, MoveRoute.ARENA_TO_DISK, ticket, name, windows=windows)
 
-    def run_move(self, move: Move) -> None:
+    def run_moves(self, moves: list[Move]) -> None:
         disk = self.arena._disk_copies
         assert disk is not None
-        if move.route is MoveRoute.LAND:
-            is_left = bool(self.arena.copies.land([move]))
+        if moves[0].route is MoveRoute.STORE:
+            self.arena.copies.store(moves)
+            return
+        if moves[0].route is MoveRoute.LAND:
+            left = self.arena.copies.land(moves)
         else:
-            is_left = not self.arena.copies.run(move)
-        if is_left:
+            left = [move for move in moves if not self.arena.copies.run(move)]
+        for move in left:
             disk.run(move, True)
 
     def take_news(self, wait_s: float = 0.0) -> None:
@@ -107,7 +110,7 @@ class MovingDisk(Moving):
         while self.arrived:
             ticket = self.arrived.pop()
             kind, contents = self.reads.pop(ticket)
-            self.run_move(self.landing(kind, ticket, contents))
+            self.run_moves([self.landing(kind, ticket, contents)])
             self.check_landed()
 
 

@@ -132,18 +132,60 @@ class Moving:
         self.expected: list[tuple[Move, Tensor]] = []
         for _ in range(self.random.randint(0, 5)):
             # Run one by one what a plan runs together, because `move` looks at the arena; `issue` comes at the end.
-            self.run_move(self.move())
+            moves = self.with_neighbours(self.move())
+            before, own = self.arena.data.clone(), self.places(moves)
+            self.run_moves(moves)
+            assert torch.equal(self.arena.data[~own], before[~own]), "a copy to the arena reaches beyond its units"
             self.check_landed()
         self.arena.issue()
         self.arena.data.random_(0, 255)
         self.platform.mark()
         self.take_news()
 
-    def run_move(self, move: Move) -> None:
-        if move.route is MoveRoute.LAND:
-            assert not self.arena.copies.land([move])
-        else:
-            assert self.arena.copies.run(move)
+    def with_neighbours(self, move: Move) -> list[Move]:
+        """Return the move of a block and, at random, moves of the blocks that follow it, which copies may join."""
+        moves, stored, own = [move], self.stored.blocks_per_page, self.layout.blocks_per_page
+        while move.kind is MoveKind.BLOCK and self.random.random() < 0.6:
+            src, dst = move.src + 1, move.dst + 1
+            if move.route is MoveRoute.STORE and src < NUM_PAGES * own and dst < NUM_HOST_PAGES * stored:
+                self.keep(MoveKind.BLOCK, dst, self.contents(MoveKind.BLOCK, src, ()))
+                move = Move(MoveKind.BLOCK, src, dst, MoveRoute.STORE, self.ticket())
+            elif move.route is MoveRoute.FETCH and (MoveKind.BLOCK, src) in self.host:
+                move = Move(MoveKind.BLOCK, src, 0, MoveRoute.FETCH, self.ticket())
+                self.reads[move.ticket] = MoveKind.BLOCK, self.host[MoveKind.BLOCK, src].clone()
+            elif move.route is MoveRoute.LAND and dst < NUM_PAGES * own and move.ticket + 1 in self.arrived:
+                kind, contents = self.reads[move.ticket + 1]
+                if kind is not MoveKind.BLOCK:
+                    break
+                move = Move(kind, 0, dst, MoveRoute.LAND, move.ticket + 1)
+                self.arrived.remove(move.ticket)
+                del self.reads[move.ticket]
+                self.expected.append((move, contents))
+            else:
+                break
+            moves.append(move)
+        return moves
+
+    def places(self, moves: list[Move]) -> Tensor:
+        """Return a mask of the arena's bytes that these moves may write: units with the padding behind them."""
+        mask = torch.zeros(len(self.arena.data), dtype=torch.bool)
+        for move in moves:
+            if move.route is MoveRoute.LAND:
+                start = self.arena._extent(move.kind, move.dst).start
+                mask[start : self.arena._extent(move.kind, move.dst + 1).start] = True
+                for number, blocks in enumerate(move.windows, 1):
+                    for block in blocks:
+                        mask[self.arena._extent(MoveKind.BLOCK, block, number)] = True
+        return mask
+
+    def run_moves(self, moves: list[Move]) -> None:
+        match moves[0].route:
+            case MoveRoute.LAND:
+                assert not self.arena.copies.land(moves)
+            case MoveRoute.STORE:
+                self.arena.copies.store(moves)
+            case _:
+                assert all(self.arena.copies.run(move) for move in moves)
 
     def check_landed(self) -> None:
         for landed, contents in self.expected:
@@ -255,6 +297,18 @@ def test_copies_that_follow_each_other_are_joined() -> None:
             follows = next_target.memory is target.memory and next_target.start == target.end
             assert not (follows and next_source.memory is source.memory and next_source.start == source.end)
         assert all(torch.equal(got, each) for got, each in zip(targets, want, strict=True))
+
+
+@pytest.mark.parametrize(("gaps", "num_copies"), [((2, 2), 1), ((2, 1), 3), ((3, 3), 3)], ids=str)
+def test_copies_with_the_same_padding_between_them_are_joined(gaps: tuple[int, int], num_copies: int) -> None:
+    memories = [torch.arange(40, dtype=torch.uint8) for _ in gaps]
+    units = [
+        [Stretch(memory, first, first + 8) for first in range(0, 3 * (8 + gap), 8 + gap)]
+        for memory, gap in zip(memories, gaps, strict=True)
+    ]
+    found = list(joined(zip(*units, strict=True), padding=2))
+    assert len(found) == num_copies
+    assert (found[0][0].start, found[-1][0].end) == (0, units[0][-1].end)
 
 
 @pytest.mark.parametrize("address", [0, 64, PIECE_BYTES - 1])
