@@ -1,5 +1,9 @@
-"""What holds for all tests: Triton kernels run under its interpreter where there is no GPU, which must be said before
-Triton is imported; and no generated test fails because the machine is slow."""
+"""What holds for all tests.
+
+Triton kernels run under its interpreter where there is no GPU, which must be said before Triton is imported. No test
+with generated examples fails because the machine is slow, and each run generates the same ones. To look for others:
+`pytest --hypothesis-profile=search`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the servers that tests start need not compile us each time
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+search = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", search)
+settings.register_profile("repeatable", search, derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
