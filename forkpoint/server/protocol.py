@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
+from forkpoint.checks import MAX_INTEGER
 from forkpoint.params import MAX_INT32
 from forkpoint.server.errors import HTTPError
 
@@ -54,7 +55,7 @@ class FirstError(FailFast):
 T = TypeVar("T")
 Many = Annotated[list[T], FirstError()]  # a list that may be long; checking stops at its first wrong element
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
-MaxTokens = Annotated[int, Field(ge=1, le=MAX_INT32)]
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_INTEGER)]  # above MAX_INT32 there is no limit
 
 
 class RequestBody(Body):
@@ -99,7 +100,7 @@ class RequestBody(Body):
         for name in _scalar_fields(cls) & fields.keys():
             fields[name] = _scalar(fields[name])
         for name in cls.other_values.keys() & fields.keys():
-            if isinstance(value := fields[name], str | int):
+            if isinstance(value := fields[name], str | int) and not isinstance(value, bool):
                 fields[name] = cls.other_values[name].get(value, value)
         known = cls.model_fields.keys() | cls.no_effect | cls.ignored.keys() | cls.refused.keys()
         unknown = [name for name in fields if name not in known]

@@ -180,8 +180,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the SamplingParams of `body`. Raises HTTPError or InvalidParamsError for values out of range.
 
-    A missing or null field takes the model's default. The model's `max_tokens` bounds that of every request. Both
-    counts of log-probabilities are None if none are wanted.
+    A missing or null field takes the model's default. The model's `max_tokens` bounds that of every request. A number
+    of tokens above MAX_INT32 is no limit. Both counts of log-probabilities are None if none are wanted.
     """
     most = texts.config.max_logprobs
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
@@ -193,7 +193,7 @@ def sampling_params(
         given.pop("min_tokens", None)  # some proxies ask for one token and leave the client's min_tokens in place
     if body.seed is not None:
         given["seed"] = body.seed & (2**63 - 1)  # clients send signed and unsigned 64-bit values
-    limits = [limit for limit in (max_tokens, texts.sampling.get("max_tokens")) if limit is not None]
+    limits = [limit for limit in (max_tokens, texts.sampling.get("max_tokens")) if limit and limit <= MAX_INT32]
     wanted = {
         "max_tokens": min(limits, default=None),
         "logprobs": logprobs,

@@ -41,7 +41,7 @@ def chat(http: httpx2.Client, **fields: Any) -> httpx2.Response:
     [
         ({"temperature": -1}, "temperature=-1 is not allowed; give a number of at least 0"),
         ({"temperature": "hot"}, "temperature='hot' is not allowed; give a number"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.5}, "top_p"),
         ({"top_k": -7}, "top_k=-7 is not allowed"),
         ({"n": 0}, "n"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -31,7 +31,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 def ask(http: httpx2.Client, path: str, **fields: Any) -> httpx2.Response:
-    given = {"messages": MESSAGES} if path == CHAT else {"prompt": "hello"}
+    given = {"prompt": "hello"} if path == TEXT else {"messages": MESSAGES}
     return http.post(path, json={"max_tokens": 3, **given, **fields})
 
 
@@ -223,8 +223,8 @@ def test_numbers_and_truth_values_may_be_texts(http: httpx2.Client, path: str) -
         ("/v1/responses", "max_output_tokens"),
     ],
 )
-@pytest.mark.parametrize("value", [-1, "-1"])
-def test_minus_one_asks_for_no_limit(http: httpx2.Client, path: str, name: str, value: object) -> None:
+@pytest.mark.parametrize("value", [-1, "-1", 2**53 - 1])  # the last one is JavaScript's largest integer
+def test_these_ask_for_no_limit(http: httpx2.Client, path: str, name: str, value: object) -> None:
     given: dict[str, Any] = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": "hello"}}.get(path, {"input": "hello"})
     usage = http.post(path, json={**given, name: value, "ignore_eos": True}).json()["usage"]
     assert usage["total_tokens"] == MAX_MODEL_LEN
@@ -242,6 +242,27 @@ def test_minus_one_asks_for_a_random_seed(http: httpx2.Client) -> None:
 def test_an_empty_grammar_asks_for_none(http: httpx2.Client, path: str) -> None:
     for name in ("grammar", "ebnf", "regex", "json_schema", "guided_grammar", "guided_regex", "guided_json"):
         assert ask(http, path, **{name: ""}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])
+def test_a_top_p_of_zero_leaves_the_likeliest_token(http: httpx2.Client, path: str) -> None:
+    """OpenAI and Anthropic take it."""
+    given: dict[str, Any] = {"input": "hello", "max_output_tokens": 9} if path == "/v1/responses" else {"max_tokens": 9}
+    replies = [
+        ask(http, path, **given, **fields).json() for fields in ({"temperature": 0}, {"temperature": 1.0, "top_p": 0})
+    ]
+    first, second = [reply.get("choices") or reply.get("content") or reply["output"][0]["content"] for reply in replies]
+    assert first == second
+
+
+def test_the_type_of_a_function_may_be_missing(http: httpx2.Client) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"const": 7}}}}
+    choice = {"function": {"name": "f"}}
+    typed = {"tools": [{"type": "function", "function": function}], "tool_choice": {"type": "function", **choice}}
+    bare = {"tools": [{"function": function}], "tool_choice": choice}
+    replies = [ask(http, CHAT, **fields, temperature=0, return_token_ids=True).json() for fields in (typed, bare)]
+    assert replies[0]["prompt_token_ids"] == replies[1]["prompt_token_ids"]
+    assert replies[0]["choices"][0]["token_ids"] == replies[1]["choices"][0]["token_ids"]
 
 
 def test_mistrals_name_of_a_required_call(http: httpx2.Client) -> None:

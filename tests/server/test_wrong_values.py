@@ -24,7 +24,7 @@ CASES: list[tuple[Any, Any, str]] = [
     (ChatBody, {"messages": [{"content": "x"}]}, "messages.0.role is missing; give it"),
     (ChatBody, {**CHAT, "temperature": -1}, "temperature=-1 is not allowed; give a number of at least 0"),
     (ChatBody, {**CHAT, "temperature": "hot"}, "temperature='hot' is not allowed; give a number"),
-    (ChatBody, {**CHAT, "top_p": 0}, "top_p=0 is not allowed; give a number above 0"),
+    (ChatBody, {**CHAT, "top_p": -1}, "top_p=-1 is not allowed; give a number above 0"),
     (ChatBody, {**CHAT, "top_p": 1.5}, "top_p=1.5 is not allowed; give a number of at most 1"),
     (ChatBody, {**CHAT, "seed": 2**64}, f"seed={2**64} is not allowed; give a number below {2**64}"),
     (ChatBody, {**CHAT, "max_tokens": 1.5}, "max_tokens=1.5 is not allowed; give an integer"),

@@ -20,7 +20,7 @@ class FunctionSpec(Body):
 class ToolSpec(Body):
     """A function that the model may call. OpenAI's custom tools, which take free text, are refused."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionSpec
 
 
@@ -31,7 +31,7 @@ class NamedFunction(Body):
 class FunctionChoice(Body):
     """A choice of one function, which the answer must call."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: NamedFunction
 
 

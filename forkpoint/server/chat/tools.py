@@ -40,7 +40,7 @@ def plan_tools(body: ChatBody) -> ToolPlan:
                 param="tool_choice",
             )
         return ToolPlan(None, None, structured)
-    shown = [tool.model_dump(exclude_unset=True) for tool in tools]
+    shown = [{"type": tool.type, **tool.model_dump(exclude_unset=True)} for tool in tools]
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
     wanted = _wanted(choice, list(schemas))
     if isinstance(choice, AllowedFunctionsChoice) and choice.allowed_tools.mode == "auto":

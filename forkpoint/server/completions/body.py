@@ -6,7 +6,7 @@ from typing import Final
 
 from pydantic import Field
 
-from forkpoint.params import MAX_INT32
+from forkpoint.checks import MAX_INTEGER
 from forkpoint.server.protocol import Many, TokenId
 from forkpoint.server.sampling import SamplingBody, bounded
 
@@ -17,7 +17,7 @@ class CompletionBody(SamplingBody, apis=("completions", "text")):
     """Complete one prompt or several. A prompt is a text or a list of token ids."""
 
     prompt: str | Many[TokenId] | Many[str] | Many[Many[TokenId]]
-    max_tokens: int | None = Field(None, ge=NO_LIMIT, le=MAX_INT32, description="-1: as many as the context holds")
+    max_tokens: int | None = Field(None, ge=NO_LIMIT, le=MAX_INTEGER, description="-1: as many as the context holds")
     echo: bool | None = None
     logprobs: int | None = bounded("logprobs")
     add_special_tokens: bool | None = Field(None, description="false: add no special tokens to the prompt's text")
