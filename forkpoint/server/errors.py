@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final
 
@@ -32,6 +33,9 @@ MESSAGES_TYPES: Final = MappingProxyType(
         503: "overloaded_error",
     }
 )
+# Where clients ask; with a wrong base URL they ask without /v1, or with it twice.
+PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models", "/v1/responses")
+MAX_PATH: Final = 64  # characters of another path that are compared with these
 CLIENT_LEFT: Final = 499  # nginx's status for a client that left; it appears in the log and the metrics only
 RETRY_AFTER_S: Final = 1  # seconds; the Retry-After header of refusals for lack of room
 INVALID, UNAVAILABLE = "invalid_request_error", "service_unavailable_error"
@@ -116,7 +120,9 @@ def add_error_handlers(app: FastAPI) -> None:
 def _refusal(request: Request, error: HTTPException, headers: Mapping[str, str]) -> HTTPError:
     asked = f"{request.method} {request.url.path}"
     if error.status_code == 404:
-        return HTTPError(404, f"there is no {asked}; /docs lists what there is", "not_found_error")
+        near = get_close_matches(request.url.path[:MAX_PATH], PATHS, n=1, cutoff=0.8)
+        hint = f"did you mean {near[0]}?" if near else "/docs lists what there is"
+        return HTTPError(404, f"there is no {asked}; {hint}", "not_found_error")
     if error.status_code == 405:
         return HTTPError(405, f"{asked} is not allowed; use {headers.get('Allow', headers.get('allow', 'another'))}")
     return HTTPError(error.status_code, str(error.detail))

@@ -100,6 +100,21 @@ def test_paths_and_methods_that_are_not_there(http: httpx2.Client) -> None:
     assert wrong.status_code == 405 and "is not allowed; use POST" in wrong.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),  # the client's base URL needs /v1
+        ("/v1/v1/messages", "/v1/messages"),  # and here it may not have it
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("//v1/completions", "/v1/completions"),
+        ("/models", "/v1/models"),
+    ],
+)
+def test_a_path_that_is_nearly_right_is_named(http: httpx2.Client, path: str, meant: str) -> None:
+    reply = http.post(f"{http.base_url}".rstrip("/") + path, json={})
+    assert reply.status_code == 404 and f"there is no POST {path}; did you mean {meant}?" in reply.text
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"null", b'{"messages": 1e999}', b"[" * 100_000])
 def test_bodies_that_are_no_request(http: httpx2.Client, body: bytes) -> None:
     reply = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
