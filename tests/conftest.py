@@ -7,6 +7,7 @@ with generated examples fails because the machine is slow, and each run generate
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -17,6 +18,17 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Collecting the tests makes a million objects that all stay. Each full garbage collection would examine them.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, without the objects that collecting the tests made."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the servers that tests start need not compile us each time
 search = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
