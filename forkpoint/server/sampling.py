@@ -206,19 +206,20 @@ def sampling_params(
 def structured_outputs(body: SamplingBody) -> StructuredOutputsParams | None:
     """Return the grammar that `body` asks for, or None.
 
-    Raises HTTPError or InvalidParamsError if the body asks for two grammars or for an unknown kind.
+    Clients of several versions of vLLM give the same grammar under several names. Raises HTTPError or
+    InvalidParamsError if the body asks for two grammars or for an unknown kind.
     """
     sources = {"response_format": _from_format(body.response_format), "structured_outputs": body.structured_outputs}
     for name in ("json", "regex", "choice", "grammar"):
         if (value := getattr(body, f"guided_{name}")) is not None:
             sources[f"guided_{name}"] = {name: value}
     given = {source: wanted for source, wanted in sources.items() if wanted is not None}
-    if len(given) > 1:
-        first, second, *_ = given
-        raise HTTPError(400, f"{first} and {second} exclude each other; give one", param=second)
     if not given:
         return None
-    [wanted] = given.values()
+    first, wanted = next(iter(given.items()))
+    for second, other in given.items():
+        if other != wanted:
+            raise HTTPError(400, f"{first} and {second} exclude each other; give one", param=second)
     known = StructuredOutputsParams.__dataclass_fields__
     unknown = sorted(wanted.keys() - known.keys())
     if unknown:

@@ -46,7 +46,7 @@ def ask(http: httpx2.Client, path: str, **fields: Any) -> httpx2.Response:
         ({"logprob_token_ids": [1]}, "logprobs"),
         ({"guided_whitespace_pattern": " ?"}, "disable_any_whitespace"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "exclude each other"),
-        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "exclude each other"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "exclude each other"),
         ({"prompt_embeds": "AAAA"}, "give text or token ids"),
         ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty is another name of repetition_penalty"),
         ({"regex": "a", "guided_choice": ["a"]}, "exclude each other"),
@@ -290,6 +290,7 @@ def test_guided_fields_are_structured_outputs(http: httpx2.Client) -> None:
         {"ebnf": 'root ::= "7"'},
         {"grammar": 'root ::= "7"'},
         {"json_schema": '{"const": 7}'},
+        {"guided_grammar": 'root ::= "7"', "structured_outputs": {"grammar": 'root ::= "7"'}},  # as guidance sends it
         {"response_format": {"type": "json_object", "schema": {"const": 7}}},
         {"response_format": {"type": "json_schema", "schema": {"const": 7}}},
         {"response_format": {"type": "structural_tag", "format": {"type": "const_string", "value": "7"}}},
