@@ -21,6 +21,8 @@ def lark_of_gbnf(text: str) -> str:
     """
     from llguidance import gbnf_to_lark as gbnf
 
+    if "::=" not in text:
+        raise ValueError("no rule is written 'name ::= ...', as GBNF has it; give GBNF, not Lark")
     rules = gbnf.GrammarParser().parse(_one_line_each(text))
     if "root" not in rules:
         raise ValueError("it has no rule 'root'")

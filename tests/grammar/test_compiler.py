@@ -27,6 +27,10 @@ def start(compiler: GrammarCompiler, **wanted: Any) -> Grammar | None:
     [
         ({"regex": "a^b"}, "regex cannot be compiled: .*lookarounds"),
         ({"grammar": "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(9000))}, "grammar"),
+        (
+            {"grammar": '%llguidance {}\nstart: "a"'},
+            "no rule is written 'name ::= ...', as GBNF has it; give GBNF, not Lark",
+        ),
         ({"regex": "("}, "regex cannot be compiled"),
         ({"json": {"type": "string", "pattern": "("}}, "uses 'pattern' at /"),
         ({"json": {"allOf": 3}}, "uses 'allOf' at /"),
