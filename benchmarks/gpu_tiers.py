@@ -256,7 +256,7 @@ def time_slow_tier(bench: TierBench, sizes: TierSizes9B) -> Iterator[str]:
 
     Measure this last: afterwards the engine loads nothing for a minute.
     """
-    colds = [bench.ask(bench.ids(sizes.prefix))[1] for _ in range(sizes.repeats)]
+    colds = [bench.ask(bench.ids(sizes.prefix + sizes.suffix))[1] for _ in range(sizes.repeats)]
     lane = bench.copies._in
     fast, lane.stream = lane.stream, ThrottledStream(lane.stream)
     slow, given_up = list[float](), list[int]()

@@ -119,17 +119,17 @@ class CacheManager:
                 self.disk.save(self.tier.store, MoveRoute.HOST_TO_DISK)
         return self.disk.is_writing or self.has_unsent
 
-    def begin_plan(self) -> None:
+    def begin_plan(self, *, is_busy: bool) -> None:
         """Start to count what the next plan loads, and store what may be evicted soon. Call it if it is `restoring`.
 
-        Fetches that are late are given up.
+        `is_busy`: the plan has rows of requests that run. Fetches that are late are given up.
         """
         assert self.restoring is not None
         if self.fetched is not None:
             self.fetched.give_up_late()
             if doubtful := self.fetched.drain_doubtful():
                 self.condemn(doubtful)
-        self.restoring.begin_plan()
+        self.restoring.begin_plan(is_busy=is_busy)
         for tier in self._tiers:
             tier.store_ahead(self.store)
 

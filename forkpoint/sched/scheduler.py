@@ -213,7 +213,7 @@ class Scheduler:
                 early = found
         step, budget = next(self._steps), self.config.max_num_batched_tokens
         if self.cache.restoring is not None:
-            self.cache.begin_plan()
+            self.cache.begin_plan(is_busy=bool(self._running.requests))
         builder = PlanBuilder(step, budget, self.cache, self._interval)
         if suspect is None:
             self._plan_all(builder, early)
