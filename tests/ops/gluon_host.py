@@ -7,16 +7,19 @@ in shared memory as on the device, so that two views of the same memory agree on
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import random
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.ops.gluon_partitions import Partitions
 
 
 class Pointer:
@@ -86,6 +89,10 @@ class Tile:
     def reshape(self, shape: Sequence[int]) -> Tile:
         return Tile(self.memory, self.places.reshape(*shape), self.layout)
 
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Layout) -> Tile:
+        assert dtype == self.dtype and math.prod(shape) == self.places.numel() == self.memory.numel()
+        return Tile(self.memory, stacked(shape, layout), layout)
+
     def load(self, layout: Any = None) -> Tensor:
         return self.memory[self.places]
 
@@ -115,24 +122,21 @@ class Barriers:
     def __init__(self, count: int) -> None:
         self.all = [Barrier() for _ in range(count)]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.all), 1
+
     def index(self, i: Any) -> Barrier:
         assert 0 <= int(i) < len(self.all), "no such barrier"
         return self.all[int(i)]
 
 
-class Program:
-    """One program, its copies in flight, and its products that are not computed yet."""
+class Program(Partitions):
+    """One program."""
 
     def __init__(self, number: int, seed: int) -> None:
-        self.number, self.random = number, random.Random(seed)
-        self.copies: list[Callable[[], None]] = []
-        self.products: list[Product] = []
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        """Let copies land, in any order, until `ready`."""
-        while not ready():
-            assert self.copies, "the program waits for ever"
-            self.copies.pop(self.random.randrange(len(self.copies)))()
+        super().__init__(random.Random(seed))
+        self.number = number
 
 
 class Running:
@@ -224,16 +228,21 @@ class Product:
 def multiply(a: Any, b: Tile, total: Any, use_acc: bool = True, is_async: bool = False) -> Product:
     assert is_async
     product = Product(a, b, total, use_acc)
-    Running.program.products.append(product)
+    Running.program.running.products.append(product)
     return product
 
 
 def finish(count: int, deps: Sequence[Any]) -> Any:
-    while len(Running.program.products) > count:
-        Running.program.products.pop(0).compute()
+    while len(Running.program.running.products) > count:
+        Running.program.running.products.pop(0).compute()
     found = tuple(x.value if isinstance(x, Product) else x for x in deps)
     assert all(x is not None for x in found), "a product is used that was not waited for"
     return found[0] if len(found) == 1 else found
+
+
+def partitions(functions: Sequence[tuple[Any, Any]], warps: Sequence[int], registers: Sequence[int]) -> None:
+    assert len(functions) == len(warps) + 1 == len(registers) + 1
+    Running.program.run([functools.partial(function, *args) for function, args in functions])
 
 
 def pairwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
@@ -263,10 +272,16 @@ LANGUAGE: dict[str, Any] = {
     "int32": torch.int32,
     "int64": torch.int64,
     "float32": torch.float32,
-    **dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout"), lambda *parts: None),
+    "convert_layout": lambda x, layout: x,
+    "exp": torch.exp,
+    "warp_specialize": partitions,
+    **dict.fromkeys(
+        ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *parts: None
+    ),
 }
 HARDWARE: dict[str, Any] = {
     "gl": types.SimpleNamespace(**LANGUAGE),
+    "tl": types.SimpleNamespace(**LANGUAGE),
     "mbarrier": types.SimpleNamespace(
         init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: Barriers(0)
     ),
@@ -314,14 +329,22 @@ class HostKernel:
         return launch
 
 
+def hosted(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of a module, with kernels' functions as plain ones, and those of the hardware."""
+    scope = {name: getattr(value, "value", value) for name, value in plain.items()} | HARDWARE
+    for name, value in plain.items():
+        if hasattr(value, "arg_names") and name not in HARDWARE:
+            names = value.fn.__globals__
+            own = scope if names["__name__"] == plain["__name__"] else hosted(names)
+            scope[name] = types.FunctionType(value.fn.__code__, own, name, value.fn.__defaults__)
+    return scope
+
+
 @contextmanager
 def on_host(module: Any, kernel: str, seed: int = 0) -> Iterator[HostKernel]:
     """Run the kernel of that name in `module` on the host, for the time of the block."""
     plain = dict(vars(module))
-    scope = {name: getattr(value, "value", value) for name, value in plain.items()} | HARDWARE
-    for name, value in plain.items():
-        if hasattr(value, "arg_names") and name not in HARDWARE:
-            scope[name] = types.FunctionType(value.fn.__code__, scope, name, value.fn.__defaults__)
+    scope = hosted(plain)
     stand_in = HostKernel(scope[kernel], plain[kernel].arg_names, seed)
     setattr(module, kernel, stand_in)
     try:
