@@ -5,7 +5,10 @@ Prints a line for each: its name, and its instructions of the matrix units.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import tempfile
 from typing import Any
 
 import triton
@@ -21,6 +24,7 @@ from forkpoint.ops.attention import (
     partial_kernel,
     pool_attention_kernel,
     pool_choice_kernel,
+    prefill_warps_kernel,
 )
 from forkpoint.ops.conv1d import verify_kernel as conv_verify
 from forkpoint.ops.launch import AT_ONCE
@@ -119,6 +123,23 @@ def pools() -> None:
     POINTERS["scores"] = "*bf16"
 
 
+def warps() -> None:
+    """Compile prompt attention with groups of warps. Its products must not wait for one another or for spills."""
+    boxes = f"tensordesc<bf16[1, 1, 64, 64],{NVMMASharedLayout(128, 16, 4)!r}>"
+    POINTERS.update(out="*bf16", gate="*bf16", key_tiles=boxes, value_tiles=boxes)
+    sizes = {"HEADS": 4, "GROUP": 4, "QUERIES": 32}
+    for dim, keys, stages in ((256, 64, 2), (128, 128, 2), (128, 64, 4)):
+        form = {**sizes, "D": dim, "KEYS": keys, "STAGES": stages}
+        made = compiled("prefill_warps", prefill_warps_kernel.prefill_warps_kernel, 4, **form)
+        assert made.metadata.shared <= 227 * 1024, "more shared memory than a processor has"
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+            ptx.write(made.asm["ptx"])
+            ptx.flush()
+            command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", ptx.name, "-o", os.devnull]
+            report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert " 0 bytes spill stores" in report and "serialized" not in report, report
+
+
 def main() -> None:
     sizes = {"D": 64, "N": 16, "BLOCK_N": 16, "BLOCK": 32, "PIECES": 2}
     for kernel in (scan_prefill._own_kernel, scan_prefill._join_kernel, scan_prefill._outputs_kernel):
@@ -171,6 +192,7 @@ def main() -> None:
     for takes in (False, True):
         compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting, TAKES=takes)
     pools()
+    warps()
     made = compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)
     # Each stretch of chunks starts where the one before ended; the compiler has taken that for 0.
     assert not re.search(r"scf.for %\w+ = %c0_i32\w* to", made.asm["ttgir"]), "a loop starts at a constant"

@@ -30,6 +30,8 @@ from forkpoint.platforms.table import traits_of
 
 WAVES_OF_PARTS = 16  # programs of `decode_kernel` per processor at most; with more parts, programs take turns
 PREFILL_REGISTERS = 128  # per thread, for heads of up to 128 dims, so that two programs share a processor
+# Programs per processor from which `prefill_warps_kernel` is at least as fast as a portable kernel that splits keys.
+WARPS_SHARE = 0.45
 MAX_WAVES = 4  # waves of programs that split keys, which bounds the memory of their sums
 FEW_DECODES = 16  # rows; up to here each program has a processor and loads far ahead
 SOME_DECODES = 64  # rows; up to here programs load as far ahead, with fewer keys a step (and other bits)
@@ -130,6 +132,18 @@ def _takes_steps(q: Tensor, cache: Tensor, rank: int) -> bool:
     fits = q.element_size() == 2 and heads <= 32 and rank in (64, 128, 256, 512) and dim - rank == 64 and block == TILE
     aligned = cache.data_ptr() % 16 == 0 and 2 * cache.stride(0) % 16 == 0
     return traits_of(q.device).has_warpgroups and fits and aligned
+
+
+def _takes_warps(call: _Call) -> bool:
+    """Return whether `prefill_warps_kernel` supports the call.
+
+    A tile needs two heads of a key head to fill the rows of both groups of warps. Tensor descriptors must be able to
+    describe the pages."""
+    sizes, caches = call.sizes, (call.k_cache, call.v_cache)
+    fits = call.q.element_size() == 2 and sizes["D"] == sizes["DV"] in (128, 256) and sizes["BLOCK"] == TILE
+    plain = call.scales is None and call.window is None and 2 <= sizes["GROUP"] <= 64
+    aligned = all(x.data_ptr() % 16 == 0 and all(2 * n % 16 == 0 for n in x.stride()[:2]) for x in caches)
+    return traits_of(call.q.device).has_warpgroups and fits and plain and aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +312,15 @@ class TritonPagedAttention:
             **options,
         )
 
+    def _prefill_warps(self, call: _Call) -> None:
+        # imported late, because not every Triton has Gluon
+        from forkpoint.ops.attention.prefill_warps_kernel import prefill_warps
+
+        where = (call.out, call.gate, call.work.tiles, call.index.cu_queries, *call.rows)
+        # Tiles of one page give the bits of the portable kernel.
+        caches, most_keys = (call.k_cache, call.v_cache), TILE if self.deterministic else 2 * TILE
+        prefill_warps(call.q, caches, where, call.gate_token, call.scale, most_keys, call.overlap)
+
     def _prefill(self, call: _Call) -> None:
         work, sizes, heads = call.work, call.sizes, call.q.shape[1]
         wide, group, num_tiles = call.q.dtype == torch.float32, sizes["GROUP"], work.tiles.shape[0]
@@ -308,6 +331,9 @@ class TritonPagedAttention:
         queries = min(TILE, block_m // heads_wide)
         programs = triton.cdiv(TILE, queries) * sizes["HEADS"]  # programs per tile
         at_once = traits_of(call.q.device).num_processors
+        if _takes_warps(call) and (self.deterministic or num_tiles * programs >= WARPS_SHARE * at_once):
+            self._prefill_warps(call)
+            return
         splits = 1 if self.deterministic else num_splits(num_tiles * programs, at_once)
         sums = scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
         # Two such programs share a processor: one multiplies while the other computes exponentials.
