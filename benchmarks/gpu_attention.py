@@ -27,12 +27,14 @@ HEADS, KV_HEADS, DIM, ROTARY, LAYERS = 16, 4, 256, 64, 8
 SPLITS = KeySplits(wanted=DeviceTraits().num_decode_programs // KV_HEADS)
 DECODES = ((1, 300), (1, 4096), (1, 16384), (32, 2048), (32, 4096), (128, 350), (256, 1024))
 PREFILLS = ((128, 16384), (256, 4096), (512, 4096), (200, 2200), (64, 64), (2048, 2048), (8192, 8192), (8192, 16384))
+LONG_PREFILLS = ((4096, 4096), (16384, 16384), (32768, 32768), (8192, 100000))  # timed with narrow heads, too
+NARROW = 128  # dims of a head; so many more heads make the same work
 
 
-def arena(num_blocks: int) -> Tensor:
-    """Create keys and values of one layer, `[num_blocks, 2, Hkv, 64, D]`, with the strides of an arena of LAYERS
+def arena(num_blocks: int, dim: int = DIM) -> Tensor:
+    """Create keys and values of one layer, `[num_blocks, 2, Hkv, 64, dim]`, with the strides of an arena of LAYERS
     layers."""
-    layers = torch.empty(num_blocks, LAYERS, 2, KV_HEADS, 64, DIM, device=DEVICE, dtype=torch.bfloat16)
+    layers = torch.empty(num_blocks, LAYERS, 2, KV_HEADS * DIM // dim, 64, dim, device=DEVICE, dtype=torch.bfloat16)
     return layers[:, LAYERS // 2].normal_()
 
 
@@ -43,11 +45,13 @@ class Shape:
     rows: int
     queries: int
     length: int
+    dim: int = DIM
 
     @property
     def name(self) -> str:
         kind = "decode" if self.queries == 1 else "prefill"
-        return f"paged_attention, {kind}, {self.rows} x {self.queries} at {self.length}"
+        form = "" if self.dim == DIM else f", heads of {self.dim} dims"
+        return f"paged_attention, {kind}, {self.rows} x {self.queries} at {self.length}{form}"
 
     @property
     def stored(self) -> int:
@@ -57,9 +61,10 @@ class Shape:
     def inputs(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[AttentionIndex]]:
         """Create queries, their gate, caches, and `count` indexes into different blocks of the caches."""
         blocks = -(-self.length // 64)
-        cache = arena(count * self.rows * blocks)
+        cache = arena(count * self.rows * blocks, self.dim)
         tables = torch.randperm(len(cache), device=DEVICE).int().view(count, self.rows, blocks)
-        q, gate = randn(self.rows * self.queries, HEADS, DIM), randn(self.rows * self.queries, HEADS * DIM)
+        q = randn(self.rows * self.queries, HEADS * DIM // self.dim, self.dim)
+        gate = randn(len(q), HEADS * DIM)
         decodes, none = self.rows if self.queries == 1 else 0, torch.empty(0, dtype=torch.int64, device=DEVICE)
         lens = [self.queries] * self.rows, [self.length] * self.rows
         indices = [attention_index(*lens, table, none, decodes, splits=SPLITS) for table in tables]
@@ -67,7 +72,7 @@ class Shape:
 
     def calls(self, attend: PagedAttention) -> list[Call]:
         q, gate, k, v, indices = self.inputs(turns(self.stored) if self.queries < 1024 else 1)
-        return [lambda i=i: attend(q, k, v, i, DIM**-0.5, None, gate) for i in indices]  # type: ignore[misc]
+        return [lambda i=i: attend(q, k, v, i, self.dim**-0.5, None, gate) for i in indices]  # type: ignore[misc]
 
     def case(self, attend: PagedAttention) -> Case:
         pairs = self.rows * (self.queries * (self.length - self.queries) + self.queries * (self.queries + 1) / 2)
@@ -76,7 +81,9 @@ class Shape:
 
 
 def shapes() -> list[Shape]:
-    return [Shape(*pair[:1], 1, *pair[1:]) for pair in DECODES] + [Shape(1, *pair) for pair in PREFILLS]
+    decodes = [Shape(rows, 1, length) for rows, length in DECODES]
+    prefills = [Shape(1, *pair) for pair in (*PREFILLS, *LONG_PREFILLS)]
+    return decodes + prefills + [Shape(1, *pair, NARROW) for pair in LONG_PREFILLS]
 
 
 def input_case(ops: OpTable, tokens: int) -> Case:
@@ -106,7 +113,7 @@ def cases() -> Iterator[Case]:
     yield from (shape.case(ops.paged_attention) for shape in shapes())
     yield from (input_case(ops, tokens) for tokens in (1, 32, 256, 8192))
     ordered = select_table("triton", True, False)
-    for shape in (Shape(1, 128, 16384), Shape(1, 512, 4096)):
+    for shape in (Shape(1, 128, 16384), Shape(1, 512, 4096), Shape(1, 16384, 16384, NARROW)):
         case = shape.case(ordered.paged_attention)
         yield Case(f"{case.name}, deterministic", case.num_bytes, case.flops, case.make)
 
