@@ -42,12 +42,18 @@ ALLOWED: Final = MappingProxyType(
 def wrong_value(errors: Sequence[Mapping[str, Any]]) -> HTTPError:
     """Return an error that names one of the mistakes that pydantic found."""
     error = _nearest(errors)
-    place = ".".join(str(part) for part in error["loc"] if isinstance(part, int) or not KIND.fullmatch(part))
+    place = _place(error)
     if error["type"] == MISSING:
         return HTTPError(400, f"{place} is missing; give it", param=place)
     given = shown(error["input"])
     subject = f"{place}={given}" if place else f"the body {given}"
-    return HTTPError(400, f"{subject} is not allowed; give {_allowed(error)}", param=place or None)
+    kinds = dict.fromkeys(_allowed(each) for each in errors if _place(each) == place and each["type"] != MISSING)
+    return HTTPError(400, f"{subject} is not allowed; give {', or '.join(kinds)}", param=place or None)
+
+
+def _place(error: Mapping[str, Any]) -> str:
+    """Return the path of the wrong value, such as `messages.0.role`; "" for the body itself."""
+    return ".".join(str(part) for part in error["loc"] if isinstance(part, int) or not KIND.fullmatch(part))
 
 
 def _allowed(error: Mapping[str, Any]) -> str:

@@ -31,7 +31,12 @@ CASES: list[tuple[Any, Any, str]] = [
     (ChatBody, {**CHAT, "max_tokens": "x"}, "max_tokens='x' is not allowed; give an integer"),
     (ChatBody, {**CHAT, "stream": 5}, "stream=5 is not allowed; give true or false"),
     (ChatBody, {**CHAT, "stop": ["a", ""]}, "stop.1='' is not allowed; give a string with a length of at least 1"),
-    (ChatBody, {**CHAT, "tool_choice": "some"}, "tool_choice='some' is not allowed; give 'none', 'auto' or 'required'"),
+    (ChatBody, {**CHAT, "tool_choice": "some"}, "give 'none', 'auto' or 'required', or an object"),
+    (
+        ChatBody,
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages.0.content=5 is not allowed; give a string, or a",
+    ),
     (ChatBody, {**CHAT, "tool_choice": {"type": "function"}}, "tool_choice.function is missing; give it"),
     (ChatBody, {**CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs=1 is not allowed; give an object"),
     (ChatBody, {**CHAT, "stop_token_ids": [1] * 5000}, "give a list with a length of at most 4096"),
