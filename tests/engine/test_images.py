@@ -36,7 +36,9 @@ from tests.ling_vl_models import ling_vl_oracle, write_ling_vl
 from tests.nemotron_omni_models import nemotron_omni_oracle, write_nemotron_omni
 from tests.runtime.test_graphs import RecordingPlatform
 
-TOLERANCE = 1e-4  # of the logits' standard deviation
+# Of the logits' standard deviation. Ours are within 1e-4 of transformers' on most CPUs, and transformers' own are up to
+# 1.2e-4 from float64.
+TOLERANCE = 1.5e-4
 RNG = np.random.default_rng(1)
 INTRO, QUESTION, OTHER = (RNG.integers(2, IMAGE, count).tolist() for count in (100, 40, 70))
 SPAN = (101, 241)  # tokens of the first picture, after the intro and the token before it
@@ -120,8 +122,9 @@ def test_an_image_at_another_place_or_twice_is_no_hit(ask: Callable[..., Asked])
 
 def test_equal_bytes_in_another_shape_are_another_image(ask: Callable[..., Asked]) -> None:
     image = pytest.importorskip("PIL.Image")
-    assert ask([INTRO, image.new("RGB", (256, 256)), QUESTION]).num_runs == 1
-    other = ask([INTRO, image.new("RGB", (512, 128)), QUESTION])
+    pixels = np.random.default_rng(1).bytes(3 * 256 * 256)
+    assert ask([INTRO, image.frombytes("RGB", (256, 256), pixels), QUESTION]).num_runs == 1
+    other = ask([INTRO, image.frombytes("RGB", (512, 128), pixels), QUESTION])
     assert other.cached == 64 and other.num_runs == 1
 
 
