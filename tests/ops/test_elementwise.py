@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from forkpoint.ops.activation.reference import sigmoid, sigmoid_mul, silu, silu_mul, softplus
-from forkpoint.ops.norm.reference import add_rmsnorm, gated_rmsnorm, rmsnorm
+from forkpoint.ops.norm.reference import add_rmsnorm, gated_rmsnorm, mix_residuals, rmsnorm
 from forkpoint.ops.rope.reference import rope
 from forkpoint.ops.select import select_table, torch_table
 from forkpoint.ops.table import OpTable
@@ -67,6 +67,16 @@ def test_mixed_residuals_are_attention_over_normed_keys(dtype: torch.dtype, ops:
         query = weight.double().expand(3, 1, 40)
         want = F.scaled_dot_product_attention(query, F.rms_norm(values, (40,), None, 1e-5), values, scale=1.0)[:, 0]
         torch.testing.assert_close(ops.mix_residuals(done, last, weight, 1e-5).double(), want, **tolerance)
+
+
+def test_bits_of_mixed_residuals_do_not_depend_on_the_batch() -> None:
+    done, current, weight = torch.randn(3, 100, 48), torch.randn(100, 48), torch.randn(48)
+    for last in (None, current):
+        want = mix_residuals(done, last, weight, 1e-5)
+        for count in (1, 15, 31, 47, 61):
+            rows = slice(3, 3 + count)
+            got = mix_residuals(done[:, rows], None if last is None else last[rows], weight, 1e-5)
+            assert torch.equal(got, want[rows]), f"{count} rows"
 
 
 def test_mamba2_norms_groups_after_the_gate() -> None:

@@ -53,9 +53,13 @@ def gated_rmsnorm(
 
 
 def mix_residuals(done: Tensor, current: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Implement `table.MixResiduals`."""
+    """Implement `table.MixResiduals`.
+
+    Each row's scores lie together, as torch's softmax over another dim than the last computes the tail of a vector loop
+    with another exponential than its body.
+    """
     wide = done.float()
     if current is not None:
         wide = torch.cat((wide, current[None].float()))
-    scores = (_normalised(wide, eps) * weight).sum(-1, keepdim=True)
-    return (scores.softmax(0) * wide).sum(0).to(done.dtype)
+    shares = (_normalised(wide, eps) * weight).sum(-1).T.softmax(-1).T
+    return (shares.unsqueeze(-1) * wide).sum(0).to(done.dtype)
