@@ -13,6 +13,7 @@ from forkpoint.errors import ModelFolderError
 from forkpoint.ops.linear.packed import MIDDLE, PER_WORD, PackedMatrix, halved, pack, unpack
 
 Packing = Literal["gptq", "gptq_v2", "awq", "integers", "floats", "modelopt"]
+FLOATS: Final[tuple[Packing, ...]] = ("floats", "modelopt")
 TRANSPOSED: Final = ("gptq", "gptq_v2", "awq")  # these store `[K, N]`, in tensors called qweight
 AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)  # the output whose code is at each place of a word
 
@@ -88,7 +89,7 @@ class PackedTensors:
 
     @property
     def is_float(self) -> bool:
-        return self.packing in ("floats", "modelopt")
+        return self.packing in FLOATS
 
     @property
     def _transposed(self) -> bool:

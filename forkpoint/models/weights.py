@@ -18,10 +18,10 @@ from torch import Tensor
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.cuts import WHOLE, Cut, Part
 from forkpoint.models.fields import canonical_name
-from forkpoint.models.packings import PackedTensors
+from forkpoint.models.packings import FLOATS, PackedTensors
 from forkpoint.models.quantization import FP8, Form, Kind, WeightFormat, scale_shape
 from forkpoint.models.shards import Shards, some
-from forkpoint.ops.linear.packed import PER_WORD, PackedMatrix, quantise_packed
+from forkpoint.ops.linear.packed import FLOAT_GROUP, PER_WORD, PackedMatrix, quantise_floats, quantise_packed
 from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, ScaledMatrix, quantise
 from forkpoint.ops.ranks import ALONE, Ranks
 
@@ -109,6 +109,8 @@ class WeightSource(ABC):
         """Return the form in which `get_matrix` returns this matrix; None: not quantised."""
         if self.format is None or not self.format.covers(name):
             return None
+        if self.format.packing in FLOATS:
+            return Form("float", FLOAT_GROUP)
         return FP8 if self.format.packing is None else Form("integer", self.format.group_size)
 
     def get_matrix(self, name: str, shape: Sequence[int], cut: Cut = WHOLE) -> Matrix:
@@ -125,6 +127,8 @@ class WeightSource(ABC):
 
     def _packed(self, name: str, shape: Sequence[int]) -> PackedMatrix:
         """Return a whole matrix of this shape, quantised to 4 bits."""
+        if self.format is not None and self.format.packing in FLOATS:
+            return quantise_floats(self._own(name, Part(tuple(shape)), self.dtype, None))
         group = 0 if self.format is None else self.format.group_size
         group = next((size for size in (group, 64, 32, 16, PER_WORD) if size and shape[-1] % size == 0), shape[-1])
         return quantise_packed(self._own(name, Part(tuple(shape)), self.dtype, None), group)

@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.packings import PackedTensors, Packing
+from forkpoint.models.quantization import WeightFormat
 from forkpoint.models.registry import load_config, load_model
+from forkpoint.models.weights import DummyWeights
+from forkpoint.ops.linear.packed import PackedMatrix
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.select import select_table
 from tests.checkpoints import write_checkpoint
@@ -181,6 +184,17 @@ def test_the_option_names_the_format_of_the_folder(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"quantization='awq' is not the format of .* give 'gptq' or"):
         load_config(tmp_path, quantization="awq")
     assert logits(tmp_path, load_format="dummy").isfinite().all()
+
+
+def test_random_weights_have_the_format_of_the_folder() -> None:
+    shape, cpu = (32, 64), torch.device("cpu")
+    for packing, kind, group in (("gptq", "integer", 32), ("floats", "float", 16), ("modelopt", "float", 16)):
+        form = WeightFormat(scales=None, packing=packing, group_size=32, plain=())  # type: ignore[arg-type]
+        source = DummyWeights(dtype=torch.float32, seed=0, device=cpu, format=form)
+        matrix, found = source.get_matrix("up.weight", shape), source.form("up.weight")
+        assert isinstance(matrix, PackedMatrix) and found is not None
+        assert (found.kind, found.group, matrix.group) == (kind, group, group)
+        assert (matrix.zeros is None) == (kind == "float")
 
 
 IN_NVFP4 = {"quant_algo": "W4A16_NVFP4", "group_size": 16}

@@ -13,6 +13,8 @@ PER_WORD: Final = 8  # codes in one word
 MIDDLE: Final = 8  # zero point of a symmetric group of integers
 # The values of float codes (e2m1): a sign, two bits of exponent and one of mantissa.
 LEVELS: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FLOAT_GROUP: Final = 16  # columns that share a scale of float codes
+_SCALE_MAX: Final = 448.0  # largest e4m3 number
 _PIECE_ROWS: Final = 1024  # rows widened together, which bounds the memory
 _HALF_EXPONENT: Final = 15  # a row's largest scale is moved below 2 to this power if fp16 cannot hold it
 
@@ -155,3 +157,19 @@ def quantise_packed(matrix: Tensor, group: int) -> PackedMatrix:
     codes = (grouped / (scales.float() * factors)[..., None]).round().clamp(-8, 7) + MIDDLE
     zeros = torch.full_like(scales, MIDDLE, dtype=torch.uint8)
     return PackedMatrix(pack(codes.flatten(-2).to(torch.uint8)), scales, factors, zeros, group, matrix.dtype)
+
+
+def quantise_floats(matrix: Tensor) -> PackedMatrix:
+    """Quantise `[..., N, K]` to 4-bit floats, as NVFP4 does: e4m3 scales and one factor for the whole matrix."""
+    width = matrix.shape[-1]
+    padded = torch.nn.functional.pad(matrix.float(), (0, -width % FLOAT_GROUP))
+    grouped = padded.view(*matrix.shape[:-1], -1, FLOAT_GROUP)
+    largest = grouped.abs().amax(-1) / LEVELS[-1]
+    factor = (largest.max() / _SCALE_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    scales = (largest / factor).to(torch.float8_e4m3fn).half()
+    sizes = grouped.abs() / (scales.float() * factor).clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+    levels = torch.tensor(LEVELS, device=matrix.device)
+    codes = torch.bucketize(sizes, (levels[1:] + levels[:-1]) / 2) | ((grouped < 0).int() << 3)
+    factors = factor.expand(*matrix.shape[:-1], 1).contiguous()
+    words = pack(codes.flatten(-2)[..., :width].to(torch.uint8))
+    return PackedMatrix(words, scales, factors, None, FLOAT_GROUP, matrix.dtype)
