@@ -16,6 +16,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.joints import join_rows
 from forkpoint.models.layers import Projection
 from forkpoint.models.recurrence import Project, RecurrentConfig
+from forkpoint.ops.linear.packed import PackedMatrix
 from forkpoint.ops.linear.scaled import Matrix, take_rows
 from forkpoint.ops.parameters import Recurrence
 
@@ -63,8 +64,12 @@ class GDNConfig(RecurrentConfig):
             parts = Cut(0, (*self.conv_cut.sections, *rows(self.inner, heads, heads).sections))
             matrices = [join_rows(build.weights, {f"{name}.{self.wide[0]}": parts}, build.config.hidden_size)]
         plain = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
+        packed = [matrix for matrix in matrices if isinstance(matrix, PackedMatrix)]
+        # Matrices that are unquantised, or in 4 bits, are multiplied as one.
         if len(plain) == 2:
-            matrices = [torch.cat(plain)]  # unquantised matrices are multiplied as one
+            matrices = [torch.cat(plain)]
+        elif len(packed) == 2 and packed[0].joins(packed[1]):
+            matrices = [packed[0].joined(packed[1])]
         products = [Projection(ops, matrix) for matrix in matrices]
         sizes = [spec.mixed_dim, self.inner, spec.num_v_heads, spec.num_v_heads]
 

@@ -1,11 +1,13 @@
-"""Quantising to 4 bits."""
+"""Quantising to 4 bits, and joining matrices in 4 bits."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from forkpoint.ops.linear.packed import FLOAT_GROUP, LEVELS, quantise_floats
+from forkpoint.ops.linear.packed import FLOAT_GROUP, LEVELS, quantise_floats, quantise_packed
 
 
 @pytest.mark.parametrize("shape", [(40, 64), (3, 24, 72)])
@@ -20,3 +22,19 @@ def test_floats(shape: tuple[int, ...]) -> None:
     assert ((made.dense() - matrix).abs() <= largest * (1 / 6 + 1 / 15)).all()
     assert (made.dense() - matrix).norm() < 0.11 * matrix.norm()
     assert not quantise_floats(torch.zeros(2, 32)).dense().any()
+
+
+def test_joined() -> None:
+    torch.manual_seed(1)
+    first, second = quantise_packed(torch.randn(5, 64), 32), quantise_packed(torch.randn(3, 64), 32)
+    assert first.joins(second)
+    assert torch.equal(first.joined(second).dense(), torch.cat((first.dense(), second.dense())))
+    floats = quantise_floats(torch.randn(3, 64)), quantise_floats(torch.randn(2, 64))
+    assert torch.equal(floats[0].joined(floats[1]).dense(), torch.cat([each.dense() for each in floats]))
+    for other in (
+        quantise_packed(torch.randn(3, 64), 16),
+        floats[0],
+        replace(second, order=torch.arange(64)),
+        replace(second, dtype=torch.bfloat16),
+    ):
+        assert not first.joins(other)

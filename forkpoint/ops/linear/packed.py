@@ -99,6 +99,17 @@ class PackedMatrix:
             zeros = zeros.repeat_interleave(times, -1)[..., :count]
         return replace(self, scales=scales, zeros=zeros, group=group)
 
+    def joins(self, other: PackedMatrix) -> bool:
+        """Return whether `joined` supports the other matrix."""
+        same = self.group == other.group and self.dtype == other.dtype and self.order is None and other.order is None
+        return same and (self.zeros is None) == (other.zeros is None)
+
+    def joined(self, other: PackedMatrix) -> PackedMatrix:
+        """Return the rows of `[N, K]` and then those of another matrix."""
+        zeros = None if self.zeros is None or other.zeros is None else torch.cat((self.zeros, other.zeros))
+        words, scales = torch.cat((self.words, other.words)), torch.cat((self.scales, other.scales))
+        return replace(self, words=words, scales=scales, factors=torch.cat((self.factors, other.factors)), zeros=zeros)
+
     def multiplied(self, by: float | Tensor) -> PackedMatrix:
         """Multiply every row by one factor, or each row by its own of `by[N, 1]` fp32."""
         return replace(self, factors=self.factors * by)
