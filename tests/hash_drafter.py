@@ -45,9 +45,6 @@ class HashDrafter(Drafter):
         ]
         return np.asarray(drafts, np.int32) if drafts else None
 
-    def stepped(self, num_tokens: int, num_confirmed: int, elapsed_s: float | None) -> None:
-        assert num_tokens, "a plan that only copies says nothing of the time of steps"
-
     def plans_early(self, request: Request, lease: Lease) -> bool:
         return self._random.random() < AHEAD
 

@@ -146,8 +146,7 @@ class DraftPlanner:
         elapsed_s: float | None = self._clock.end(issued.plan.step)
         if issued.plan.num_decodes < len(rows):  # prompts took a part of the time
             elapsed_s = None
-        if result.num_tokens:  # it did not only copy
-            self._drafter.stepped(result.num_tokens, len(result.token_ids), elapsed_s)
+        self._drafter.stepped(result.num_tokens, len(result.token_ids), elapsed_s)
 
     def forget(self, request: Request) -> None:
         self._drafter.forget(request)

@@ -16,11 +16,11 @@ from forkpoint.ops.activation import kernel as activation
 from forkpoint.ops.attention.decode_kernel import decode_kernel
 from forkpoint.ops.attention.inputs_kernel import _inputs_kernel
 from forkpoint.ops.attention.prefill_kernel import prefill_kernel
-from forkpoint.ops.linear import fp8_kernel, packed_kernel, widen_kernel
+from forkpoint.ops.linear import fp8_kernel, fragments_kernel, packed_kernel, unpack_kernel, widen_kernel
 from forkpoint.ops.linear import kernel as linear
 from forkpoint.ops.linear.scaled import BLOCK
 from forkpoint.ops.linear.tiles import Tile, fixed_scaled_tile, one_scaled_tile, scaled_tile
-from forkpoint.ops.moe import kept_kernel
+from forkpoint.ops.moe import fragment_prompt_kernel, kept_kernel
 from forkpoint.ops.moe import kernel as moe
 from forkpoint.ops.moe.device_experts import _scaled_tiles
 from forkpoint.ops.norm import kernel as norm
@@ -61,9 +61,13 @@ OWN_POINTERS = {
     "shortlist": {"x": "*fp8e4nv", "codes": "*u8", "keys": "*i32"},
     "packed": {"scales": "*fp16"},
     "widen_packed": {"scales": "*fp16"},
+    "fragments_of_integers": {"scales": "*fp16"},
+    "fragments_of_floats": {"scales": "*i32"},
+    "widen_integers": {"scales": "*fp16"},
+    "widen_floats": {"scales": "*i32"},
     "choose": {"weight": "*bf16", "keys": "*i32", "token_ids": "*i64", "logits": "*fp32"},
 }
-ALIGNED = ("num_outputs", "width", "x_stride", "out_stride", "split_width", "inner", "size", "half")
+ALIGNED = ("num_outputs", "width", "num_fragments", "x_stride", "out_stride", "split_width", "inner", "size", "half")
 FIXED = {"SCALE_ROWS": 128, "BLOCKED": True, "BITS": True, "STRAIGHT": False, "OVERLAP": False, "SQUARED": False}
 FIXED |= {"GATE_LIMIT": None, "UP_LIMIT": None, "PARTIAL": False}
 
@@ -124,6 +128,18 @@ def main() -> None:
             whole = {} if into else {"tiles": None, "pairs": None}
             compiled("packed", packed_kernel.packed_product_kernel, launch, **sizes, **whole, bias=None)
         compiled("widen_packed", packed_kernel.widen_packed_kernel, Tile(1, 1, 1, 4, 1), **flags, **widened)
+    for form, flags in (("integers", {"GROUP": 128}), ("floats", {"GROUP": 16})):
+        sizes = {**flags, "ROWS": 8, "OUTPUTS": 16, "WARPS": 4, "STAGES": 3, "GATED": True, "INTO": True, "bias": None}
+        launch = Tile(1, 1, 1, 4, 3)
+        product = fragments_kernel.fragments_product_kernel
+        compiled(f"fragments_of_{form}", product, launch, **sizes, SPLIT=False, DEEP=True)
+        compiled(
+            f"fragments_of_{form}", product, launch, **{**sizes, "OUTPUTS": 64}, SPLIT=False, DEEP=False, tiles=None
+        )
+        sizes |= {"ROWS": 128, "OUTPUTS": 128}
+        compiled(f"fragments_of_{form}", fragment_prompt_kernel.prompt_product_kernel, launch, **sizes)
+        sizes = {**flags, "OUTPUTS": unpack_kernel.WIDEN_ROWS, "WARPS": 2}
+        compiled(f"widen_{form}", unpack_kernel.widen_fragments_kernel, Tile(1, 1, 1, 2, 1), **sizes)
     compiled("narrow", fp8_kernel._narrow_kernel, Tile(1, 1, 1, 4, 1), ROWS=16, WIDTH=128)
     flags = {"GATED": False, "GATE_FIRST": False, "SIGMOID": False, "OWN_WEIGHTS": False, "ADD": True}
     compiled("norm", norm._norm_kernel, Tile(1, 1, 1, 8, 1), D=2560, ROWS=1, PARTS=8, **flags)

@@ -33,7 +33,10 @@ OURS, TORCH = triton_ops(), torch_table()
 DTYPES = [torch.float32, torch.bfloat16]
 # As in test_triton_linear.
 TOLERANCE = {torch.float32: 8e-6, torch.bfloat16: 2.4e-2}
-WITH_MATRIX_UNITS = ("linear", "experts", "kept", "packed", "shortlist", "decode", "prefill")
+WITH_MATRIX_UNITS = (
+    *("linear", "experts", "kept", "packed", "shortlist", "decode", "prefill"),
+    *("fragments_of_integers", "fragments_of_floats"),
+)
 TILES = [
     Tile(16, 32, 64, 4, 3),
     Tile(16, 64, 128, 4, 3, turned=True),
@@ -165,7 +168,7 @@ def test_kernels_compile_for_hopper() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 29
+    assert len(lines) == 37
     for name, num_instructions in lines:
         assert (int(num_instructions) > 0) == (name in WITH_MATRIX_UNITS)
 

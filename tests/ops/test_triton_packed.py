@@ -6,36 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from forkpoint.ops.linear.device_linear import DeviceLinear
-from forkpoint.ops.linear.packed import FourBitExperts, FourBitLinear, PackedMatrix, quantise_packed
+from forkpoint.ops.linear.packed import FourBitExperts, FourBitLinear
 from forkpoint.ops.linear.packed_kernel import widen_packed
 from forkpoint.ops.moe import device_experts
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.parameters import GateLimits, RouteRule
 from forkpoint.ops.select import torch_table
+from tests.ops.packed_cases import TOLERANCE, close, packed
 from tests.ops.triton_cases import DEVICE, triton_ops
 
 OURS, TORCH = triton_ops(), torch_table()
-TOLERANCE = {torch.float32: 8e-6, torch.bfloat16: 2.4e-2}
-
-
-def packed(*shape: int, group: int, floats: bool, dtype: torch.dtype) -> PackedMatrix:
-    """Return random codes, scales, factors and, for integers, zero points."""
-    made = quantise_packed(torch.randn(shape), group)
-    words = torch.randint(-(2**31), 2**31 - 1, made.words.shape, dtype=torch.int32)
-    zeros = None if floats else torch.randint_like(made.scales, 17, dtype=torch.uint8)
-    if floats:
-        made = replace(made, scales=(torch.rand(made.scales.shape) * 400).to(torch.float8_e4m3fn).half())
-    changed = replace(made, words=words, zeros=zeros, factors=made.factors * (torch.rand(made.factors.shape) + 0.5))
-    moved = {name: getattr(changed, name).to(DEVICE) for name in ("words", "scales", "factors")}
-    return replace(changed, **moved, zeros=None if zeros is None else zeros.to(DEVICE), dtype=dtype)
-
-
-def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    assert got.dtype == dtype and got.shape == want.shape
-    assert (got.double() - want.double()).abs().max() <= TOLERANCE[dtype] * want.abs().max()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.linear.fp8_kernel import library_scales, multiply_fp8
+from forkpoint.ops.linear.fragments import FragmentLinear, FragmentMatrix, fits_fragments, in_fragments
+from forkpoint.ops.linear.fragments_kernel import MOST_GATED_ROWS, fragment_tile, multiply_fragments
 from forkpoint.ops.linear.kernel import multiply, multiply_both
 from forkpoint.ops.linear.packed import FourBitLinear, PackedMatrix
 from forkpoint.ops.linear.packed_kernel import multiply_packed, widen_packed
@@ -27,9 +30,12 @@ from forkpoint.ops.linear.tiles import (
     scaled_tile,
     wide_tile,
 )
+from forkpoint.ops.linear.unpack_kernel import widen_fragments
 from forkpoint.ops.linear.widen_kernel import widen
 from forkpoint.ops.table import SiluMul
 from forkpoint.platforms.table import traits_of
+
+AnyLinear: TypeAlias = PackedLinear | ScaledLinear | FourBitLinear | FragmentLinear
 
 
 def within(tile: Tile, device: torch.device, gated_fp8: bool = False) -> Tile:
@@ -49,23 +55,27 @@ class DeviceLinear:
     deterministic: bool
     silu_mul: SiluMul
 
-    @staticmethod
-    def prepare_linear(weight: Matrix, bias: Tensor | None) -> PackedLinear | ScaledLinear | FourBitLinear:
+    def prepare_linear(self, weight: Matrix, bias: Tensor | None) -> AnyLinear:
         """Keep weight and bias as loaded, with the library's scales if the device multiplies FP8.
 
-        Devices that drop the masks of gathered loads get weights in 4 bits widened.
+        Weights in 4 bits are put into fragments if bits may depend on the number of rows. Devices that drop the masks
+        of gathered loads get them widened.
         """
         if isinstance(weight, PackedMatrix):
             if traits_of(weight.words.device).masks_gathers:
-                return FourBitLinear(weight, bias)
+                if self.deterministic or not fits_fragments(weight):
+                    return FourBitLinear(weight, bias)
+                return FragmentLinear(in_fragments(weight), bias)
             weight = weight.dense()
         if not isinstance(weight, ScaledMatrix):
             return PackedLinear(weight, bias)
         multiplies = traits_of(weight.codes.device).multiplies_fp8
         return ScaledLinear(weight, bias, library_scales(weight) if multiplies else None)
 
-    def linear(self, x: Tensor, packed: PackedLinear | ScaledLinear | FourBitLinear, parts: bool = False) -> Tensor:
+    def linear(self, x: Tensor, packed: AnyLinear, parts: bool = False) -> Tensor:
         """Multiply `x[T, K]` by the weight; return `y[T, N]` in x's dtype. With `parts`, y may be `Parts`."""
+        if isinstance(packed, FragmentLinear):
+            return _of_fragments(x, *packed, parts)
         if isinstance(packed, FourBitLinear):
             return self._of_four_bits(x, *packed)
         num_outputs, width = packed.weight.shape
@@ -83,8 +93,7 @@ class DeviceLinear:
         return multiply(x, packed.weight, packed.bias, within(tile, x.device), parts=parts)
 
     def _of_four_bits(self, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
-        if weight.order is not None:
-            x = x.index_select(1, weight.order)
+        x = _ordered(x, weight.order)
         if self.deterministic or len(x) <= LARGEST:
             return multiply_packed(x, weight, bias)
         return F.linear(x, widen_packed(weight), bias)
@@ -92,8 +101,8 @@ class DeviceLinear:
     def linear_both(
         self,
         x: Tensor,
-        packed: PackedLinear | ScaledLinear | FourBitLinear,
-        beside: PackedLinear | ScaledLinear | FourBitLinear,
+        packed: AnyLinear,
+        beside: AnyLinear,
     ) -> tuple[Tensor, Tensor] | None:
         """Multiply one row by an FP8 matrix and by a plain one in one launch (`OpTable.linear_both`).
 
@@ -111,8 +120,13 @@ class DeviceLinear:
         """Multiply a bfloat16 `x[T, K]` by fp32 weights; return `y[T, N]` in fp32."""
         return multiply(x, packed.weight, packed.bias, wide_tile(x.shape[0]))
 
-    def linear_silu_mul(self, x: Tensor, packed: PackedLinear | ScaledLinear | FourBitLinear) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, packed: AnyLinear) -> Tensor:
         """Return `silu(x gate^T) * (x up^T)`, `[T, I]`, for a `[2I, K]` weight, gate rows first, without bias."""
+        if isinstance(packed, FragmentLinear):
+            if len(x) > MOST_GATED_ROWS:
+                return self.silu_mul(self.linear(x, packed))
+            few, x = fragment_tile(len(x), packed.weight, gated=True), _ordered(x, packed.weight.order)
+            return multiply_fragments(x, packed.weight, None, few, gated=True)
         if isinstance(packed, FourBitLinear):
             return self.silu_mul(self.linear(x, packed))
         if isinstance(packed, ScaledLinear):
@@ -152,3 +166,15 @@ class DeviceLinear:
             alone = alone and masks
             tile = scaled_tile(num_rows, num_outputs, width, gated, x.dtype, alone=alone, narrows=narrows)
         return None if tile is None else within(tile, x.device, gated)
+
+
+def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
+    """Return the columns of x in the order of a weight's codes."""
+    return x if order is None else x.index_select(1, order)
+
+
+def _of_fragments(x: Tensor, weight: FragmentMatrix, bias: Tensor | None, parts: bool) -> Tensor:
+    x = _ordered(x, weight.order)
+    if len(x) > LARGEST:
+        return F.linear(x, widen_fragments(weight), bias)
+    return multiply_fragments(x, weight, bias, fragment_tile(len(x), weight), parts=parts)

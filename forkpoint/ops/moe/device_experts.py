@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.linear.device_linear import within
+from forkpoint.ops.linear.fragments import FragmentExperts, fits_fragments, in_fragments
 from forkpoint.ops.linear.packed import FourBitExperts, PackedMatrix
 from forkpoint.ops.linear.packed_kernel import widen_packed
 from forkpoint.ops.linear.scaled import Matrix, ScaledExperts, ScaledMatrix, dense
 from forkpoint.ops.linear.tiles import Tile
+from forkpoint.ops.linear.unpack_kernel import widen_fragments
 from forkpoint.ops.moe.four_bit_experts import four_bit_experts
+from forkpoint.ops.moe.fragment_experts import fits_prompts, fragment_experts, prompt_experts
 from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.parameters import GateLimits
 from forkpoint.platforms.table import traits_of
 
 WIDENED_ROWS = 192  # pairs of an expert from which it pays to widen all experts in 4 bits, if bits need not agree
+PROMPT_ROWS = 32  # pairs of an expert from which whole warp groups widen fragments
 MAX_PAIRED = 72  # (token, expert) pairs; up to here most experts are read by one pair only
+
+AnyExperts: TypeAlias = PackedExperts | ScaledExperts | FourBitExperts | FragmentExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +36,13 @@ class DeviceExperts:
 
     deterministic: bool
 
-    @staticmethod
-    def prepare(gate_up: Matrix, down: Matrix) -> PackedExperts | ScaledExperts | FourBitExperts:
-        """Keep the weights as loaded. If only one of them is quantised, widen it."""
+    def prepare(self, gate_up: Matrix, down: Matrix) -> AnyExperts:
+        """Keep the weights as loaded, or put those in 4 bits into fragments, as `prepare_linear` does. If only one of
+        them is quantised, widen it."""
         if isinstance(gate_up, PackedMatrix) and isinstance(down, PackedMatrix):
             masks = traits_of(down.words.device).masks_gathers
+            if masks and not self.deterministic and fits_fragments(gate_up) and fits_fragments(down):
+                return FragmentExperts(in_fragments(gate_up), in_fragments(down))
             return FourBitExperts(gate_up, down) if masks else PackedExperts(gate_up.dense(), down.dense())
         if isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix):
             packed, masks = ScaledExperts(gate_up, down), traits_of(down.codes.device).masks_gathers
@@ -45,7 +54,7 @@ class DeviceExperts:
     def __call__(
         self,
         x: Tensor,
-        packed: PackedExperts | ScaledExperts | FourBitExperts,
+        packed: AnyExperts,
         weights: Tensor,
         ids: Tensor,
         parts: bool = False,
@@ -56,6 +65,12 @@ class DeviceExperts:
         With `parts`, the result may be `Parts`.
         """
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
+        if isinstance(packed, FragmentExperts):
+            if ids.numel() < PROMPT_ROWS * packed.down.shape[0]:
+                return fragment_experts(x, packed, weights, ids, parts, limits)
+            if fits_prompts(packed):
+                return prompt_experts(x, packed, weights, ids, parts, limits)
+            packed = PackedExperts(widen_fragments(packed.gate_up), widen_fragments(packed.down))
         if isinstance(packed, FourBitExperts):
             if self.deterministic or ids.numel() < WIDENED_ROWS * packed.down.shape[0]:
                 return four_bit_experts(x, packed, weights, ids, parts, limits)
