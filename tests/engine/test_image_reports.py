@@ -14,9 +14,8 @@ import pytest
 
 from forkpoint import LLM, SamplingParams
 from forkpoint.cache import hashing
-from tests.image_models import IMAGE, Part, Watched, picture, write_vision_checkpoint
+from tests.image_models import IMAGE, TOLERANCE, Part, Watched, picture, write_vision_checkpoint
 
-TOLERANCE = 1e-4  # of the logits' standard deviation
 RNG = np.random.default_rng(5)
 INTRO, QUESTION, OTHER = (RNG.integers(2, IMAGE, count).tolist() for count in (100, 40, 70))
 

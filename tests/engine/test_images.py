@@ -22,6 +22,7 @@ from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.sched.draft_length import DraftLength
 from tests.image_models import (
     IMAGE,
+    TOLERANCE,
     Asked,
     Operators,
     Part,
@@ -36,9 +37,6 @@ from tests.ling_vl_models import ling_vl_oracle, write_ling_vl
 from tests.nemotron_omni_models import nemotron_omni_oracle, write_nemotron_omni
 from tests.runtime.test_graphs import RecordingPlatform
 
-# Of the logits' standard deviation. Ours are within 1e-4 of transformers' on most CPUs, and transformers' own are up to
-# 1.2e-4 from float64.
-TOLERANCE = 1.5e-4
 RNG = np.random.default_rng(1)
 INTRO, QUESTION, OTHER = (RNG.integers(2, IMAGE, count).tolist() for count in (100, 40, 70))
 SPAN = (101, 241)  # tokens of the first picture, after the intro and the token before it

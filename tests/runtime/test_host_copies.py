@@ -133,9 +133,10 @@ class Moving:
         for _ in range(self.random.randint(0, 5)):
             # Run one by one what a plan runs together, because `move` looks at the arena; `issue` comes at the end.
             moves = self.with_neighbours(self.move())
-            before, own = self.arena.data.clone(), self.places(moves)
+            before = self.arena.data.clone()
             self.run_moves(moves)
-            assert torch.equal(self.arena.data[~own], before[~own]), "a copy to the arena reaches beyond its units"
+            self.take_places(moves, before)
+            assert torch.equal(self.arena.data, before), "a copy to the arena reaches beyond its units"
             self.check_landed()
         self.arena.issue()
         self.arena.data.random_(0, 255)
@@ -166,17 +167,16 @@ class Moving:
             moves.append(move)
         return moves
 
-    def places(self, moves: list[Move]) -> Tensor:
-        """Return a mask of the arena's bytes that these moves may write: units with the padding behind them."""
-        mask = torch.zeros(len(self.arena.data), dtype=torch.bool)
-        for move in moves:
-            if move.route is MoveRoute.LAND:
-                start = self.arena._extent(move.kind, move.dst).start
-                mask[start : self.arena._extent(move.kind, move.dst + 1).start] = True
-                for number, blocks in enumerate(move.windows, 1):
-                    for block in blocks:
-                        mask[self.arena._extent(MoveKind.BLOCK, block, number)] = True
-        return mask
+    def take_places(self, moves: list[Move], before: Tensor) -> None:
+        """Copy to `before` what these moves may write to the arena: units with the padding behind them."""
+        places = list[slice]()
+        for move in moves if moves[0].route is MoveRoute.LAND else ():
+            start, end = (self.arena._extent(move.kind, unit).start for unit in (move.dst, move.dst + 1))
+            places.append(slice(start, end))
+            for number, blocks in enumerate(move.windows, 1):
+                places += [self.arena._extent(MoveKind.BLOCK, block, number) for block in blocks]
+        for place in places:
+            before[place] = self.arena.data[place]
 
     def run_moves(self, moves: list[Move]) -> None:
         match moves[0].route:
