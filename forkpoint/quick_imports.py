@@ -20,7 +20,7 @@ VALIDATORS: Final = "transformers.utils.type_validators"
 def collection_paused() -> Iterator[None]:
     """Pause garbage collection. Imports make next to no garbage, and each collection would examine what they made.
 
-    It saves an eighth of the time that torch and transformers take.
+    The imports of torch and transformers take an eighth less time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

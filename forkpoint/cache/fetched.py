@@ -26,9 +26,9 @@ from forkpoint.cache.windows import WindowRuns, ids_of
 from forkpoint.checks import is_loopback
 from forkpoint.config import BLOCK_SIZE
 
-AVOIDED_S: Final = 30.0  # for which a peer that did not answer is not asked again
-COMPUTING_S: Final = 50.0  # more that a request waits if the other engine still computes its prompt
-LATE_S: Final = 1.0  # after the worker should have given up; then its answer is not waited for
+AVOIDED_S: Final = 30.0  # a peer that did not answer is not asked again for so long
+COMPUTING_S: Final = 50.0  # a request waits so much longer while the other engine computes its prompt
+LATE_S: Final = 1.0  # the worker is not waited for any more so long after its own deadline
 LOGGER: Final = logging.getLogger("forkpoint")
 
 

@@ -11,13 +11,13 @@ from typing import Final
 from forkpoint.cache.eviction import RecomputeCost
 
 ASSUMED_RATE: Final = 10e9  # bytes per second, before a load was timed
-LEAST_BYTES: Final = 8 * 2**20  # that arrive together; the time of fewer says little of the rate
-NUM_RATES: Final = 8  # timed loads; the fastest counts, because steps delay the others
-NUM_STEPS: Final = 8  # timed steps after which the weight of earlier ones is halved
-TRY_AGAIN_S: Final = 60.0  # after which a tier that was too slow is timed again
+LEAST_BYTES: Final = 8 * 2**20  # the least load whose time counts; fewer bytes say little about the rate
+NUM_RATES: Final = 8  # number of timed loads; the fastest counts, because steps delay the others
+NUM_STEPS: Final = 8  # number of timed steps after which the weight of earlier ones is halved
+TRY_AGAIN_S: Final = 60.0  # a tier that was too slow is timed again after so long
 LATE_FACTOR: Final = 2.0  # a read is late if it takes so many times as long as estimated
-SLACK_S: Final = 0.25  # and so much longer: a copy may have to wait for a step
-BUSY_FACTOR: Final = 4.0  # with other requests at work a load may take longer, because it leaves the device to them
+SLACK_S: Final = 0.25  # a late read takes so much longer, too: a copy may have to wait for a step
+BUSY_FACTOR: Final = 4.0  # a load may take so many times as long as computing if it leaves the device to other requests
 PATIENCE: Final = 0.02  # share of the time of computing for which a load goes on before it is judged
 
 

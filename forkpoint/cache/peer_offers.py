@@ -16,7 +16,7 @@ OWN_FIELD: Final = "forkpoint"  # of kv_transfer_params: what vLLM's fields cann
 MAX_PORT: Final = 2**16 - 1
 MAX_HOST_CHARS: Final = 253
 MAX_LEASE: Final = 2**53
-LEAST_ASKED_LEASE: Final = 2**32  # that a proxy may choose; engines count their own from 1
+LEAST_ASKED_LEASE: Final = 2**32  # the lowest number that a proxy may choose; engines count their own from 1
 MAX_RANKS: Final = 1024
 
 

@@ -13,9 +13,9 @@ from forkpoint.cache.load_choice import LoadProgress
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.cache.windows import WindowRuns, ids_of
 
-PROBE_BYTES: Final = 4 * 2**20  # of the first reads of a prefix, whose time says early that a tier is slow
+PROBE_BYTES: Final = 4 * 2**20  # size of the first reads of a prefix, whose time shows early that a tier is slow
 PROBE_GROWTH: Final = 4  # times the bytes that have arrived may be read next
-AWAITED_BYTES: Final = 32 * 2**20  # at most, that a worker reports together
+AWAITED_BYTES: Final = 32 * 2**20  # the most that a worker reports together
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-LOCK_WAIT_S: Final = 2.0  # for the process of an engine that was just killed
-MOST_NAMESPACES: Final = 4  # that one folder keeps; their sizes add up
+LOCK_WAIT_S: Final = 2.0  # wait for the process of an engine that was just killed
+MOST_NAMESPACES: Final = 4  # namespaces that one folder keeps; their sizes add up
 NAME: Final = re.compile("[0-9a-f]{32}")
 FILE_NAMES: Final = ("slab.*", "journal.*", "lock.*")
 LOGGER: Final = logging.getLogger("forkpoint")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it imports sockets and a codec
 MIDDLE_EVERY = 64  # steps between collections of the middle garbage generation
 FULL_EVERY = 1 << 16  # steps between full collections, which take a tenth of a second and rarely find a cycle
 CLOSED = "the engine is closed; create a new one"
-SAVE_S = 10.0  # for storing the cache in the disk tier when the engine closes
+SAVE_S = 10.0  # time to store the cache in the disk tier when the engine closes
 LOOK_AHEAD = 2  # steps in flight with async scheduling: one runs, the next is planned
 
 

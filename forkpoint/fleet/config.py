@@ -13,7 +13,7 @@ from forkpoint.json_options import json_object
 
 MAX_REPLICAS = 4096
 MAX_ONGOING = 1 << 20
-PREFILL_MIN_TOKENS = 2048  # of which computing takes longer than the way over another engine
+PREFILL_MIN_TOKENS = 2048  # computing a longer prompt takes longer than the way over another engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

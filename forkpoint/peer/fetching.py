@@ -31,11 +31,11 @@ from forkpoint.peer.protocol import (
 )
 from forkpoint.shared_arrays import CAN_SHARE, MemoryReader
 
-NUM_FETCHES: Final = 8  # at the same time
-MOST_CONNECTIONS: Final = 8  # of a fetch; each has a thread, which also computes checksums
-BYTES_OF_CONNECTION: Final = 2**25  # with which another connection pays
-PROGRESS_BYTES: Final = 2**25  # that have arrived and wake up a worker without other work
-END_S: Final = 2.0  # for telling a peer that its lease has ended
+NUM_FETCHES: Final = 8  # fetches at the same time
+MOST_CONNECTIONS: Final = 8  # connections of a fetch; each has a thread, which also computes checksums
+BYTES_OF_CONNECTION: Final = 2**25  # a fetch opens another connection for so many bytes
+PROGRESS_BYTES: Final = 2**25  # a worker without other work wakes up when so many bytes have arrived
+END_S: Final = 2.0  # time to tell a peer that its lease has ended
 LOGGER: Final = logging.getLogger("forkpoint")
 
 

@@ -29,7 +29,7 @@ PIECE_BYTES: Final = 2**24
 # Bytes of an entry that travel together. Several connections carry a state, which is the last entry to be computed.
 PART_BYTES: Final = 2**22
 PART_NUMBER: Final = struct.Struct("<I")
-LEAST_WAIT_S: Final = 0.001  # of a call of the system; 0 would mean for ever
+LEAST_WAIT_S: Final = 0.001  # timeout of a system call; 0 would mean to wait for ever
 DONE: Final = b"D"
 GONE, SENT, SHARED = range(3)  # status of a part: there is none, its bytes follow, or they are in shared memory
 NO_PLACE: Final = Place(0, 0, 0, 0)

@@ -26,8 +26,8 @@ from forkpoint.peer.protocol import (
 )
 
 MAX_CONNECTIONS: Final = 128  # at once; more are closed, and their engines compute
-CONNECTION_S: Final = 60.0  # the most that one may take
-COPIES_WAIT_S: Final = 10.0  # for the next entry of a prompt, which may still be computed
+CONNECTION_S: Final = 60.0  # the longest time of a connection
+COPIES_WAIT_S: Final = 10.0  # longest wait for the next entry of a prompt, which may still be computed
 EXPIRE_EVERY_S: Final = 1.0
 LOGGER: Final = logging.getLogger("forkpoint")
 

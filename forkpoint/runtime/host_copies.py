@@ -24,7 +24,7 @@ from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 
 Log: TypeAlias = Callable[[int, str], None]  # takes a level of `logging` and a line
 
-BATCH_BYTES: Final = 32 * 2**20  # that are issued and reported together, so that arrivals and further reads overlap
+BATCH_BYTES: Final = 32 * 2**20  # issued and reported together, so that arrivals and further reads overlap
 # Bytes. Pinning takes about 0.1 s a GiB, and other calls of the driver may wait for a piece.
 PINNED_AT_ONCE: Final = 1 << 26
 

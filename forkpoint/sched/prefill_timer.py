@@ -11,7 +11,7 @@ from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.sched.plan import StepPlan
 from forkpoint.sched.step_clock import StepClock
 
-LEAST_TOKENS: Final = 1024  # of prompts in a step; the time of a step with fewer says little of the rate
+LEAST_TOKENS: Final = 1024  # prompt tokens of a step; the time of a step with fewer says little about the rate
 
 
 class PrefillTimer:

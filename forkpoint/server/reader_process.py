@@ -31,8 +31,8 @@ from forkpoint.worker.child import HANDLED_SIGNALS, signals_blocked
 # Number of bytes of the pickled function, and of the data. Zeros: the last answer has been received.
 HEAD: Final = struct.Struct("!QQ")
 IS_USABLE: Final = struct.Struct("!?")  # precedes an answer: whether the reader may be used again
-RETIRE_BYTES: Final = 192 * 2**20  # by which a reader may grow and be used again; the memo of images is a third of it
-MAX_UNMEASURED_BYTES: Final = 2**20  # of a request after which a reader is used again where its memory is not known
+RETIRE_BYTES: Final = 192 * 2**20  # a reader that has grown by more ends; the memo of images is a third of it
+MAX_UNMEASURED_BYTES: Final = 2**20  # a larger request ends its reader if the reader's memory is not known
 MAX_GROWTH_BYTES: Final = 4 * 2**30  # memory that a reader may allocate; its request fails beyond it
 # Half of the engine threads' stack: a grammar that does not overflow a reader's stack does not overflow theirs.
 MAX_STACK_BYTES: Final = 4 * 2**20

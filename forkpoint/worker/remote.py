@@ -37,7 +37,7 @@ from forkpoint.worker.disk_ranks import TierTickets, common_disk
 from forkpoint.worker.peer_ranks import FetchTickets, common_peers
 from forkpoint.worker.worker import Worker, WorkerFacts
 
-STOP_TIMEOUT_S = 10.0  # for the device to finish and the worker to end; then it is killed
+STOP_TIMEOUT_S = 10.0  # time for the device to finish and the worker to end; then the worker is killed
 APART_S = 3.0  # ranks that have not answered so long after another one failed are waiting for it
 PREPARE = b"\xc1"  # a byte that no message in msgpack begins with
 MEETING = "ranks"  # name of the file through which ranks find each other
