@@ -18,9 +18,13 @@ from tests.ops.triton_cases import ON_GPU
 
 ROOT = Path(forkpoint.__file__).parent
 MASKS = "its loads would lose their masks"
+PACKED = "weights in 4 bits are widened there while they load"
 NEVER_LAUNCHED = {  # by what their names begin with
     "ops.linear.fp8_kernel._narrow_kernel": "activations are not rounded to FP8, which it does not multiply",
-    "ops.linear.packed_kernel.": "weights in 4 bits are widened there while they load",
+    "ops.linear.packed_kernel.": PACKED,
+    "ops.linear.fragments_kernel.": PACKED,
+    "ops.linear.unpack_kernel.": PACKED,
+    "ops.moe.fragment_prompt_kernel.": PACKED,
     "ops.moe.kept_kernel._kept_kernel": "multiplies FP8 by FP8",
     "ops.moe.kernel._pair_out_kernel": MASKS,
     "ops.moe.order_kernel._few_kernel": MASKS,
