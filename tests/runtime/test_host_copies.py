@@ -29,6 +29,7 @@ KEYS = KVSpec.of(1, 2, 2, "float32")
 SMALL = {
     "several blocks a page": layout_of([KEYS, state((2, 8), (4, 32, 32), "float32")]),
     "several slots a page": layout_of([KEYS] * 4 + [state((2, 8), (1, 4, 4), "float32")]),
+    "padded blocks": layout_of([KEYS, KEYS, state((2, 8), (4, 24, 16), "float32")]),
     "two windows": layout_of(
         [KEYS, replace(KEYS, window=100), *[replace(KEYS, window=250)] * 2, state((2, 8), (4, 32, 32), "float32")]
     ),
