@@ -16,7 +16,7 @@ class DeviceBuffers:
     def __init__(self, buffer_bytes: int, padding: int) -> None:
         """`padding` bytes stay free after each unit, so that units lie as those of the arena and of the host do."""
         self._buffer_bytes, self._padding = buffer_bytes, padding
-        self._rest = Stretch.of(torch.empty(0, dtype=torch.uint8))  # of the buffer that was allocated last
+        self._rest = Stretch.of(torch.empty(0, dtype=torch.uint8))  # the free part of the last buffer
 
     def take(self, num_bytes: int, allocate: Callable[[int], Tensor]) -> Stretch:
         """Return memory for a unit, of a new buffer if the last one has no room for it."""

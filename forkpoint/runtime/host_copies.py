@@ -18,7 +18,7 @@ from forkpoint.cache.disk_entries import HOST_READY, TierNews
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.platforms.platform import MARK_POLL_S, CopyStream, Mark, Platform
 from forkpoint.runtime.device_buffers import DeviceBuffers
-from forkpoint.runtime.stretch import Stretch, joined
+from forkpoint.runtime.stretch import Stretch, joined, joint_padding
 from forkpoint.runtime.units import unit_bytes, unit_extent
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 
@@ -49,7 +49,7 @@ class TierMemory:
     arena_places: Mapping[MoveKind, tuple[int, int]]
     places: Mapping[MoveKind, tuple[int, int]]
     windows: tuple[tuple[int, int, int], ...]
-    padding: int  # bytes after a block, of the arena and of a tier, that belong to nobody; 0 if theirs differ
+    padding: int  # bytes after a block, of the arena and of a tier, that copies may write
 
     @classmethod
     def of(cls, layout: CacheLayout, arena: Tensor, host: Tensor) -> TierMemory:
@@ -57,10 +57,10 @@ class TierMemory:
         for group in layout.windows:
             windows.append((group.stride_bytes, group.unit_bytes, start))
             start += group.most_of_state * group.unit_bytes
-        arena_places, places, padding = _places(layout), _places(stored), 0
-        if arena_places.get(MoveKind.BLOCK) == places.get(MoveKind.BLOCK) is not None:
-            stride, num_bytes = places[MoveKind.BLOCK]
-            padding = stride - num_bytes
+        arena_places, places = _places(layout), _places(stored)
+        sizes = [num_bytes for _, num_bytes in (*arena_places.values(), *places.values())]
+        sizes += [num_bytes for _, num_bytes, _ in windows]
+        padding = joint_padding(arena_places.get(MoveKind.BLOCK), places.get(MoveKind.BLOCK), min(filter(None, sizes)))
         return cls(arena, host, stored.page_bytes, arena_places, places, tuple(windows), padding)
 
     def unit_bytes(self, kind: MoveKind) -> int:
@@ -345,7 +345,10 @@ class StreamCopies(HostCopies):
         return batch
 
     def _note_out(self, move: Move, target: Stretch, page: int | None = None, ticket: int = 0) -> CopyBatch | None:
-        """Note a copy of the unit `move.src` of the arena through a buffer, which `_fill` fills. Returns as above."""
+        """Note a copy of the unit `move.src` of the arena through a buffer, which `_fill` fills.
+
+        Returns as `copy_out` does.
+        """
         num_bytes = self._memory.unit_bytes(move.kind)
         try:
             buffer = self._buffers_out.take(num_bytes, self._new_buffer)

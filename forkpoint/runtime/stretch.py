@@ -51,3 +51,15 @@ def joined(copies: Iterable[tuple[Stretch, Stretch]], padding: int = 0) -> Itera
 def _gap(stretch: Stretch, following: Stretch) -> int:
     """Return the bytes between a stretch and one that follows it in its memory; -1 if it does not."""
     return following.start - stretch.end if following.memory is stretch.memory else -1
+
+
+def joint_padding(arena: tuple[int, int] | None, tier: tuple[int, int] | None, smallest_unit: int) -> int:
+    """Return the bytes after each block that copies may write; 0 if there are none.
+
+    `arena` and `tier` are the places of blocks. A unit that fits into the padding could lie between two neighbours.
+    """
+    if arena is None or arena != tier:
+        return 0
+    stride, num_bytes = arena
+    padding = stride - num_bytes
+    return padding if padding < smallest_unit else 0

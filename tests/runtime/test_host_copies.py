@@ -18,7 +18,7 @@ from forkpoint.cache.disk_entries import HOST_READY
 from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.platforms.copy_stream import PIECE_BYTES, pieces
 from forkpoint.runtime.buffers import ArenaBuffer
-from forkpoint.runtime.stretch import Stretch, joined
+from forkpoint.runtime.stretch import Stretch, joined, joint_padding
 from forkpoint.runtime.units import unit_extent
 from tests.cache.shapes import layout_of, state
 from tests.late_streams import LatePlatform
@@ -310,6 +310,17 @@ def test_copies_with_the_same_padding_between_them_are_joined(gaps: tuple[int, i
     found = list(joined(zip(*units, strict=True), padding=2))
     assert len(found) == num_copies
     assert (found[0][0].start, found[-1][0].end) == (0, units[0][-1].end)
+
+
+@pytest.mark.parametrize(
+    ("arena", "tier", "smallest", "padding"),
+    [((10, 8), (10, 8), 3, 2), ((10, 8), (10, 8), 2, 0), ((10, 8), (9, 8), 3, 0), (None, None, 3, 0)],
+    ids=str,
+)
+def test_copies_span_no_gap_that_may_hold_a_unit(
+    arena: tuple[int, int] | None, tier: tuple[int, int] | None, smallest: int, padding: int
+) -> None:
+    assert joint_padding(arena, tier, smallest) == padding
 
 
 @pytest.mark.parametrize("address", [0, 64, PIECE_BYTES - 1])
