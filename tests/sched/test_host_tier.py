@@ -12,11 +12,8 @@ from forkpoint.cache.disk_entries import HOST_READY, TierNews
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.streamed_tier import StreamedHostTier
 from forkpoint.cache.tree import Node
-from forkpoint.sched.plan import StepPlan
 from forkpoint.sched.request import Request
 from tests.cache.published import Listener, sent_hashes
-from tests.hash_runner import HashRunner
-from tests.hash_step import AnsweredStep
 from tests.sched.harness import HYBRIDS, LAYOUTS, WINDOWED, WITH_WINDOWS, Harness, tokens
 
 STREAMS = pytest.mark.parametrize("host_streams", [False, True])
@@ -234,25 +231,6 @@ def test_a_restored_prefix_stays_until_its_request_runs() -> None:
     harness.run()
     harness.check_output("waits")
     assert waiting.cache is not None and waiting.cache.num_restored_tokens == 640
-
-
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_a_plan_beside_other_requests_loads_little(is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device lands all that has arrived, unless other requests wait for the host to issue the copies."""
-    monkeypatch.setattr("forkpoint.cache.restoring.LOADED_AT_ONCE", ONE_UNIT)
-    harness, landed = tight(host_streams=True), list[int]()
-    prompt, submit = evicted(harness), HashRunner.submit
-
-    def count(runner: HashRunner, plan: StepPlan) -> AnsweredStep:
-        landed.append(sum(move.route is MoveRoute.LAND for move in plan.moves))
-        return submit(runner, plan)
-
-    monkeypatch.setattr(HashRunner, "submit", count)
-    if is_busy:
-        harness.add("stream", tokens(5, 64), 60)
-        harness.step()
-    assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens > 512
-    assert (max(landed) == 1) is is_busy
 
 
 def test_a_reset_reaches_the_host_tier() -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from forkpoint.cache.arena import MoveRoute
 from forkpoint.cache.streamed_tier import StreamedHostTier
-from tests.sched.harness import LAYOUTS
+from forkpoint.sched.plan import StepPlan
+from tests.hash_runner import HashRunner
+from tests.hash_step import AnsweredStep
+from tests.sched.harness import LAYOUTS, tokens
 from tests.sched.test_host_tier import ONE_UNIT, empty_arena, evicted, next_turn, tight
 
 
@@ -41,3 +45,22 @@ def test_only_loads_from_a_tier_of_unknown_rate_begin_small(has_rate: bool, monk
     harness.add("waits", next_turn(prompt), 2)
     harness.step()
     assert (len(tier._reader._reads) > 1) == has_rate
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_plan_beside_other_requests_loads_little(is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device lands all that has arrived, unless other requests wait for the host to issue the copies."""
+    monkeypatch.setattr("forkpoint.cache.restoring.LOADED_AT_ONCE", ONE_UNIT)
+    harness, landed = tight(host_streams=True), list[int]()
+    prompt, submit = evicted(harness), HashRunner.submit
+
+    def count(runner: HashRunner, plan: StepPlan) -> AnsweredStep:
+        landed.append(sum(move.route is MoveRoute.LAND for move in plan.moves))
+        return submit(runner, plan)
+
+    monkeypatch.setattr(HashRunner, "submit", count)
+    if is_busy:
+        harness.add("stream", tokens(5, 64), 60)
+        harness.step()
+    assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens > 512
+    assert (max(landed) == 1) is is_busy
