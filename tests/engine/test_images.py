@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from forkpoint import LLM, SamplingParams
@@ -44,7 +45,6 @@ SPAN = (101, 241)  # tokens of the first picture, after the intro and the token 
 
 @pytest.fixture(scope="module", params=["dense", "moe", "lfm2_vl", "lfm2_vl_moe", "nemotron_omni", "ling_vl"])
 def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    pytest.importorskip("PIL.Image")
     folder = tmp_path_factory.mktemp(request.param)
     if request.param.startswith("lfm2_vl"):
         theirs = write_lfm2_vl(folder, moe=request.param == "lfm2_vl_moe")
@@ -119,10 +119,9 @@ def test_an_image_at_another_place_or_twice_is_no_hit(ask: Callable[..., Asked])
 
 
 def test_equal_bytes_in_another_shape_are_another_image(ask: Callable[..., Asked]) -> None:
-    image = pytest.importorskip("PIL.Image")
     pixels = np.random.default_rng(1).bytes(3 * 256 * 256)
-    assert ask([INTRO, image.frombytes("RGB", (256, 256), pixels), QUESTION]).num_runs == 1
-    other = ask([INTRO, image.frombytes("RGB", (512, 128), pixels), QUESTION])
+    assert ask([INTRO, Image.frombytes("RGB", (256, 256), pixels), QUESTION]).num_runs == 1
+    other = ask([INTRO, Image.frombytes("RGB", (512, 128), pixels), QUESTION])
     assert other.cached == 64 and other.num_runs == 1
 
 
@@ -406,9 +405,8 @@ def test_placeholders_without_images_are_text(folder: tuple[Path, Any]) -> None:
 
 
 def test_what_is_refused_says_why(folder: tuple[Path, Any]) -> None:
-    image = pytest.importorskip("PIL.Image")
-    good, wide = picture(1, 64, 64), image.new("RGB", (6432, 32))
-    huge = image.new("1", (9000, 9000))
+    good, wide = picture(1, 64, 64), Image.new("RGB", (6432, 32))
+    huge = Image.new("1", (9000, 9000))
 
     def prompt(data: Any, ids: list[int] | None = None) -> dict[str, Any]:
         return {"prompt_token_ids": ids or [5, IMAGE, 6], "multi_modal_data": data}
