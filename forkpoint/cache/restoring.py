@@ -17,7 +17,7 @@ from forkpoint.cache.windows import WindowRow
 from forkpoint.config import BLOCK_SIZE
 
 # Bytes that a plan with rows of other requests loads. The copies run before the rows and delay them: by about 10 ms on
-# a CPU, and by 1 ms on a GPU, whose host issues them.
+# a CPU, and on a GPU by the time that its host needs to issue them.
 LOADED_AT_ONCE: Final = 64 * 2**20
 
 

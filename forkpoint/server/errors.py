@@ -33,7 +33,7 @@ MESSAGES_TYPES: Final = MappingProxyType(
         503: "overloaded_error",
     }
 )
-# Where clients ask; with a wrong base URL they ask without /v1, or with it twice.
+# Paths that an error suggests. Clients with a wrong base URL ask without /v1, or with it twice.
 PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models", "/v1/responses")
 MAX_PATH: Final = 64  # characters of another path that are compared with these
 CLIENT_LEFT: Final = 499  # nginx's status for a client that left; it appears in the log and the metrics only

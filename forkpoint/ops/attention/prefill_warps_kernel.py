@@ -32,8 +32,8 @@ COLUMNS = gl.constexpr(64)  # columns of a copy: the widest that a swizzle of 12
 ROWS = gl.constexpr(64)  # rows of queries per group
 GROUPS = gl.constexpr(2)
 REGISTERS = gl.constexpr((240, 24))  # per thread of the second group and of the warp that loads; the first has the rest
-TILE_ELEMENTS = 64 * 256  # of a tile of keys at most, whose scores and weights must fit in registers
-RING_ELEMENTS = 2 * TILE_ELEMENTS  # of the tiles of keys that shared memory holds; as many of values
+TILE_ELEMENTS = 64 * 256  # the most of a tile of keys, whose scores and weights must fit in registers
+RING_ELEMENTS = 2 * TILE_ELEMENTS  # the tiles of keys that shared memory holds, and as many of values
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ STRIP_ROWS: Final = tl.constexpr(STRIP)
 WORDS: Final = tl.constexpr(FRAGMENT // 8)  # words of a row of a fragment
 PAIRS: Final = tl.constexpr(FRAGMENT // 32)  # words of its scales, for floats
 GROUP_OF_FLOATS: Final = tl.constexpr(FLOAT_GROUP)
-FLOAT_FACTOR: Final = tl.constexpr(2.0**-FLOAT_EXPONENT)  # by which sums of products with floats are multiplied
+FLOAT_FACTOR: Final = tl.constexpr(2.0**-FLOAT_EXPONENT)  # sums of products with floats are multiplied by it
 WIDEN_ROWS: Final = 32
 _ZERO: Final = tl.constexpr(MIDDLE)
 
