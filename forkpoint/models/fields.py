@@ -55,7 +55,7 @@ def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the default of each field of a transformers class, such as "llama.LlamaConfig", and its attribute map.
 
     A field without a default maps to None. The attribute map lists pairs of names that mean the same field. Raises
-    UnsupportedModelError if the installed transformers does not have the class's module.
+    UnsupportedModelError if the installed transformers does not have the class's module, or lacks a package itself.
     """
     module, name = place.split(".")
     import_transformers()
@@ -64,7 +64,10 @@ def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         found = getattr(import_module(path), name)
     except ModuleNotFoundError as error:
         if error.name is None or not path.startswith(error.name):
-            raise  # transformers needs a module that is not installed
+            raise UnsupportedModelError(
+                f"the installed transformers {version('transformers')} cannot be imported: {error}; install what it "
+                "needs (pip install -U transformers)"
+            ) from error
         raise UnsupportedModelError(
             f"the installed transformers {version('transformers')} has no {name}, whose defaults this model needs; "
             "install a newer one (pip install -U transformers)"

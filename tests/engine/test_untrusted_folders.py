@@ -162,7 +162,9 @@ def test_what_transformers_itself_lacks_is_named(monkeypatch: pytest.MonkeyPatch
         raise ModuleNotFoundError("No module named 'httpx2'", name="httpx2")
 
     monkeypatch.setattr("forkpoint.models.fields.import_module", import_module)
-    with pytest.raises(ModuleNotFoundError, match="httpx2"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"cannot be imported: No module named 'httpx2'; install what it needs"
+    ):
         class_defaults("llama.LlamaConfig")
 
 
