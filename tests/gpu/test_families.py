@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -37,13 +38,17 @@ def test_logits_are_those_of_torch(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp8_is_no_worse_than_torch_in_bfloat16(family: str, tmp_path: Path) -> None:
-    """If activations are rounded to FP8 too, errors may be a few times as large."""
+    """If activations are rounded to FP8 too, errors may be a few times as large.
+
+    A router whose next expert scores the same within rounding may choose either, so 2 % of the tokens may be off.
+    """
     write_checkpoint(tmp_path / "widened", family)
     put_in_fp8(tmp_path / "widened", tmp_path / "fp8", "block")
     want = on_cpu(tmp_path / "fp8", "float32").log_softmax(-1)
 
     def error(made: Tensor) -> float:
-        return float((made.log_softmax(-1) - want).abs().mean())
+        of_tokens = (made.log_softmax(-1) - want).abs().mean(-1).flatten()
+        return float(of_tokens.sort().values[: math.floor(0.98 * len(of_tokens))].mean())
 
     theirs = error(on_cpu(tmp_path / "fp8", "bfloat16"))
     assert error(on_device(tmp_path / "fp8", "bfloat16", deterministic=True)) <= 1.25 * theirs
