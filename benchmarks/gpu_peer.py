@@ -29,7 +29,7 @@ from benchmarks.peer_run import Measure, PeerRun
 
 Ids = list[int]
 VOCAB_SIZE = 32_000
-PARTS = ("first_token", "decode", "forks", "agents", "chat")
+PARTS = ("first_token", "decode", "forks", "agents", "chat", "mixed", "long")
 RATES = [0.8, 0.64, 0.512]  # how often the first, second and third draft count
 NINE: dict[str, Any] = {
     "dtype": "bfloat16", "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288,
@@ -91,11 +91,12 @@ class Engine:
         drafts.SyntheticWindows.rates = tuple(RATES[:num_drafts])
         drafts.set_drafter(self.llm, drafts.SyntheticDrafter(tuple(RATES[:num_drafts]), VOCAB_SIZE, {}, True))
 
-    def run(self, prompts: Sequence[Ids], num_tokens: int) -> tuple[float, list[Any]]:
-        """Return the seconds and the outputs of a call."""
+    def run(self, prompts: Sequence[Ids], num_tokens: int | Sequence[int]) -> tuple[float, list[Any]]:
+        """Return the seconds and the outputs of a call. `num_tokens` is one for all prompts or one for each."""
         given: Any = [{"prompt_token_ids": ids} for ids in prompts] if self._is_vllm else list(prompts)
         silent = {"detokenize": False} if self._is_vllm else {}
-        params = self._params(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, **silent)
+        counts = [num_tokens] * len(prompts) if isinstance(num_tokens, int) else num_tokens
+        params = [self._params(temperature=0.0, max_tokens=n, ignore_eos=True, **silent) for n in counts]
         began = time.perf_counter()
         outputs = self.llm.generate(given, params, use_tqdm=False)
         return time.perf_counter() - began, outputs
@@ -196,6 +197,35 @@ class Protocol:
         return [
             Measure(f"{name}, slowest of {len(later)}", "ms", max(later), later),
             Measure(f"{name}, median", "ms", median(later), is_detail=True),
+        ]
+
+    def mixed(self) -> list[Measure]:
+        """Time 400 requests at once, whose prompts and answers have all lengths."""
+        self._engine.llm.reset_prefix_cache()
+        times = []
+        for _ in range(2):
+            lengths = [(self._random.randint(100, 4000), self._random.randint(16, 300)) for _ in range(400)]
+            prompts = [self._ids(length) for length, _ in lengths]
+            times.append(round(self._engine.run(prompts, [count for _, count in lengths])[0], 2))
+        name = "400 requests with prompts of 100 to 4,000 tokens, answers of 16 to 300"
+        return [Measure(name, "s", times[-1], tuple(times))]
+
+    def long(self) -> list[Measure]:
+        """Time a prompt of 100,000 tokens, its continuation, and decoding after long prompts."""
+        cold, warm, found = [], [], []
+        for _ in range(self._repeats):
+            prompt = self._ids(100_000)
+            cold.append(self._hit(prompt))
+            warm.append(self._hit(prompt + self._ids(128)))
+        for batch, length in ((1, 100_000), (16, 32_000)):
+            prompts = [self._ids(length) for _ in range(batch)]
+            took = [self._engine.run(prompts, n)[0] for n in (1, 1, 129)][1:]
+            rate = round(batch * 128 / (took[1] - took[0]), 1)
+            found.append(Measure(f"decode, {batch} x {length:,} tokens", "tokens/s", rate))
+        return [
+            _hits("time to first token, 100,000-token prompt", cold),
+            _hits("100,000 tokens and 128 new tokens", warm),
+            *found,
         ]
 
 

@@ -99,11 +99,12 @@ def test_a_run_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 class FixedEngine:
-    """Takes a second and a hundredth for each token of an answer. All prompts but their last 10 tokens are cached."""
+    """Takes a second and a hundredth for each token of the longest answer. All but 10 tokens of prompts are cached."""
 
     llm = SimpleNamespace(reset_prefix_cache=lambda: None)
 
-    def run(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[Any]]:
+    def run(self, prompts: list[list[int]], num_tokens: int | list[int]) -> tuple[float, list[Any]]:
+        num_tokens = max(num_tokens) if isinstance(num_tokens, list) else num_tokens
         answer = [SimpleNamespace(token_ids=[1] * num_tokens)]
         outputs = [SimpleNamespace(num_cached_tokens=len(ids) - 10, outputs=answer) for ids in prompts]
         return 1 + num_tokens / 100, outputs
@@ -120,3 +121,8 @@ def test_rates_and_shares_come_from_the_times_of_the_calls() -> None:
     share = found["prompt tokens cached in that loop"].value
     assert share == pytest.approx(100 * (1 - 100 / num_prompt), abs=0.05)
     assert found["chat turns at 2,000 to 4,000 tokens, slowest of 10"].samples == (1010.0,) * 10
+    found = {m.name: m for m in (*protocol.mixed(), *protocol.long())}
+    mixed, cold, warm, *rates = found.values()
+    assert 3.9 <= mixed.value <= 4
+    assert (cold.num_cached, warm.num_cached) == ((99_990,) * 2, (100_118,) * 2)
+    assert [rate.value for rate in rates] == [100, 1600]
