@@ -5,6 +5,7 @@ The new environment sees the packages of the interpreter that runs this, except 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -107,6 +108,7 @@ def check(holds: bool, problem: str) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m scripts.try_wheel", description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wheel = build(folder)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import runpy
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-import evaluation.__main__ as evaluation
 import forkpoint
 from forkpoint.cli.options import Parser
 from forkpoint.cli.parser import build_parser
@@ -21,14 +22,18 @@ from forkpoint.cli.parser import build_parser
 ROOT = Path(forkpoint.__file__).parents[1]
 WIDTH = 100
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCED = re.compile(r"^```\w*\n(.*?)^```|((?:^ {4}\S.*\n)+)", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```\w*\n(.*?)^```|((?:^ {4} *\S[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
+PROGRAMS = r"(?:forkpoint|benchmarks|evaluation|scripts|studies|train)\b"
 COMMAND = re.compile(
-    r"^ *(?:\$ |[A-Z_]+=\S+ |.*\| )?(forkpoint|python -m evaluation)((?: [a-zA-Z-].*)?)$", re.MULTILINE
+    rf"^ *(?:\$ |[A-Z_]+=\S+ |[^|\n]+\| )*(?:\$\w+/bin/)?"
+    rf"(forkpoint|python -m {PROGRAMS}[\w.]*|python {PROGRAMS}[\w/]*\.py)((?: +[^|\s].*)?)$",
+    re.MULTILINE,
 )
-RUN = re.compile(r"python -m ((?:forkpoint|benchmarks|evaluation|scripts|studies|train)\b[\w.]*)")
-BY_PATH = re.compile(r"python ((?:benchmarks|evaluation|scripts|studies|train)/[\w/]+\.py)")
+INLINE = re.compile(r"`((?:[^`\n]|\n(?!\s*\n))+)`")  # on one line of a paragraph or more
+RUN = re.compile(rf"python -m ({PROGRAMS}[\w.]*)")
+BY_PATH = re.compile(rf"python ({PROGRAMS}[\w/]+\.py)")
 ALONE = ("benchmarks/before_after.py",)  # imports nothing of the checkout itself
 FILE = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
 # Files of checkpoints, of other projects and of users.
@@ -121,28 +126,63 @@ def test_no_file_of_a_checkout_is_run_by_its_path() -> None:
         assert not [name for name in found if name not in ALONE], f"{path}: say python -m"
 
 
-def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """The commands in a page's code and their words, without those that are shortened by an ellipsis."""
-    text = page.read_text()
+def commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """The programs in a text's code and their words, without commands that are shortened by an ellipsis.
+
+    Brackets around optional words are dropped, and the first of `alternatives|like|these` is taken.
+    """
     blocks = "".join("".join(found) for found in FENCED.findall(text)).replace("\\\n", " ")
-    inline = "\n".join(CODE.findall(FENCED.sub("", text)))
-    for name, command in COMMAND.findall(f"{blocks}\n{inline}"):
+    inline = "\n".join(" ".join(found.split()) for found in INLINE.findall(FENCED.sub("", text)))
+    for program, command in COMMAND.findall(f"{blocks}\n{inline}"):
         if "..." not in command:
-            yield name, shlex.split(command.replace("[MODEL]", "MODEL"), comments=True)
+            words = shlex.split(re.sub(r"[][]|(?<=\w)\|\w+", "", command), comments=True)
+            yield program.removeprefix("python ").removeprefix("-m "), words
 
 
+def texts() -> Iterator[tuple[Path, str]]:
+    """All pages, and the docstrings of all modules that may be programs."""
+    for page in (*PAGES, *ROOT.glob("*/README.md")):
+        yield page, page.read_text()
+    for folder in ("forkpoint", "benchmarks", "evaluation", "scripts", "studies", "train"):
+        for path in (ROOT / folder).rglob("*.py"):
+            yield path, f"{ast.get_docstring(ast.parse(path.read_text())) or ''}\n"
+
+
+@cache
+def parser_of(program: str) -> argparse.ArgumentParser:
+    """The parser to which `python -m PROGRAM`, or `python PROGRAM.py`, gives its words."""
+    asked: list[argparse.ArgumentParser] = []
+
+    def stop(self: argparse.ArgumentParser, *_: object) -> None:
+        asked.append(self)
+        sys.exit()
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        patch.setattr(sys, "path", [*sys.path])
+        if program.endswith(".py"):
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__")
+    return asked[0]
+
+
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
 def test_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:
-    parsers, num_parsed = {"forkpoint": build_parser(), "python -m evaluation": evaluation.build_parser()}, 0
-    for page in PAGES:
-        for name, words in commands(page):
+    """Each option that a command gives exists. A program that is named without words is not loaded."""
+    num_parsed = 0
+    for path, text in texts():
+        for program, words in commands(text):
+            if not words:
+                continue
             try:
-                parsers[name].parse_args(words)
+                parser_of(program).parse_args(words)
             except SystemExit as ended:
                 error = capsys.readouterr().err
-                named_only = len(words) <= 2 and ("are required" in error or "expected one" in error)
-                assert ended.code == 0 or named_only, f"{page.name}: {words}: {error}"
+                named_only = len(words) <= 2 and re.search(r"are required|expected one|choice: '[A-Z]+'", error)
+                assert ended.code == 0 or named_only, f"{path}: {program} {words}: {error}"
             num_parsed += 1
-    assert num_parsed > 30
+    assert num_parsed > 120
 
 
 def test_flags_of_the_tables_are_there() -> None:

@@ -8,6 +8,7 @@ is installed for this Python, and are otherwise read from the result file.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 from collections.abc import Sequence
@@ -143,6 +144,7 @@ def _comparison(results: VllmResults, ours: dict[str, int]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m benchmarks.hits", description=__doc__).parse_args()
     if importlib.util.find_spec("vllm") is not None:
         importlib.import_module("benchmarks.hits.vllm").main()
     results = read()
