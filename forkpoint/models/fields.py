@@ -265,9 +265,16 @@ class Fields:
     def rope(self, layer_kind: str = "") -> Fields:
         """Return these fields updated with those of the object for rotary positions.
 
-        That has an object for each kind of layer if and only if `layer_kind` names one.
+        That has an object for each kind of layer if and only if `layer_kind` names one. Raises UnsupportedModelError if
+        `rope_scaling`, the object's older name, holds something else than `rope_parameters`.
         """
         newer, older = self.inner("rope_parameters"), self.inner("rope_scaling")
+        renamed = {"rope_type" if name == "type" else name: value for name, value in older.items()}
+        if newer and not renamed.items() <= newer.items():
+            raise UnsupportedModelError(
+                f"{self.where} has rope_scaling={older} and rope_parameters={newer}, which contradict each other; "
+                "write all values into rope_parameters, and remove rope_scaling"
+            )
         rope = newer or older
         by_kind = [name for name, value in rope.items() if isinstance(value, dict)]
         if layer_kind:

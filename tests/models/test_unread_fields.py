@@ -105,6 +105,7 @@ LLAMA = json.loads((Path(__file__).parent / "hub_configs" / "llama-3.1-8b.json")
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (LLAMA, {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_scaling has partial"),
         (LLAMA, {"rope_scaling": {"full_attention": {"rope_theta": 1e6}}}, "of their own for full_attention"),
+        (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "and rope_parameters={.*contradict"),
         (LFM3, {"rope_parameters": {**LFM3_ROPE, "sliding_attention": {"rope_type": "yarn"}}}, "rope_type='yarn'"),
         (LFM3, {"use_qk_norm": True}, "use_qk_norm=True"),
         (ALICE, {"kda_allow_negative_eigenvalues": True}, "kda_allow_negative_eigenvalues=true"),
@@ -124,6 +125,14 @@ def test_a_field_that_changes_the_logits_is_refused(
     (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
     with pytest.raises(UnsupportedModelError, match=text):
         load_config(tmp_path)
+
+
+def test_rope_scaling_may_repeat_rope_parameters(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}
+    once = {name: value for name, value in LLAMA.items() if name not in ("rope_scaling", "rope_theta")}
+    once["rope_parameters"] = rope
+    for older in ({"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0}, rope, {}, None):
+        assert read(tmp_path, {**once, "rope_scaling": older}) == read(tmp_path, once) is not None
 
 
 def test_a_field_of_which_nothing_is_known_has_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
