@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from forkpoint.errors import ForkpointError, ModelFolderError
+from forkpoint.foreign_files import foreign_files
 
 MAX_SHOWN = 100  # characters of a given value that an error shows
 MAX_INTEGER: Final = 2**63 - 1
@@ -219,7 +220,8 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ModelFolderError(f"{path} has {num_bytes} bytes; at most {MAX_JSON_BYTES} are read")
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelFolderError(f"{path} does not exist; give a Hugging Face model folder") from None
+        found = foreign_files(path.parent)
+        raise ModelFolderError(f"{path} does not exist{found}; give a Hugging Face model folder") from None
     except RecursionError:
         raise ModelFolderError(f"{path} cannot be read as JSON: its objects are nested too deeply") from None
     except (OSError, ValueError) as error:

@@ -18,11 +18,11 @@ import forkpoint
 ROOT = Path(forkpoint.__file__).parent
 VALUES = {"errors", "checks", "config", "json_options", "image_families"}
 VALUES |= {"transfer_options", "media_limits", "option_rules", "images", "params", "outputs", "plugins", "version"}
-VALUES |= {"freed_memory", "quick_imports", "shared_arrays"}
+VALUES |= {"foreign_files", "freed_memory", "quick_imports", "shared_arrays"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
-    "checks": {"errors"},
+    "checks": {"errors", "foreign_files"},
     "params": {"checks", "errors"},
     "outputs": {"params"},
     "config": {"checks", "errors", "image_families", "json_options", "media_limits", "option_rules", "plugins"}
@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "json_options": {"checks", "errors"},
     "images": set(),
     "quick_imports": set(),
+    "foreign_files": set(),
     "freed_memory": set(),
     "shared_arrays": set(),
     "image_families": {"checks", "errors"},

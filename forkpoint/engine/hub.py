@@ -58,6 +58,10 @@ def model_folder(
     """
     if Path(name).is_dir():
         return name
+    if Path(name).is_file():
+        raise ModelFolderError(
+            f"{name} is a file; give the folder with the model's config.json and safetensors files (GGUF is not read)"
+        )
     if not HUB_ID.fullmatch(name):
         raise ModelFolderError(
             f"there is no model folder {name!r}; give the folder of a downloaded model, or a model's id on the "

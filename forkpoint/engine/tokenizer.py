@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn
 from forkpoint.checks import first_line, member, one_or_more, read_config, read_json
 from forkpoint.engine.token_bytes import TokenBytes
 from forkpoint.errors import InvalidPromptError, ModelFolderError
+from forkpoint.foreign_files import is_lfs_pointer
 from forkpoint.quick_imports import import_transformers
 
 # Tokens that open a tool call in the models' answers: Qwen, Granite and Nemotron; LFM2; Jamba; Kimi.
@@ -50,6 +51,8 @@ class Tokenizer:
             except Exception:
                 cls._refuse(folder, error)
         found = cls.wrap(hf)
+        if not found.has_tokens:  # transformers has made one from config.json alone
+            cls._refuse(folder, ValueError("none of its files has tokens"))
         try:  # some wrong fields are read only now
             found.encode("a")
             found.encode_with_offsets("a")
@@ -67,6 +70,10 @@ class Tokenizer:
             from forkpoint.models.registry import load_config
 
             load_config(folder)  # transformers reads config.json too, but its errors do not name the wrong file
+        if is_lfs_pointer(Path(folder) / "tokenizer.json"):
+            raise ModelFolderError(
+                f"tokenizer.json of {folder} is a pointer of Git LFS; run 'git lfs pull' in the folder"
+            ) from None
         raise ModelFolderError(
             f"no usable tokenizer in {folder}: {first_line(error)}; add tokenizer.json, name another folder with "
             "--tokenizer, or pass token ids with --skip-tokenizer-init"
@@ -118,6 +125,12 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, which need not be whole characters; empty for an id without a token."""
         return self._bytes.of(token_id)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the vocabulary has other tokens than added ones, such as special tokens."""
+        added = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        return not added.issuperset(self.backend.get_vocab(with_added_tokens=False))
 
     @property
     def longest_token(self) -> int:

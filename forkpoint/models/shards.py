@@ -19,12 +19,12 @@ from torch import Tensor
 
 from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError
+from forkpoint.foreign_files import foreign_files, is_lfs_pointer
 from forkpoint.freed_memory import return_freed_memory
 from forkpoint.models.cuts import Part
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
-PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # unpickling one could run code, so none is ever opened
 # safetensors' names of the dtypes that models are stored in
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
@@ -194,8 +194,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _single_file(folder: Path) -> str:
     if not os.path.lexists(folder / SINGLE_NAME):
-        pickles = {path.name for pattern in PICKLES for path in folder.glob(pattern)}
-        found = f", only {some(pickles)}: pickles can run code and are never loaded" if pickles else ""
+        found = foreign_files(folder)
         raise ModelFolderError(
             f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}{found}; give a folder with safetensors weights, "
             "or load_format='dummy' for random ones"
@@ -226,6 +225,8 @@ def _open_shard(folder: Path, name: str) -> Any:
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
+        if is_lfs_pointer(path):
+            raise ModelFolderError(f"shard {path} is a pointer of Git LFS; run 'git lfs pull' in the folder") from None
         raise ModelFolderError(f"shard {path} is broken or cut short: {error}; fetch it again") from error
 
 

@@ -150,6 +150,7 @@ def test_ctrl_c_ends_a_download_at_once(hub: Hub, tmp_path: Path) -> None:
         ("some/where/else", "there is no model folder 'some/where/else'"),
         ("nothing", "there is no model folder 'nothing'"),
         ("~/model", "there is no model folder '~/model'"),
+        (__file__, f"{__file__} is a file; give the folder with the model's config.json and safetensors files"),
     ],
 )
 def test_what_looks_like_a_path_is_no_matter_of_the_hub(name: str, told: str) -> None:

@@ -121,6 +121,17 @@ def test_a_tokenizer_that_cannot_encode_is_refused_when_it_loads(folder: Path) -
         Tokenizer.load(str(folder))
 
 
+def test_a_folder_without_a_tokenizer_is_refused(folder: Path) -> None:
+    """Transformers makes an empty tokenizer from config.json, which encodes any text as no tokens."""
+    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 11\n")
+    with pytest.raises(ModelFolderError, match=r"tokenizer\.json of .* is a pointer of Git LFS; run 'git lfs pull'"):
+        Tokenizer.load(str(folder))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ModelFolderError, match=r"no usable tokenizer in .*: none .* has tokens; add tokenizer\.json"):
+        Tokenizer.load(str(folder))
+
+
 def test_deep_large_and_special_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = (folder / "config.json").read_text()
     for name in ("config.json", "generation_config.json"):

@@ -21,6 +21,7 @@ from tests.driver import Driver
 
 TOKENS = list(range(2, 82))
 SINGLE = "model.safetensors"
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 11\n"
 
 
 def logits(folder: Path, **options: Any) -> torch.Tensor:
@@ -314,4 +315,26 @@ def test_pickles_are_never_loaded(folder: Path) -> None:
     logits(folder)
     (folder / SINGLE).unlink()
     with pytest.raises(ModelFolderError, match=r"only 'pytorch_model.bin': pickles can run code and are never loaded"):
+        load_model(folder, ops=torch_table())
+
+
+def test_adapters_and_gguf_are_named(folder: Path) -> None:
+    """The error says what the folder holds in place of a model, with config.json and without it."""
+    (folder / SINGLE).unlink()
+    (folder / "small-Q4_K_M.gguf").touch()
+    with pytest.raises(ModelFolderError, match=r"only 'small-Q4_K_M\.gguf': GGUF is not read; give a folder"):
+        load_model(folder, ops=torch_table())
+    for name in ("adapter_config.json", "adapter_model.safetensors", "training_args.bin"):
+        (folder / name).touch()
+    adapter = r"only 'adapter_config\.json' and 1 more: adapters \(LoRA\) do not run; merge this one"
+    with pytest.raises(ModelFolderError, match=adapter):
+        load_model(folder, ops=torch_table())
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelFolderError, match=rf"config\.json does not exist, {adapter}"):
+        load_model(folder, ops=torch_table())
+
+
+def test_a_pointer_of_git_lfs_is_named(folder: Path) -> None:
+    (folder / SINGLE).write_text(LFS_POINTER)
+    with pytest.raises(ModelFolderError, match=r"model\.safetensors is a pointer of Git LFS; run 'git lfs pull'"):
         load_model(folder, ops=torch_table())
