@@ -59,9 +59,10 @@ class RandomImages:
     """A generator of noise images as data URLs of JPEGs; the same random generator gives the same images."""
 
     def __init__(self, buckets: Mapping[Bucket, float], num_images: int, range_ratio: float, limit: int) -> None:
-        """Prepare requests of `num_images` images, up to that share fewer or more, and at most `limit`.
+        """Prepare to draw requests of `num_images` images, give or take the share `range_ratio`.
 
-        `buckets` are the probabilities of sizes. Raises ConfigError without Pillow.
+        No request has more than `limit` images. `buckets` are the probabilities of sizes. Raises ConfigError without
+        Pillow.
         """
         if find_spec("PIL") is None:
             raise ConfigError("dataset_name=random-mm needs Pillow; pip install pillow")

@@ -67,7 +67,7 @@ class DecodeBoundaries:
     def _fresh_slot(self, lease: Lease, save: StateSave, owner: Lease | StateSave) -> int | None:
         """Return a slot for the next decode checkpoint, owned by `owner`; None if there is no room.
 
-        The request's previous one gives up its slot, unless somebody uses it or the next one is not certain.
+        The request's previous one gives up its slot, unless it is in use or the row may not reach the next one.
         """
         previous, node = lease.decode_checkpoint, lease.node
         assert node is not None

@@ -49,8 +49,8 @@ class PrefixStore:
         self.counters = CacheCounters()
         self.num_checkpoints = 0
         self.num_read = 0  # checkpoints with readers
-        self.restorable: Restorable | None = None  # set if somebody listens
-        self.keep: Callable[[Node, Checkpoint | None], None] | None = None  # a lower tier's, called before evictions
+        self.restorable: Restorable | None = None  # tracks what lookups can find, from `watch` on
+        self.keep: Callable[[Node, Checkpoint | None], None] | None = None  # offers what is evicted to a lower tier
         self.policy = policy
         self.keys = EvictionKeys(layout, arena, policy, cost)
         self._dead: OrderedDict[Node, None] = OrderedDict()  # leaves that may be dead, in the order of eviction

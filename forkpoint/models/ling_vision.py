@@ -23,7 +23,7 @@ MERGER: Final = "disable_merger_proj"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LingVisionConfig(Qwen35VisionConfig):
-    """Sizes of the tower. Tokens of an image are rotated as in VideoRoPE: around its time."""
+    """Sizes of the tower. Rows and columns of an image count from its middle, as in VideoRoPE."""
 
     @classmethod
     def read_ling(cls, fields: Fields, text: ModelConfig, settings: ImageSettings) -> LingVisionConfig:

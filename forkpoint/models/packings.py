@@ -39,9 +39,9 @@ class StoredTensors(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PackedTensors:
-    """The tensors of one matrix `[..., N, K]` in 4 bits, called `name` when it is not quantised.
+    """The tensors of one matrix `[..., N, K]` in 4 bits.
 
-    `main` is the name of the tensor with the codes.
+    `name` is the matrix's name when it is not quantised, `main` the name of the tensor with the codes.
     """
 
     stored: StoredTensors
@@ -53,7 +53,7 @@ class PackedTensors:
     def find(cls, stored: StoredTensors, name: str, qweight: Packing) -> PackedTensors | None:
         """Return the tensors of a matrix, or None if it is not in 4 bits.
 
-        `qweight` is the packing of tensors called so.
+        `qweight` is the packing of the tensors whose names end in "qweight".
         """
         quantised, packed = name.removesuffix("weight") + "qweight", f"{name}_packed"
         if qweight in TRANSPOSED and name.endswith(".weight") and stored.has(quantised):

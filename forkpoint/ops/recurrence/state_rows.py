@@ -216,7 +216,9 @@ def advance(
     S: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Compute and store the outputs and updates of up to TOKENS (or MOST) tokens from what `inputs_of` loaded."""
+    """Compute and store the outputs and updates of the next TOKENS tokens from what `inputs_of` loaded.
+
+    `count` tokens are left, at most MOST, and may be fewer than TOKENS."""
     given, kept, by = loaded
     one, both = tl.arange(0, TOKENS), tl.arange(0, 2 * TOKENS)
     is_one, SIZE = one < count, GATES + 2 * S.PAST

@@ -110,7 +110,7 @@ def read_kimi(site: Site) -> CallReader:
 def read_arguments(site: Site, *, strict: bool = False) -> CallReader:
     """Read the object with the arguments, and return whether it was written in full.
 
-    It is closed, unless the length limit ended the answer here. `strict`: the call is not certain.
+    It is closed, unless the length limit ended the answer here. `strict`: it may be no call.
     """
     arguments = site.json(strict=strict)
     yield from arguments.read(site.source)

@@ -30,7 +30,8 @@ CallReader: TypeAlias = Generator[Event | None, None, bool]
 class Site:
     """The text and the rules by which a reader reads a call.
 
-    `stop`: text at which a string that never ends is given up. `strict_stop`: the same for a call that is not certain.
+    `stop`: text at which a string that never ends is given up. `strict_stop`: the same for what may be no
+    call, such as one of a function that is not declared.
     `inner`: the tags that begin and end a call within a string, in the groups `begin` and `end`; None to ignore them.
     `needs_arguments`: an object without arguments is not a call, because no tag shows that it is one.
     """
@@ -44,12 +45,12 @@ class Site:
     needs_arguments: bool = False
 
     def resolve(self, written: str) -> tuple[str, bool]:
-        """Return the function that `written` names, and whether it is declared."""
+        """Return the name of the function that a call means by `written`, and whether the function is declared."""
         declared = self.functions.declared(written)
         return declared or written, declared is not None
 
     def json(self, *, strict: bool) -> JsonText:
-        """Return a reader of JSON within the call. `strict`: the call is not certain."""
+        """Return a reader of JSON within the call. `strict`: it may be no call; see `strict_stop`."""
         stop = self.stop
         if strict:
             stop = self.strict_stop
