@@ -380,9 +380,9 @@ class CacheLayout:
         return min(part, apart) * BLOCK_SIZE
 
     def capture_interval(self, asked: int) -> int:
-        """Return the distance in tokens between periodic states, of which `asked` were asked for.
+        """Return the distance in tokens between periodic states, where `asked` is the option's; 0: none.
 
-        0: none. If slots are small next to blocks, it is 64: every boundary.
+        If slots are small next to blocks, it is 64: every boundary.
         """
         is_small = self.has_kv and self.checkpoint_bytes <= SMALL_SLOT * self.block_bytes
         if asked and is_small:
