@@ -156,7 +156,7 @@ class PrefixTree:
         self, parent: Node, hashes: Sequence[BlockHash], tokens: Sequence[bytes], blocks: Sequence[int]
     ) -> list[Node]:
         """Add a chain of nodes under `parent`, one for each block, none of them cached. Returns them in order."""
-        assert hashes[0] not in self._by_hash  # nor, then, any that follows it
+        assert hashes[0] not in self._by_hash  # then those that follow are not cached either
         nodes: list[Node] = []
         depths = range(parent.depth + 1, parent.depth + 1 + len(hashes))
         for depth, block_hash, data, block in zip(depths, hashes, tokens, blocks, strict=True):

@@ -75,7 +75,7 @@ class Engine:
             self.core.end(name, reason)
 
     def _prepare(self) -> None:
-        """Prepare the output of one open request that is not prepared, while the device works."""
+        """Prepare the prompt's ids of one request, for its outputs. `core.step` calls this while the device works."""
         self._unprepared.pop(next(iter(self._unprepared))).prepare()
 
     def has_unfinished(self) -> bool:

@@ -123,7 +123,7 @@ class Service:
     async def body(self, request: Request) -> AsyncIterator[Parts]:
         """Receive the request's body, and count the request as open until the context is left. Raises as `prepare`.
 
-        If the request is refused, another engine that was asked for the answer at the same time learns of it.
+        If the request is refused, its offer to a decode engine ends, so that the other engine does not wait for it.
         """
         self.check_healthy()
         try:

@@ -85,7 +85,7 @@ def _scores_kernel(
     DECODE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Score KEYS pools at a time for QUERIES queries, each time `num_splits` steps further.
+    """Score every `num_splits`-th tile of KEYS pools for QUERIES queries.
 
     A score is stored as an int32 of the same order. Queries whose complete pools are all chosen need no scores.
     """
