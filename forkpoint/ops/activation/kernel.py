@@ -10,6 +10,7 @@ from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, written_beside
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 from forkpoint.ops.parameters import GateLimits
+from forkpoint.ops.rounding import ceil_div
 
 BLOCK = tl.constexpr(1024)  # elements per program
 PIECE = tl.constexpr(SCALE_BLOCK)
@@ -73,7 +74,7 @@ def silu_mul(gate_up: Tensor, rounded: bool = False, limits: GateLimits | None =
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = Rounded.room(rows, size, like=gate_up, rounded=rounded)
     if rows:
-        pieces = triton.cdiv(size, BLOCK.value)
+        pieces = ceil_div(size, BLOCK.value)
         shape = (gate_up.stride(0), size, pieces)
         codes, scales, padded_rows = written_beside(out)
         operands = (gate_up, out, codes, scales, *(limits or (None, None)), padded_rows)

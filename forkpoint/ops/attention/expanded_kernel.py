@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forkpoint.ops.attention.softmax import LOG2_E, LOWEST, add_scores, add_values, of_seen, scratch
 from forkpoint.ops.metadata import AttentionIndex
+from forkpoint.ops.rounding import ceil_div
 
 PIECE = 8192  # keys computed from latents at a time
 KEYS = tl.constexpr(64)  # keys per step of a program
@@ -135,5 +136,5 @@ def latent_prefill(
         operands = (own, shared, up, latent[:, rank:], out, *sums)
         strides = (*own.stride()[:2], *shared.stride()[:2], up.stride(0), latent.stride(0))
         counts = (num_queries, start, kv_len - num_queries - start, end - start)
-        programs = triton.cdiv(num_queries, block_m) * heads
+        programs = ceil_div(num_queries, block_m) * heads
         _expanded_kernel[(programs,)](*operands, *counts, *strides, scale * LOG2_E, **sizes)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.attention import image
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 
 QUERIES, KEYS = 128, 64  # of a tile, and of a step over keys
 PATCHES: Final = 4  # that a program rotates
@@ -130,18 +131,18 @@ def image_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, cos_sin: Te
     if any(x.stride(0) % ALIGNED for x in (q, k, v)):
         return image.image_attention(q, k, v, num_heads, cos_sin)
     if cos_sin is not None:
-        most = {"HEADS": triton.next_power_of_2(num_heads), "PAIRS": triton.next_power_of_2(head_dim // 2)}
+        most = {"HEADS": next_power_of_2(num_heads), "PAIRS": next_power_of_2(head_dim // 2)}
         counts = (num_patches, q.stride(0), k.stride(0), num_heads)
-        rotate_kernel[(triton.cdiv(num_patches, PATCHES), 2)](
+        rotate_kernel[(ceil_div(num_patches, PATCHES), 2)](
             q, k, cos_sin.contiguous(), *counts, head_dim, **most, PATCHES=PATCHES
         )
     out = torch.empty(num_patches, hidden, dtype=q.dtype, device=q.device)
     low = max(NARROWEST, 1 << (head_dim.bit_length() - 1))
-    high = max(NARROWEST, triton.next_power_of_2(head_dim - low)) if head_dim > low else 0
+    high = max(NARROWEST, next_power_of_2(head_dim - low)) if head_dim > low else 0
     strides = (q.stride(0), k.stride(0), v.stride(0), out.stride(0))
     queries, keys, num_warps = (QUERIES, KEYS, 8) if q.element_size() == 2 else (QUERIES // 2, KEYS // 2, 4)
     sizes = {"HEAD_DIM": head_dim, "LOW": low, "HIGH": high, "QUERIES": queries, "KEYS": keys}
-    image_kernel[(triton.cdiv(num_patches, queries), num_heads)](
+    image_kernel[(ceil_div(num_patches, queries), num_heads)](
         *(q, k, v, out, num_patches, *strides, head_dim**-0.5 * _LOG2_E), **sizes, num_warps=num_warps, num_stages=3
     )
     return out

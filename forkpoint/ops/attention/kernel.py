@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from forkpoint.ops.attention.decode_kernel import decode_kernel
@@ -26,6 +25,7 @@ from forkpoint.ops.launch import capped_registers, overlap, straight
 from forkpoint.ops.launch_table import launch_table, turns
 from forkpoint.ops.metadata import TILE, AttentionIndex, AttentionWork
 from forkpoint.ops.parameters import KVScales
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.platforms.table import traits_of
 
 WAVES_OF_PARTS = 16  # programs of `decode_kernel` per processor at most; with more parts, programs take turns
@@ -228,7 +228,7 @@ class TritonPagedAttention:
     def _launch_latent_parts(self, call: _Call, sums: Sequence[Tensor], shared_dim: int) -> None:
         """Compute the sums of all parts of rows with one query, of queries and latents in `call`."""
         q, cache, index, work, table = call.q, call.k_cache, call.index, call.work, launch_table(call.q.device)
-        rows, wide = max(16, triton.next_power_of_2(q.shape[1])), q.dtype == torch.float32
+        rows, wide = max(16, next_power_of_2(q.shape[1])), q.dtype == torch.float32
         keys = table.latent_keys // 2 if wide or rows > table.latent_rows else table.latent_keys
         sizes = {"HEADS": q.shape[1], "R": q.shape[2] - shared_dim, "P": shared_dim, "BLOCK": cache.shape[2]}
         form = {"QUERIES": 1, "BLOCK_M": rows, "DECODE": True, "SPLIT": False, "KEYS": min(keys, cache.shape[2])}
@@ -249,10 +249,10 @@ class TritonPagedAttention:
         call = _Call(q, cache, cache[..., :rank], index, out, None, None, scale * LOG2_E, None)
         assert cache.shape[1] == 1 and cache[0, 0].is_contiguous() and q.stride(2) == 1
         work, num_parts, num_tiles = call.work, call.work.parts.shape[0], call.work.tiles.shape[0]
-        form, wide_heads = straight(q.device), triton.next_power_of_2(heads)
+        form, wide_heads = straight(q.device), next_power_of_2(heads)
         block_m = max(16, table.latent_rows, wide_heads)
         queries = min(TILE, block_m // (wide_heads if form["STRAIGHT"] else heads))
-        subs, splits = triton.cdiv(TILE, queries), 1
+        subs, splits = ceil_div(TILE, queries), 1
         if num_tiles and not self.deterministic:
             splits = num_splits(num_tiles * subs, traits_of(q.device).num_processors)
         shares = num_tiles * TILE * splits if splits > 1 else 0
@@ -325,11 +325,11 @@ class TritonPagedAttention:
         work, sizes, heads = call.work, call.sizes, call.q.shape[1]
         wide, group, num_tiles = call.q.dtype == torch.float32, sizes["GROUP"], work.tiles.shape[0]
         most = launch_table(call.q.device).prefill_rows // (1 + wide)
-        block_m = max(16, min(most, triton.next_power_of_2(TILE * group)))
+        block_m = max(16, min(most, next_power_of_2(TILE * group)))
         form = straight(call.q.device)
-        heads_wide = triton.next_power_of_2(group) if form["STRAIGHT"] else group
+        heads_wide = next_power_of_2(group) if form["STRAIGHT"] else group
         queries = min(TILE, block_m // heads_wide)
-        programs = triton.cdiv(TILE, queries) * sizes["HEADS"]  # programs per tile
+        programs = ceil_div(TILE, queries) * sizes["HEADS"]  # programs per tile
         at_once = traits_of(call.q.device).num_processors
         if _takes_warps(call) and (self.deterministic or num_tiles * programs >= WARPS_SHARE * at_once):
             self._prefill_warps(call)

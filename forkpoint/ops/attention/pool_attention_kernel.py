@@ -18,6 +18,7 @@ from forkpoint.ops.attention.softmax import FEWEST_WIDENED, LOG2_E, LOWEST, gate
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import TILE, AttentionIndex
 from forkpoint.ops.parameters import KVScales, PoolRule
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.platforms.table import traits_of
 
 FIXED_SPLITS = 8  # of the keys of a decode row where bits must not depend on the batch
@@ -197,7 +198,7 @@ class TritonPoolAttention:
         (tokens, heads, dim), (kv_heads, block, value_dim) = q.shape, v_cache.shape[1:]
         out, wide = q.new_empty(tokens, heads, value_dim), q.dtype == torch.float32
         group, keys = heads // kv_heads, 32 if wide or dim > WIDE_DIMS else 64
-        block_m = max(16, min(MOST_HEADS // (1 + wide), triton.next_power_of_2(group)))
+        block_m = max(16, min(MOST_HEADS // (1 + wide), next_power_of_2(group)))
         sizes: dict[str, Any] = {"HEADS": kv_heads, "GROUP": group, "D": dim, "DV": value_dim, "BLOCK": block}
         sizes |= {"SIZE": rule.size, "MOST": rule.most, "FIRST": index.first_key}
         sizes |= {"BLOCK_M": block_m, "KEYS": max(keys, rule.size)}
@@ -211,7 +212,7 @@ class TritonPoolAttention:
         gate_token = 0 if gate is None else gate.stride(0)
         rows = (index.cu_queries, index.kv_lens, index.table_rows, index.block_table)
         strides = (*q.stride()[:2], *k_cache.stride()[:2], *v_cache.stride()[:2], scale_block, scale * LOG2_E)
-        programs, tiles = kv_heads * triton.cdiv(group, block_m), index.work.tiles
+        programs, tiles = kv_heads * ceil_div(group, block_m), index.work.tiles
         for decode, count in ((True, index.num_decodes), (False, len(tiles) * TILE)):
             if count:
                 splits = 1

@@ -18,6 +18,7 @@ from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import TILE as TOKEN_TILE
 from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.parameters import PoolRule
+from forkpoint.ops.rounding import next_power_of_2
 from forkpoint.platforms.table import traits_of
 
 TILE = tl.constexpr(TOKEN_TILE)
@@ -188,12 +189,12 @@ def choose_pools(q: Tensor, weights: Tensor, cache: Tensor, index: AttentionInde
     width = most_pools = index.block_table.shape[1] * (block // rule.size)
     if index.host_kv_lens:
         width = min(width, -(-max(index.host_kv_lens) // rule.size))
-    wide_heads, at_once = triton.next_power_of_2(heads), WAVES * traits_of(q.device).num_processors
+    wide_heads, at_once = next_power_of_2(heads), WAVES * traits_of(q.device).num_processors
     rows = (index.cu_queries, index.kv_lens)
     table = (index.table_rows, index.block_table)
     strides = (*q.stride()[:2], weights.stride(0), cache.stride(0))
     form: dict[str, Any] = {"SIZE": rule.size, "MOST": rule.most, **overlap(q.device, len(q))}
-    step = min(POOLS_PER_STEP, triton.next_power_of_2(most_pools))
+    step = min(POOLS_PER_STEP, next_power_of_2(most_pools))
     sizes = {"HEADS": heads, "D": dim, "BLOCK": block, "KEYS": 64 if q.element_size() == 2 else 32}
     for items, first, count, decode in _turns(index, width):
         queries = _queries(wide_heads, decode)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +25,7 @@ from forkpoint.ops.attention.prefill_kernel import _place
 from forkpoint.ops.attention.softmax import LOWEST, gated, shares
 from forkpoint.ops.launch import await_inputs
 from forkpoint.ops.metadata import TILE
+from forkpoint.ops.rounding import ceil_div
 
 PAGE = gl.constexpr(TILE)
 COLUMNS = gl.constexpr(64)  # columns of a copy: the widest that a swizzle of 128 bytes allows
@@ -269,5 +269,5 @@ def prefill_warps(
     keys = min(most_keys, TILE_ELEMENTS // dim)
     sizes = {"HEADS": kv_heads, "GROUP": heads // kv_heads, "D": dim, "QUERIES": queries, "KEYS": keys}
     sizes |= {"STAGES": RING_ELEMENTS // (keys * dim), "num_warps": 4}
-    programs = tiles.shape[0] * kv_heads * triton.cdiv(TILE, queries)
+    programs = tiles.shape[0] * kv_heads * ceil_div(TILE, queries)
     prefill_warps_kernel[(programs,)](q, *described, *operands, *counts, scale, **sizes, **options)

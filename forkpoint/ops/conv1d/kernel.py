@@ -19,6 +19,7 @@ from forkpoint.ops.launch_table import turns
 from forkpoint.ops.metadata import TILE as TOKEN_TILE
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.parameters import ConvTaps
+from forkpoint.ops.rounding import ceil_div
 
 TILE = tl.constexpr(TOKEN_TILE)
 CHANNELS = 256  # channels per prefill program
@@ -261,7 +262,7 @@ def described(x: Tensor, taps: ConvTaps | None, pool: Tensor, block: int) -> dic
         given |= {"weight": taps.weight, "bias": taps.bias, "w_channel": w_channel, "w_tap": w_tap, "SILU": taps.silu}
     strides = {"x_stride": x.stride(0), "slot_stride": pool.stride(0), "row_stride": pool.stride(1)}
     dim, width = pool.shape[2], pool.shape[1] + 1
-    return {**given, **strides, "D": dim, "W": width, "BLOCK": block, "PIECES": triton.cdiv(dim, block)}
+    return {**given, **strides, "D": dim, "W": width, "BLOCK": block, "PIECES": ceil_div(dim, block)}
 
 
 def conv_prefill(x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_before, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import store_narrowed, written_beside
 from forkpoint.ops.linear.scaled import BLOCK
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.ops.unmade import Parts
 
 WORD_BYTES = 4  # bytes of data per word
@@ -232,7 +233,7 @@ def takes(x: Tensor) -> bool:
 
 def words_each(num_words: int) -> int:
     """Return the number of words per program."""
-    count: int = triton.next_power_of_2(triton.cdiv(num_words, PROGRAMS))
+    count: int = next_power_of_2(ceil_div(num_words, PROGRAMS))
     return max(FEW_WORDS, count)
 
 
@@ -244,7 +245,7 @@ def exchange(x: Tensor, out: Tensor, inboxes: Inboxes, sums: bool) -> Tensor:
         count = words_each(num_words)
         operands = (words, out.view(torch.int32), inboxes, num_words, words.shape[-1])
         options = {"num_warps": 4 if count <= 512 else 8, **overlap(x.device, x.shape[0])}
-        _exchange_kernel[(triton.cdiv(num_words, count),)](*operands, COUNT=count, SUM=sums, **options)
+        _exchange_kernel[(ceil_div(num_words, count),)](*operands, COUNT=count, SUM=sums, **options)
     return out
 
 
@@ -257,6 +258,6 @@ def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inbo
     if num_rows:
         to = (out.view(torch.int32), *written_beside(out))
         options = {"num_warps": 16 if num_rows <= FEW_ROWS else 8, **overlap(residual.device, num_rows)}
-        options |= {"COUNT": triton.next_power_of_2(width)}
+        options |= {"COUNT": next_power_of_2(width)}
         _sum_norm_kernel[(num_rows,)](own, residual.view(torch.int32), weight, to, inboxes, width, eps, **options)
     return out

@@ -17,6 +17,7 @@ from torch import Tensor
 from forkpoint.ops.exchange.kernel import Inboxes, Own, end, halves, joined, load_pairs, own_words, store_norm
 from forkpoint.ops.launch import await_before, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import written_beside
+from forkpoint.ops.rounding import next_power_of_2
 
 MOST_ROWS = 4096  # rows per launch; each has a place in the inbox
 WIDEST = 4096  # words per row at most
@@ -157,5 +158,5 @@ def _parts(x: Tensor) -> list[slice]:
 
 def _sizes(words: Tensor, ranks: int = 1) -> dict[str, Any]:
     num_rows, width = len(words), words.shape[1] // ranks
-    sizes = {"WIDTH": width, "COUNT": triton.next_power_of_2(width), "PROGRAMS": PROGRAMS, "MOST_ROWS": MOST_ROWS}
+    sizes = {"WIDTH": width, "COUNT": next_power_of_2(width), "PROGRAMS": PROGRAMS, "MOST_ROWS": MOST_ROWS}
     return {**sizes, "num_warps": 8, **overlap(words.device, num_rows)}

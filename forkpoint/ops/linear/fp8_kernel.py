@@ -15,6 +15,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.linear.scaled import BLOCK, CODES, FP8_MAX, LEAST_AMAX, ScaledMatrix
 from forkpoint.ops.linear.tiles import FEW_SCALED
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.platforms.table import traits_of
 
 ROWS = 64  # rows are padded to a multiple, because the library is slower with 32 rows than with 64
@@ -137,7 +138,7 @@ def narrow(x: Tensor, columns: int, to_rows: int = ROWS) -> tuple[Tensor, Tensor
     num_rows, width = x.shape
     codes, scales = _empty(num_rows, width, columns, to_rows, x.device)
     padded, pieces = scales.shape
-    block = triton.next_power_of_2(columns)
+    block = next_power_of_2(columns)
     rows = NARROW_ROWS if block == BLOCK else 1
     sizes = {"ROWS": rows, "WIDTH": block, "num_warps": 4, **overlap(x.device, num_rows)}
     _narrow_kernel[(padded // rows * pieces,)](x, codes, scales, num_rows, padded, width, x.stride(0), **sizes)
@@ -145,7 +146,7 @@ def narrow(x: Tensor, columns: int, to_rows: int = ROWS) -> tuple[Tensor, Tensor
 
 
 def _empty(num_rows: int, width: int, columns: int, to_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    padded, pieces = triton.cdiv(num_rows, to_rows) * to_rows, triton.cdiv(width, columns)
+    padded, pieces = ceil_div(num_rows, to_rows) * to_rows, ceil_div(width, columns)
     codes = torch.empty(padded, width, dtype=CODES, device=device)
     return codes, torch.empty(pieces, padded, dtype=torch.float32, device=device).t()
 
@@ -161,7 +162,7 @@ def library_scales(weight: ScaledMatrix) -> Tensor | None:
         return None
     # Column-major, with columns padded to a multiple of four.
     rows, columns = weight.scales.shape
-    padded = weight.scales.new_zeros(rows, triton.cdiv(columns, 4) * 4)
+    padded = weight.scales.new_zeros(rows, ceil_div(columns, 4) * 4)
     padded[:, :columns] = weight.scales
     return padded.t()
 

@@ -28,6 +28,7 @@ from forkpoint.ops.linear.unpack_kernel import (
 )
 from forkpoint.ops.moe.order_kernel import ExpertOrder
 from forkpoint.ops.parameters import GateLimits
+from forkpoint.ops.rounding import ceil_div
 from forkpoint.ops.unmade import Parts
 
 
@@ -240,12 +241,12 @@ def multiply_fragments(
         return out
     tile = fitting(tile, weight.shape[1])
     blocks = weight.shape[1] // FRAGMENT // (tile.num_warps if tile.deep else 1)
-    steps = triton.cdiv(blocks, tile.splits)
-    splits = triton.cdiv(blocks, steps)
+    steps = ceil_div(blocks, tile.splits)
+    splits = ceil_div(blocks, steps)
     sums = out
     if splits > 1:
         sums = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-    cut = (num_rows, triton.cdiv(num_rows, tile.rows), splits, steps)
+    cut = (num_rows, ceil_div(num_rows, tile.rows), splits, steps)
     launch_fragments(x, weight, sums, tile, cut, bias=bias, gated=gated)
     if splits == 1:
         return out
@@ -284,5 +285,5 @@ def launch_fragments(
     sizes |= {"WARPS": tile.num_warps, "DEEP": tile.deep, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
     form = {"INTO": into, "GATED": gated, **limit_options(limits), "SQUARED": squared, "SPLIT": splits > 1}
     form |= {"BITS": by_pairs(weight), **overlap(x.device, len(x))}
-    programs = row_tiles * triton.cdiv(num_outputs, tile.outputs // (2 if gated else 1)) * splits
+    programs = row_tiles * ceil_div(num_outputs, tile.outputs // (2 if gated else 1)) * splits
     fragments_product_kernel[(programs,)](*operands, *counts, choices, splits, split_steps, **sizes, **form)

@@ -33,6 +33,7 @@ from forkpoint.ops.linear.sums_kernel import (
 )
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.parameters import GateLimits
+from forkpoint.ops.rounding import ceil_div
 from forkpoint.ops.unmade import Parts
 
 SPLIT_ROWS = 1024  # rows whose partial sums are in memory together at most
@@ -265,13 +266,13 @@ def _multiply(
 ) -> Tensor:
     """Compute `multiply` into `out` with tiles of several rows. All partial sums are in memory at once."""
     (num_rows, width), num_outputs = x.shape, out.shape[1]
-    split_width = triton.cdiv(triton.cdiv(width, tile.width), tile.splits) * tile.width
-    splits = triton.cdiv(width, split_width)
+    split_width = ceil_div(ceil_div(width, tile.width), tile.splits) * tile.width
+    splits = ceil_div(width, split_width)
     sums = out
     if splits > 1:
         sums = torch.empty(splits, 1 + gated, num_rows, num_outputs, dtype=torch.float32, device=x.device)
     given, made = Activations.of(x, tile.narrows), Activations(sums.view(-1, num_outputs), None)
-    cut = (num_rows, min(tile.group, triton.cdiv(num_rows, tile.rows)), splits, split_width)
+    cut = (num_rows, min(tile.group, ceil_div(num_rows, tile.rows)), splits, split_width)
     launch_product(given, weight, made, tile, _options(x, tile, weight), cut, bias=bias, gated=gated)
     if splits == 1:
         return out
@@ -299,11 +300,11 @@ def launch_product(
     codes, scales = matrix_parts(weight)
     num_rows, group, splits, split_width = cut
     num_outputs, width = weight.shape[-2] // (2 if gated else 1), weight.shape[-1]
-    row_tiles = triton.cdiv(num_rows, tile.rows) if order is None else num_rows
+    row_tiles = ceil_div(num_rows, tile.rows) if order is None else num_rows
     operands = (x.rows, codes, bias, out.rows, pairs, tiles)
     shape = (num_rows, num_outputs, width, x.rows.stride(0), out.rows.stride(0), split_width, splits, group)
     scaling = (scales, x.scales, x.scale_step, out.scales, out.scale_step)
-    programs = row_tiles * triton.cdiv(num_outputs, tile.outputs) * splits
+    programs = row_tiles * ceil_div(num_outputs, tile.outputs) * splits
     sizes = {**tile.sizes, "ROWS": tile.rows, "TURNED": tile.turned, "num_stages": tile.num_stages}
     masks = {"MASK_OUTPUTS": num_outputs % tile.outputs != 0, "MASK_WIDTH": width % tile.width != 0}
     form = {**scale_options(weight), "SHARED": shares_scales(weight, tile, gated), "BITS": by_bits(weight)}
@@ -337,10 +338,10 @@ def launch_rows(
     beside_outputs = 0 if beside is None else len(beside)
     (num_rows, num_outputs), width = out.shape, x.shape[1]
     codes, scales = matrix_parts(weight)
-    tiles = triton.cdiv(num_outputs, tile.outputs)
+    tiles = ceil_div(num_outputs, tile.outputs)
     operands = (x, codes, bias, out, ids, beside, second)
     counts = (num_outputs, width, x.stride(0), tiles, 1 if ids is None else ids.shape[1], beside_outputs)
-    programs = num_rows * tiles + triton.cdiv(beside_outputs, BESIDE_OUTPUTS.value)
+    programs = num_rows * tiles + ceil_div(beside_outputs, BESIDE_OUTPUTS.value)
     form = {"STAGES": tile.num_stages, "GATED": gated, **limit_options(limits), "SQUARED": squared, **options}
     form |= scale_options(weight)
     _row_kernel[(programs,)](*operands, *counts, scales, **tile.sizes, **form)

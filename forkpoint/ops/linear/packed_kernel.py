@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forkpoint.ops.linear.packed import PER_WORD, PackedMatrix
 from forkpoint.ops.moe.order_kernel import ExpertOrder
+from forkpoint.ops.rounding import ceil_div
 from forkpoint.platforms.table import traits_of
 
 
@@ -340,7 +341,7 @@ def widen_packed(matrix: PackedMatrix) -> Tensor:
     """Return the widened matrix `[..., N, K]` in the order of its codes, as `PackedMatrix.dense` does."""
     num_rows, width = matrix.shape[:-1].numel(), matrix.shape[-1]
     out = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.words.device)
-    programs = triton.cdiv(num_rows, WIDEN_ROWS) * triton.cdiv(width, WIDTH)
+    programs = ceil_div(num_rows, WIDEN_ROWS) * ceil_div(width, WIDTH)
     sizes: dict[str, Any] = {"GROUP": matrix.group, "ROWS": WIDEN_ROWS, "WIDTH": WIDTH}
     sizes |= {"EVEN": width % WIDTH == 0, "BITS": _by_pairs(matrix)}
     widen_packed_kernel[(programs,)](*_tensors(matrix), out, num_rows, width, **sizes)
@@ -352,7 +353,7 @@ def multiply_packed(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None)
     out = x.new_empty(len(x), weight.shape[0])
     if len(x):
         tile = FEW if len(x) <= FEW.rows else MEDIUM if len(x) <= MEDIUM_ROWS else MANY
-        _launch(x, weight, out, triton.cdiv(len(x), tile.rows), len(x), tile, bias=bias)
+        _launch(x, weight, out, ceil_div(len(x), tile.rows), len(x), tile, bias=bias)
     return out
 
 
@@ -397,5 +398,5 @@ def _launch(
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-    programs = row_tiles * triton.cdiv(num_outputs, tile.outputs)
+    programs = row_tiles * ceil_div(num_outputs, tile.outputs)
     packed_product_kernel[(programs,)](x, *_tensors(weight), bias, out, pairs, tiles, *counts, **sizes)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.linear.sums_kernel import gate
+from forkpoint.ops.rounding import ceil_div
 from forkpoint.ops.unmade import Parts
 
 BLOCK = tl.constexpr(1024)  # outputs per program
@@ -58,7 +59,7 @@ def _make_kernel(
 def make(parts: Parts, bias: Tensor | None, out: Tensor, up: Parts | None = None) -> Tensor:
     """Return `out[M, N]` with the sum of `parts`, plus a bias, or as the gate of a second sum `up`."""
     num_rows, num_outputs = out.shape
-    pieces = triton.cdiv(num_outputs, BLOCK.value)
+    pieces = ceil_div(num_outputs, BLOCK.value)
     operands = (parts.own, None if up is None else up.own, parts.shares, bias, out)
     counts = (*parts.own.stride()[:2], num_outputs, pieces)
     options = overlap(out.device, num_rows)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forkpoint.ops.linear.fragments import FLOAT_EXPONENT, FRAGMENT, STRIP, FragmentMatrix
 from forkpoint.ops.linear.packed import FLOAT_GROUP, MIDDLE
+from forkpoint.ops.rounding import ceil_div
 from forkpoint.platforms.table import traits_of
 
 WIDTH: Final = tl.constexpr(FRAGMENT)
@@ -248,7 +249,7 @@ def widen_fragments(matrix: FragmentMatrix) -> Tensor:
     out = torch.empty(matrix.shape, dtype=torch.bfloat16, device=matrix.words.device)
     sizes: dict[str, Any] = {"GROUP": matrix.group, "OUTPUTS": WIDEN_ROWS, "WARPS": 2, "num_warps": 2}
     counts = (num_rows, matrix_rows, width)
-    programs = triton.cdiv(num_rows, WIDEN_ROWS) * (width // FRAGMENT)
+    programs = ceil_div(num_rows, WIDEN_ROWS) * (width // FRAGMENT)
     operands = (matrix.words, matrix.scales, matrix.factors, out)
     widen_fragments_kernel[(programs,)](*operands, *counts, **sizes, BITS=by_pairs(matrix))
     return out

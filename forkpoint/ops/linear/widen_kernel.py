@@ -10,6 +10,7 @@ from torch import Tensor
 from forkpoint.ops.launch import straight
 from forkpoint.ops.linear.scaled import BLOCK, ScaledMatrix
 from forkpoint.ops.linear.sums_kernel import SCALE_WIDTH, by_bits, scale_columns, scale_options, widened
+from forkpoint.ops.rounding import ceil_div
 
 ROWS = tl.constexpr(64)  # rows per program, which widens the columns of one block
 
@@ -46,7 +47,7 @@ def widen(matrix: ScaledMatrix) -> Tensor:
     """Return the widened matrix `[N, K]`, as `ScaledMatrix.dense` does."""
     num_rows, width = matrix.shape
     out = torch.empty(num_rows, width, dtype=matrix.dtype, device=matrix.codes.device)
-    programs = triton.cdiv(num_rows, ROWS.value) * triton.cdiv(width, BLOCK)
+    programs = ceil_div(num_rows, ROWS.value) * ceil_div(width, BLOCK)
     options = {**scale_options(matrix), "BITS": by_bits(matrix), **straight(out.device)}
     _widen_kernel[(programs,)](matrix.codes, matrix.scales, out, num_rows, width, **options)
     return out

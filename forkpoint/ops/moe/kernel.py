@@ -22,6 +22,7 @@ from forkpoint.ops.moe.kept_kernel import keeps, multiply_kept
 from forkpoint.ops.moe.order_kernel import order_by_expert
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.parameters import GateLimits
+from forkpoint.ops.rounding import ceil_div
 from forkpoint.ops.unmade import Parts
 from forkpoint.platforms.table import traits_of
 
@@ -132,7 +133,7 @@ def paired_experts(
     launch_rows(x, packed.gate_up, hidden, PAIR_IN, options, ids=ids, **gates)
     down, down_scales = matrix_parts(packed.down)
     out_of = WIDE_PAIR_OUT if down_scales is None and inner > PAIR_OUT.width else PAIR_OUT
-    pieces = triton.cdiv(size, out_of.outputs)
+    pieces = ceil_div(size, out_of.outputs)
     operands = (hidden, down, ids, weights, out)
     sizes = {"INNER": inner, "CHOICES": top_k, **out_of.sizes, **scale_options(packed.down), **options}
     _pair_out_kernel[(num_tokens * pieces,)](*operands, size, pieces, down_scales, **sizes)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.platforms.table import traits_of
 
 FEW_PAIRS = 2048  # pairs; up to here one launch suffices, whose programs each read all pairs
@@ -152,22 +153,22 @@ def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrde
     """
     num_pairs, sub = ids.numel(), launch_table(ids.device).order_pairs
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_rows - 1)) // tile_rows
-    padded = triton.next_power_of_2(num_experts)
+    padded = next_power_of_2(num_experts)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
     sizes = {"EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device, ids.shape[0])}
     if num_pairs <= FEW_PAIRS and traits_of(ids.device).masks_gathers:
-        grid = (triton.cdiv(num_pairs, FEW_ROWS.value) + triton.cdiv(num_tiles, FEW_TILES.value),)
-        every = triton.next_power_of_2(num_pairs)
+        grid = (ceil_div(num_pairs, FEW_ROWS.value) + ceil_div(num_tiles, FEW_TILES.value),)
+        every = next_power_of_2(num_pairs)
         _few_kernel[grid](ids, pairs, tiles, num_pairs, num_tiles, tile_rows, PAIRS=every, **sizes)
         return ExpertOrder(pairs, tiles)
-    block = sub * triton.next_power_of_2(triton.cdiv(num_pairs, sub * MAX_BLOCKS))
-    num_blocks = triton.cdiv(num_pairs, block)
+    block = sub * next_power_of_2(ceil_div(num_pairs, sub * MAX_BLOCKS))
+    num_blocks = ceil_div(num_pairs, block)
     counts = torch.empty(num_blocks + 1, padded, dtype=torch.int32, device=ids.device)
     _count_kernel[(num_blocks,)](ids, counts, num_pairs, BLOCK=block, SUB=sub, **sizes)
     columns = min(SUMMED_EXPERTS, padded)
     _sum_kernel[(padded // columns,)](counts, num_blocks, COLUMNS=columns, **sizes)
     sizes |= {"BLOCK": block, "SUB": sub}
-    grid = (num_blocks + triton.cdiv(num_tiles, sub),)
+    grid = (num_blocks + ceil_div(num_tiles, sub),)
     _order_kernel[grid](ids, counts, pairs, tiles, num_pairs, num_blocks, num_tiles, tile_rows, **sizes)
     return ExpertOrder(pairs, tiles)

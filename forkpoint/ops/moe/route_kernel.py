@@ -11,6 +11,7 @@ from forkpoint.ops.activation.kernel import sigmoid
 from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.linear.parts_kernel import sum_of_parts
 from forkpoint.ops.parameters import RouteRule
+from forkpoint.ops.rounding import next_power_of_2
 from forkpoint.ops.unmade import Parts
 
 
@@ -127,7 +128,7 @@ def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[
     operands, strides = (scores, bias, weights, ids), (scores.stride(0), part_stride)
     counts = (num_experts, rule.top_k, num_choices, rule.groups, rule.top_groups)
     wide = {"GROUPS": rule.groups, "EXPERTS": num_experts, "CHOICES": num_choices}
-    sizes = {name: triton.next_power_of_2(size) for name, size in wide.items()}
+    sizes = {name: next_power_of_2(size) for name, size in wide.items()}
     form = {"SIGMOID": rule.score == "sigmoid", "NORMALISE": rule.normalise, "GATED": gated, **straight(scores.device)}
     options = {"PARTS": num_parts, "num_warps": 1, **overlap(scores.device, num_tokens)}
     _route_kernel[(num_tokens,)](*operands, *strides, *counts, rule.eps, rule.scale, **sizes, **form, **options)

@@ -13,6 +13,7 @@ from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, written_beside
 from forkpoint.ops.linear.parts_kernel import sum_of_parts
 from forkpoint.ops.linear.scaled import BLOCK
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.ops.unmade import Parts
 
 TILE = 1024  # elements per program, unless one row is wider
@@ -123,9 +124,9 @@ def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, rounded: 
     size, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     num_rows = x.shape[0] * heads
     if num_rows:
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         rows = max(1, TILE // block) if num_parts == 0 else 1
-        programs = x.shape[0] * triton.cdiv(heads, rows) if form["STRAIGHT"] else triton.cdiv(num_rows, rows)
+        programs = x.shape[0] * ceil_div(heads, rows) if form["STRAIGHT"] else ceil_div(num_rows, rows)
         beside = x if other is None else other
         form |= {**dict.fromkeys(FLAGS, False), **flags, "OWN_WEIGHTS": weight.dim() == 2}
         sizes = {"D": size, "ROWS": rows, "PARTS": num_parts}

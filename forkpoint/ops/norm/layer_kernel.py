@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.ops.rounding import next_power_of_2
+
 
 @triton.jit
 def add_layer_norm_kernel(x, added, weight, bias, total, out, eps, D: tl.constexpr, BLOCK: tl.constexpr):
@@ -31,5 +33,5 @@ def add_layer_norm(x: Tensor, added: Tensor, weight: Tensor, bias: Tensor, eps: 
     total, out = torch.empty_like(x), torch.empty_like(x)
     size = x.shape[1]
     rows = (x.contiguous(), added.contiguous(), weight, bias, total, out)
-    add_layer_norm_kernel[(len(x),)](*rows, eps, D=size, BLOCK=triton.next_power_of_2(size))
+    add_layer_norm_kernel[(len(x),)](*rows, eps, D=size, BLOCK=next_power_of_2(size))
     return out, total

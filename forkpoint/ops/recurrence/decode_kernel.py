@@ -25,6 +25,7 @@ from forkpoint.ops.recurrence.gates import (
     result,
     weight,
 )
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 
 UNIT = 16  # elements and bytes; the compiler specialises kernels on whether a stride or address is a multiple
 
@@ -214,13 +215,13 @@ def _launch(
     """Launch the step kernel and return `out`. Without `records`, rows have one token each."""
     spec, num_rows, num_tokens = params.spec, len(index), inputs.mixed.shape[0]
     assert all(record.is_contiguous() for record in records), "records must be dense"
-    block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(spec.value_dim))
+    block_v = min(launch_table(pool.device).state_values, next_power_of_2(spec.value_dim))
     own = (*records, *index.columns) if isinstance(index, VerifyIndex) else (*[None] * 3, *index.columns, *[None] * 6)
     given, options = described(inputs._replace(mixed=_aligned(inputs.mixed)), params)
     options |= {"MOST": records[0].shape[1] if records else 0, "slot_stride": pool.stride(0)}
     options |= {"BLOCK_K": key_block(spec), "BLOCK_V": block_v, "COMPUTES": num_tokens > 0}
     options |= {"PER_KEY": spec.per_key, "BOUND": spec.bound or 0.0, **overlap(pool.device, num_tokens)}
-    grid = (num_rows * spec.num_v_heads * triton.cdiv(spec.value_dim, block_v),)
+    grid = (num_rows * spec.num_v_heads * ceil_div(spec.value_dim, block_v),)
     _step_kernel[grid](*given, params.D, pool, out, *own, num_rows, num_tokens, **options, num_warps=1, num_stages=1)
     return out
 
@@ -233,4 +234,4 @@ def _aligned(mixed: Tensor) -> Tensor:
     if not len(mixed) or (mixed.stride(0) % UNIT == 0 and mixed.data_ptr() % UNIT == 0):
         return mixed
     width = mixed.shape[1]
-    return mixed.new_empty(len(mixed), triton.cdiv(width, UNIT) * UNIT)[:, :width].copy_(mixed)
+    return mixed.new_empty(len(mixed), ceil_div(width, UNIT) * UNIT)[:, :width].copy_(mixed)

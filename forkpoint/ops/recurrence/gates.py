@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid, softplus
 from forkpoint.ops.parameters import Out, Records, Recurrence, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.rounding import next_power_of_2
 
 L2_EPS = tl.constexpr(1e-6)
 
@@ -57,7 +58,7 @@ def key_block(spec: Recurrence) -> int:
 
     Each lane of a warp then holds two or more keys. With one key per lane, the lanes' copies of a sum could differ in
     their last bits, and a draft's record holds the copy of one lane."""
-    return max(64, int(triton.next_power_of_2(spec.key_dim)))
+    return max(64, int(next_power_of_2(spec.key_dim)))
 
 
 def described(inputs: RecurrenceInputs, params: RecurrenceParams) -> tuple[list[Tensor], dict[str, Any]]:

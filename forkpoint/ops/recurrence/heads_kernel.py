@@ -30,6 +30,7 @@ from forkpoint.ops.recurrence.state_rows import (
     state_tile,
     whole_product,
 )
+from forkpoint.ops.rounding import next_power_of_2
 from forkpoint.platforms.table import traits_of
 
 MOST_TOGETHER = 512  # scores that a warp can hold in registers to store the gates of TOKENS tokens together
@@ -309,7 +310,7 @@ def launch_heads(
         options |= {"slot_stride": windows.stride(0), "row_stride": windows.stride(1), "W": taps.shape[1]}
         options |= {"tap_channel": taps.stride(0), "tap_stride": taps.stride(1)}
         options |= capped_registers(mixed.device, MOST_REGISTERS)
-    options |= {"GROUP": triton.next_power_of_2(group), "CHANNELS": triton.next_power_of_2(group * spec.value_dim)}
+    options |= {"GROUP": next_power_of_2(group), "CHANNELS": next_power_of_2(group * spec.value_dim)}
     options["TOGETHER"] = most > 1 and sizes["PAST"] * TOKENS.value * options["GROUP"] <= MOST_TOGETHER
     side = sizes["BLOCK_K"] if form["STRAIGHT"] else SIDE.value if convolution is not None else LANES.value
     options |= {"SIDE": side, "TF32": traits_of(mixed.device).multiplies_tf32, **form, **sizes}

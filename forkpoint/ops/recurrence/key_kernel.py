@@ -24,6 +24,7 @@ from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.parameters import Out, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, described, head_tile, key_decay, result, weight
 from forkpoint.ops.recurrence.solve import BLOCKS, CHUNK, SUB, chunk_place, first_chunk, unit_lower_inverse
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 
 # Largest exponents whose powers fit in bfloat16 and fp32, and in float16.
 WIDEST, WIDEST_HALF = tl.constexpr(60.0), tl.constexpr(8.0)
@@ -302,10 +303,10 @@ def key_prefill(
     """
     spec, mixed, out = params.spec, inputs.mixed, result(inputs, params, pool, out)
     heads, dim, value_dim = spec.num_v_heads, spec.key_dim, spec.value_dim
-    block_k = max(16, triton.next_power_of_2(dim))
+    block_k = max(16, next_power_of_2(dim))
     scratch = _ready_chunks(inputs, params, index, block_k)
-    block_v = max(16, min(SCAN_VALUES, triton.next_power_of_2(value_dim)))
-    each = heads * triton.cdiv(value_dim, block_v)
+    block_v = max(16, min(SCAN_VALUES, next_power_of_2(value_dim)))
+    each = heads * ceil_div(value_dim, block_v)
     options = {"H": heads, "K": dim, "V": value_dim, "BLOCK_K": block_k, "BLOCK_V": block_v}
     options |= {"num_warps": 4, "num_stages": 1 if mixed.dtype == torch.float32 else 3}
     options |= overlap(mixed.device, mixed.shape[0])

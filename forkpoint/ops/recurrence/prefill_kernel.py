@@ -27,6 +27,7 @@ from forkpoint.ops.parameters import Out, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, head_tile, result, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_prefill
 from forkpoint.ops.recurrence.solve import CHUNK, chunk_place, first_chunk, unit_lower_inverse
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.platforms.table import traits_of
 
 # Values per token that the first launch leaves for the second: the factors of `S k`, of `S q`, of k in the state's
@@ -304,11 +305,11 @@ def recurrence_prefill(
     if shape.per_key:
         return key_prefill(inputs, params, pool, index, out)
     out = result(inputs, params, pool, out)
-    block_k = max(MIN_WIDTH, triton.next_power_of_2(shape.key_dim))
+    block_k = max(MIN_WIDTH, next_power_of_2(shape.key_dim))
     scratch = _chunks(inputs, params, index, block_k)
-    programs = len(index) * shape.num_v_heads * triton.cdiv(shape.value_dim, NARROW)
+    programs = len(index) * shape.num_v_heads * ceil_div(shape.value_dim, NARROW)
     options = _scan_options(mixed, block_k, programs)
-    each = shape.num_v_heads * triton.cdiv(shape.value_dim, options["BLOCK_V"])
+    each = shape.num_v_heads * ceil_div(shape.value_dim, options["BLOCK_V"])
     options |= {**sizes(shape), "BLOCK_K": block_k, "DELTA": shape.delta, **overlap(mixed.device, mixed.shape[0])}
     strides = (mixed.stride(0), pool.stride(0))
     for count, (systems, scores, gains, *columns) in segments(index, each, scratch, shape.num_v_heads):

@@ -35,6 +35,7 @@ from forkpoint.ops.recurrence.state_rows import (
     to_fold,
 )
 from forkpoint.ops.recurrence.straight_record_kernel import straight_record_kernel
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.platforms.table import traits_of
 
 MOST_CHANNELS = 512  # value channels of a key head that the first kernel can convolve in one program
@@ -168,15 +169,15 @@ def _launch(
     num_tokens, num_rows = inputs.mixed.shape[0], len(index)
     shapes: dict[str, Any] = {**sizes(spec), "INTERVAL": index.interval, "LENGTH": kept[0].shape[1]}
     most = 1 if convolution is not None else updates.shape[1] + 1 - index.interval  # tokens of a row at most
-    shapes |= {"BLOCK_K": key_block(spec), "PAST": triton.next_power_of_2(index.interval - 1 + most)}
+    shapes |= {"BLOCK_K": key_block(spec), "PAST": next_power_of_2(index.interval - 1 + most)}
     options = {**overlap(pool.device, num_tokens), "num_warps": 1, "num_stages": 1}
     mixed = gates = inputs.mixed
     if num_tokens:
         mixed, gates = launch_heads(inputs, params, index, kept, convolution, most, {**shapes, **options})
     one_by_one = straight(pool.device)["STRAIGHT"]
     block_v = launch_table(pool.device).state_values if one_by_one else BLOCK_V
-    block_v = min(block_v, triton.next_power_of_2(spec.value_dim))
-    grid = (num_rows * spec.num_v_heads * triton.cdiv(spec.value_dim, block_v),)
+    block_v = min(block_v, next_power_of_2(spec.value_dim))
+    grid = (num_rows * spec.num_v_heads * ceil_div(spec.value_dim, block_v),)
     given, counts = (mixed, params.D, pool, out, gates), (num_rows, num_tokens)
     own: dict[str, Any] = {"mixed_stride": mixed.stride(0), "slot_stride": pool.stride(0)}
     own |= {"BLOCK_V": block_v, "COMPUTES": num_tokens > 0}

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.rounding import next_power_of_2
 from forkpoint.platforms.table import resolve_platform
 
 PAGE_BYTES = 4096  # of the host; pinned memory has whole pages of its own
@@ -77,6 +78,6 @@ def host_rows(rows: PinnedRows, ids: Tensor) -> Tensor:
     out = torch.empty(*ids.shape, rows.dim, dtype=rows.dtype, device=ids.device)
     tables = len(rows.first)
     if count:
-        sizes = {"D": rows.dim, "TABLES": triton.next_power_of_2(tables), **overlap(ids.device, len(ids))}
+        sizes = {"D": rows.dim, "TABLES": next_power_of_2(tables), **overlap(ids.device, len(ids))}
         _rows_kernel[(count,)](ids, rows.addresses, rows.first, out, tables, **sizes, num_warps=1)
     return out

@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.json_options import MAX_DRAFTS
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, LateColumns, WindowColumns
 
 TILE = tl.constexpr(128)  # tokens per program
 WIDTH = tl.constexpr(1024)  # values per program of `newest`
-MOST = tl.constexpr(triton.next_power_of_2(1 + MAX_DRAFTS))  # positions of a row, padded to a power of two
+MOST = tl.constexpr(next_power_of_2(1 + MAX_DRAFTS))  # positions of a row, padded to a power of two
 COLUMNS = ("token_ids", "finite", "drafts", "rows", "starts", "sizes", "draft_at")
 FAILED = tl.constexpr(NOT_FINITE)
 
@@ -61,7 +62,7 @@ def catch_up(ids: IdColumns, late: LateColumns | None = None) -> None:
         num_tokens, num_records, stride = late.positions.numel(), len(late.records_late), late.table.stride(0)
         assert num_records <= num_tokens and num_ids == len(late.late), "programs are for tokens"
     operands = (*ids, *(late or [None] * len(LateColumns._fields)), num_ids, num_tokens, num_records, stride)
-    _catch_up_kernel[(triton.cdiv(num_tokens, TILE.value),)](*operands, num_warps=4)
+    _catch_up_kernel[(ceil_div(num_tokens, TILE.value),)](*operands, num_warps=4)
 
 
 @triton.jit
@@ -80,7 +81,7 @@ def newest(windows: Tensor, records: Tensor, slots: Tensor, lines: Tensor, pendi
     num_rows, width = len(slots), windows.shape[1]
     out = torch.empty((num_rows, width), dtype=windows.dtype, device=windows.device)
     strides = (windows.stride(0), records.stride(0), records.stride(1), width)
-    grid = (num_rows, triton.cdiv(width, WIDTH.value))
+    grid = (num_rows, ceil_div(width, WIDTH.value))
     _newest_kernel[grid](windows, records, slots, lines, pending, out, *strides, num_warps=4)
     return out
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forkpoint.ops.launch import straight
 from forkpoint.ops.launch_table import launch_table
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.ops.sampling.columns import SamplingColumns
 from forkpoint.ops.sampling.kernel import dense_rows
 
@@ -269,8 +270,8 @@ def sample_rows(logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tenso
     Returns the ids `[N]` int64 and whether the largest logit is finite, `[N]` bool; without it the id means nothing.
     """
     num_rows, vocab = logits.shape
-    device, num_tiles = logits.device, triton.cdiv(vocab, TILE)
-    tiles = triton.next_power_of_2(num_tiles)
+    device, num_tiles = logits.device, ceil_div(vocab, TILE)
+    tiles = next_power_of_2(num_tiles)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=device)
     if not num_rows:

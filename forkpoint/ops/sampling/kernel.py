@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap, straight
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.ops.sampling.columns import PenaltyColumns
 
 GREEDY_TILE = 4096
@@ -47,7 +48,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the ids `[N]` int64 of the largest logits of `logits[N, V]`, the lowest id among equals, and whether the
     largest is finite, `[N]` bool."""
     num_rows, vocab = logits.shape
-    device, num_tiles = logits.device, triton.cdiv(vocab, GREEDY_TILE)
+    device, num_tiles = logits.device, ceil_div(vocab, GREEDY_TILE)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=device)
     if not num_rows:
@@ -58,7 +59,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     _tile_top_kernel[(num_rows * num_tiles,)](
         logits, tops, places, stride, vocab, num_tiles, TILE=GREEDY_TILE, **options, num_warps=4
     )
-    tiles = triton.next_power_of_2(num_tiles)
+    tiles = next_power_of_2(num_tiles)
     _top_kernel[(num_rows,)](tops, places, token_ids, finite, vocab, num_tiles, TILES=tiles, **options, num_warps=1)
     return token_ids, finite
 
@@ -112,7 +113,7 @@ def top_ids(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Te
     ids = torch.topk(logits, num_top, dim=1).indices
     ranks = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        top = max(MIN_TOP, triton.next_power_of_2(num_top))
+        top = max(MIN_TOP, next_power_of_2(num_top))
         sizes = (dense_rows(logits), vocab, num_top)
         _rank_kernel[(num_rows,)](logits, token_ids, ids, ranks, *sizes, TOP=top, TILE=RANK_TILE, num_warps=8)
     return ids, ranks
@@ -139,7 +140,7 @@ def _penalty_kernel(
 
 def apply_penalties(logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> None:
     """Apply penalties to `logits[N, V]` fp32 in place, with the counts that PenaltyColumns describes."""
-    num_tiles = triton.cdiv(logits.shape[1], ELEMENTWISE_TILE)
+    num_tiles = ceil_div(logits.shape[1], ELEMENTWISE_TILE)
     operands = (logits, counts, columns.rows, columns.lines, columns.repetition, columns.frequency, columns.presence)
     sizes = (dense_rows(logits), dense_rows(counts), logits.shape[1], num_tiles)
     _penalty_kernel[(len(columns.rows) * num_tiles,)](*operands, *sizes, TILE=ELEMENTWISE_TILE, num_warps=4)
@@ -165,7 +166,7 @@ def _bitmask_kernel(
 def apply_bitmasks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Set the logits of ids whose bit is 0 to -inf, in place: `logits[N, V]` fp32, `rows[M]` int64,
     `bits[M, ceil(V / 32)]` int32, id `i` at bit `i % 32` of word `i // 32`."""
-    num_tiles = triton.cdiv(logits.shape[1], ELEMENTWISE_TILE)
+    num_tiles = ceil_div(logits.shape[1], ELEMENTWISE_TILE)
     sizes = (dense_rows(logits), logits.shape[1], bits.shape[1], num_tiles)
     options = {"TILE": ELEMENTWISE_TILE, "num_warps": 4, **straight(logits.device)}
     _bitmask_kernel[(len(rows) * num_tiles,)](logits, rows, bits, *sizes, **options)

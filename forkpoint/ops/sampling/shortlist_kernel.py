@@ -17,6 +17,7 @@ from forkpoint.ops.launch import await_before, await_inputs, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import narrow
 from forkpoint.ops.linear.scaled import LEAST_AMAX
 from forkpoint.ops.linear.tiles import Tile
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.platforms.table import traits_of
 
 TILE = tl.constexpr(128)  # ids per tile, of which at most one is named
@@ -135,7 +136,7 @@ def _choose_kernel(
 def _tile(num_rows: int) -> Tile:
     if num_rows > 64:
         return Tile(128, TILE.value, 64, 8, 4)
-    return Tile(max(16, triton.next_power_of_2(num_rows)), TILE.value, 128, 4, 3)
+    return Tile(max(16, next_power_of_2(num_rows)), TILE.value, 128, 4, 3)
 
 
 class Shortlist:
@@ -144,7 +145,7 @@ class Shortlist:
 
     def __init__(self, weight: Tensor, num_ids: int) -> None:
         """Pack `weight[N, K]`, with K a multiple of UNIT, whose first `num_ids` rows are ids."""
-        width, self._num_tiles = weight.shape[1], max(1, triton.cdiv(num_ids, TILE.value))
+        width, self._num_tiles = weight.shape[1], max(1, ceil_div(num_ids, TILE.value))
         self._weight, self._num_ids = weight, num_ids
         rows = self._num_tiles * TILE.value
         self._codes = torch.zeros(rows, width // 2, dtype=torch.uint8, device=weight.device)
@@ -177,13 +178,13 @@ class Shortlist:
             "STAGES": tile.num_stages,
             "BITS": traits_of(device).multiplies_fp8,
         }
-        _tile_kernel[(self._num_tiles * triton.cdiv(num_rows, tile.rows),)](
+        _tile_kernel[(self._num_tiles * ceil_div(num_rows, tile.rows),)](
             *(codes, self._codes, self._scales, keys, num_rows, self._num_ids, width // 2, self._num_tiles),
             **form,
             **options,
             num_warps=tile.num_warps,
         )
-        tiles = max(CANDIDATES, triton.next_power_of_2(self._num_tiles))
+        tiles = max(CANDIDATES, next_power_of_2(self._num_tiles))
         columns = UNIT * (2 if width % (2 * UNIT) == 0 else 1)
         _choose_kernel[(num_rows,)](
             *(keys, hidden, self._weight, token_ids, logits, self._num_ids, self._num_tiles, width),

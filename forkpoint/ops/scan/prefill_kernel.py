@@ -27,6 +27,7 @@ from forkpoint.ops.launch_table import segments, turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.parameters import Out, ScanInputs, ScanParams
 from forkpoint.ops.recurrence.solve import CHUNK, chunk_place, first_chunk
+from forkpoint.ops.rounding import ceil_div
 
 CHANNELS = 32  # channels per program of a chunk: one per thread
 JOINED_CHANNELS, JOINING_WARPS = 32, 8  # per program that joins a segment's chunks
@@ -245,7 +246,7 @@ def scan_sizes(inputs: ScanInputs, params: ScanParams, pool: Tensor, out: Tensor
     assert all(value.stride(1) == 1 for value in inputs), "elements of a row lie side by side"
     assert pool[0].is_contiguous() and out.is_contiguous(), "a slot and the result must be dense"
     dim, values = params.A.shape
-    return {"D": dim, "N": values, "BLOCK": channels, "PIECES": triton.cdiv(dim, channels)}
+    return {"D": dim, "N": values, "BLOCK": channels, "PIECES": ceil_div(dim, channels)}
 
 
 def scan_prefill(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Out = None) -> Tensor:

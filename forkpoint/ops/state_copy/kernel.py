@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.ops.rounding import ceil_div
 from forkpoint.platforms.table import traits_of
 
 PIECE = 8192  # bytes per program and load
@@ -80,7 +81,7 @@ class StateCopy:
         if key not in self._tables:
             self._tables[key] = _describe(pools)
         table, unit, widest, align = self._tables[key]
-        pieces = triton.cdiv(widest, PIECE)
+        pieces = ceil_div(widest, PIECE)
         items, word = len(src) * len(pools) * pieces, unit.element_size()
         most = self._most_programs or traits_of(src.device).most_programs or items
         sizes = {"PIECE": PIECE, "BYTES": word, "ALIGN": align, "TURNS": items > most}
