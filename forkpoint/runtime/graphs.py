@@ -21,24 +21,32 @@ Shape = TypeVar("Shape")
 Outputs = TypeVar("Outputs")
 Issue: TypeAlias = Callable[[Tensors, Shape], Outputs]
 
-MAX_GRAPH_TOKENS = 1024  # tokens; larger steps are long enough to hide the launches of their kernels
+MAX_GRAPH_TOKENS = 1024  # tokens; longer steps of most models hide the launches of their kernels
+LAYER_LAUNCH_S, DEVICE_FLOPS = 1e-3, 5e14  # a layer's launches and products per second, on a machine with an H200
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _BESIDE = (0, 8, 32, 64, 128, 256, 384, 512)  # tokens of decode rows in steps that also prefill
 _DRAFTING = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows in steps with drafts
 _WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of each row in steps with drafts
 _TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens in steps that prefill
+_LONG_TOTALS = (1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # if launches take longer than the step
+_BESIDE_LONG = (0, 32, 128, 512)
 _TOKENS_PER_SEGMENT = 32  # a shape has a segment for so many prefill tokens: short chunks are common
 _MIN_SEGMENTS = 4
 _NUM_STAGED = 3  # steps whose inputs may still wait for their copy: two in flight and the one under construction
 
 
+def longest_worth_recording(flops_per_token: int, num_layers: int) -> int:
+    """Return up to how many tokens a step that prefills takes longer to launch than to run."""
+    return int(LAYER_LAUNCH_S * num_layers * DEVICE_FLOPS / max(1, flops_per_token))
+
+
 def graph_shapes(
-    max_num_rows: int, max_num_tokens: int = MAX_GRAPH_TOKENS, max_num_drafts: int = 0
+    max_num_rows: int, max_num_tokens: int = MAX_GRAPH_TOKENS, max_num_drafts: int = 0, max_prefill_tokens: int = 0
 ) -> tuple[StepShape, ...]:
     """Return all shapes to record, largest first, so that smaller graphs reuse the memory of larger ones.
 
-    Steps with drafts, of a row at most `max_num_drafts`, and steps that prefill have `max_num_tokens` tokens at most.
-    With drafts, shapes that prefill verify them too.
+    Steps with drafts, of a row at most `max_num_drafts`, have `max_num_tokens` tokens at most. Steps that prefill have
+    as many, or `max_prefill_tokens` if that is more. With drafts, shapes that prefill verify them too.
     """
     counts = sorted({count for count in _DECODES if count < max_num_rows} | {max_num_rows})
     shapes = [StepShape(count, 0, 0) for count in counts]
@@ -51,8 +59,11 @@ def graph_shapes(
             for size in sorted(windows)
             if count * size <= max_num_tokens
         ]
-    beside = sorted({min(count, max_num_rows * (1 + max_num_drafts)) for count in _BESIDE})
-    for total in (total for total in _TOTALS if total <= max_num_tokens):
+    totals = [total for total in _TOTALS if total <= max_num_tokens]
+    totals += [total for total in _LONG_TOTALS if total <= max_prefill_tokens]
+    for total in totals:
+        choices = _BESIDE_LONG if total in _LONG_TOTALS else _BESIDE
+        beside = sorted({min(count, max_num_rows * (1 + max_num_drafts)) for count in choices})
         for count in (count for count in beside if total - count >= total // 2):
             tokens = total - count
             segments = max(_MIN_SEGMENTS, tokens // _TOKENS_PER_SEGMENT)

@@ -15,7 +15,7 @@ import torch
 from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, STORED_AT_ONCE, DiskFacts
 from forkpoint.cache.layout import WIDEST_STORED, CacheLayout, KVSpec
 from forkpoint.cache.peer_offers import PeerFacts
-from forkpoint.config import EngineConfig
+from forkpoint.config import EngineConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
@@ -27,7 +27,7 @@ from forkpoint.ops.table import OpTable, is_torch
 from forkpoint.platforms.cpu import free_host_bytes
 from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import resolve_platform
-from forkpoint.runtime.graphs import graph_shapes
+from forkpoint.runtime.graphs import graph_shapes, longest_worth_recording
 from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.runtime.step_inputs import StepShape
@@ -59,7 +59,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     layout = _make_layout(config, model, platform)
     drafts = _max_num_drafts(config, layout, ops)
     has_graphs = platform.has_graphs and not any(is_torch(ops, name) for name in model.waiting)
-    shapes = _graph_shapes(config, sched.max_num_seqs, drafts, has_graphs)
+    shapes = _graph_shapes(config, sched, model, drafts) if has_graphs else ()
     sizes = replace(model.config, layers=(), draft_layer=()), model.config.flops_per_token, model.config.flops_per_pair
     alike = {"sizes of the model": sizes, "layout of the cache": layout, "shapes of graphs": shapes}
     ranks.check_equal(alike, platform.device)
@@ -98,11 +98,13 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     return Worker(facts, runner, platform.release_unused, prepare=runner.record_next)
 
 
-def _graph_shapes(config: EngineConfig, num_rows: int, num_drafts: int, has_graphs: bool) -> tuple[StepShape, ...]:
+def _graph_shapes(config: EngineConfig, sched: SchedulerConfig, model: Model, num_drafts: int) -> tuple[StepShape, ...]:
     """Return the shapes of the steps to record. Steps that gather keys are not recorded."""
-    if config.enforce_eager or not has_graphs:
+    if config.enforce_eager:
         return ()
-    shapes = graph_shapes(num_rows, max_num_drafts=num_drafts)
+    longest = longest_worth_recording(model.config.flops_per_token, len(model.config.layers))
+    longest = min(longest, sched.max_num_batched_tokens)
+    shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=num_drafts, max_prefill_tokens=longest)
     if config.decode_context_parallel_size == 1:
         return shapes
     if config.deterministic:

@@ -16,17 +16,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forkpoint.models.decoder import Model
+from forkpoint.models.registry import load_config
 from forkpoint.ops.metadata import MAX_PARTS, KeySplits, tile_table
 from forkpoint.ops.select import torch_table
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.block_table import BlockTable
-from forkpoint.runtime.graphs import ShapeTable, graph_shapes
+from forkpoint.runtime.graphs import ShapeTable, graph_shapes, longest_worth_recording
 from forkpoint.runtime.step_inputs import StepBuilder, StepShape
 from forkpoint.sched.plan import TO_DRAFT, StepPlan
 from tests.ops.triton_cases import ON_GPU, triton_ops
 from tests.plans import Row, decode, plan_of
 from tests.runtime.driver import Driver, tiny_hybrid, tokens
+
+HUB_CONFIGS = Path(__file__).parents[1] / "models" / "hub_configs"
 
 
 class RecordingPlatform(CpuPlatform):
@@ -50,13 +53,13 @@ class RecordingPlatform(CpuPlatform):
 counts = st.integers(0, 40)
 
 
-@given(st.integers(1, 300), st.sampled_from([64, 256, 1024]), counts, st.integers(0, 1100), counts)
+@given(st.integers(1, 300), st.sampled_from([64, 256, 1024, 4096]), counts, st.integers(0, 4200), counts)
 def test_the_smallest_shape_that_fits_is_found(
     num_rows: int, max_tokens: int, decodes: int, tokens: int, segments: int
 ) -> None:
     if bool(tokens) != bool(segments) or segments > tokens or not decodes + segments or decodes + segments > num_rows:
         return
-    shapes = graph_shapes(num_rows, max_tokens)
+    shapes = graph_shapes(num_rows, min(max_tokens, 1024), max_prefill_tokens=max_tokens)
     exact = StepShape(decodes, tokens, segments)
     found = ShapeTable(shapes).find(exact)
     fitting = [
@@ -72,6 +75,19 @@ def test_the_smallest_shape_that_fits_is_found(
         assert found in fitting and found.num_tokens == min(s.num_tokens for s in fitting)
     elif not segments:
         raise AssertionError("every decode batch has a shape")
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"), [("qwen3.5-35b-a3b", 4096), ("nemotron-3-nano-30b-a3b", 4096), ("qwen3.5-9b", 1024)]
+)
+def test_steps_that_launch_longer_than_they_run_are_recorded(name: str, longest: int, tmp_path: Path) -> None:
+    """Only where launches take longer: otherwise padding to a shape would cost time."""
+    (tmp_path / "config.json").write_bytes((HUB_CONFIGS / f"{name}.json").read_bytes())
+    config = load_config(tmp_path)
+    most = longest_worth_recording(config.flops_per_token, len(config.layers))
+    shapes = graph_shapes(256, max_prefill_tokens=most)
+    assert max(shape.num_tokens for shape in shapes) == longest
+    assert len({shape for shape in shapes if shape.num_tokens > 1024}) <= 32
 
 
 def test_a_whole_batch_with_drafts_has_a_shape_beside_prompts() -> None:
