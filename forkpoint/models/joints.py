@@ -76,9 +76,10 @@ def _empty_packed(source: WeightSource, shape: Sequence[int], form: Form) -> Pac
     *lead, num_rows, width = shape
     groups = (*lead, num_rows, -(-width // form.group))
     words = torch.zeros(*lead, num_rows, width // PER_WORD, dtype=torch.int32, device=source.device)
-    scales = torch.zeros(groups, dtype=torch.float16, device=source.device)
+    integers = form.kind == "integer"
+    scales = torch.zeros(groups, dtype=torch.float16 if integers else torch.uint8, device=source.device)
     factors = torch.ones(*lead, num_rows, 1, device=source.device)
-    zeros = torch.full(groups, MIDDLE, dtype=torch.uint8, device=source.device) if form.kind == "integer" else None
+    zeros = torch.full(groups, MIDDLE, dtype=torch.uint8, device=source.device) if integers else None
     return PackedMatrix(words, scales, factors, zeros, form.group, source.dtype, form.column_order(source.device))
 
 

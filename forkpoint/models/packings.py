@@ -131,9 +131,11 @@ class PackedTensors:
             "modelopt": self._read_floats,
         }
         words, zeros, factor = readers[self.packing]()
-        scales, factors = halved(self._scales())
-        if factor is not None:
-            factors = factors * factor
+        scales = self._scales()
+        if factor is None:
+            scales, factors = halved(scales)
+        else:
+            factors = factor.expand(*scales.shape[:-1], 1).contiguous()
         if zeros is not None and zeros.shape != scales.shape:
             raise ModelFolderError(
                 f"the zero points of {self.stored.where(self.main)} have shape {list(zeros.shape)}, and the scales "
@@ -145,9 +147,24 @@ class PackedTensors:
         return PackedMatrix(words, scales, factors, zeros, self.group, dtype, order)
 
     def _scales(self) -> Tensor:
-        scales = self.stored.read(self._scale_name).float()
+        """Return the scales `[..., N, G]`: the bytes of e4m3 numbers for codes that are floats. Raises ModelFolderError
+        for wrong ones."""
+        scales = self.stored.read(self._scale_name)
         if self._transposed:
             scales = scales.t().contiguous()
+        if self.is_float:
+            found = self.stored.stored_type(self._scale_name)
+            if found != "F8_E4M3":
+                raise ModelFolderError(
+                    f"the scales {self.stored.where(self._scale_name)} are stored in {found}; 4-bit floats need scales "
+                    "in F8_E4M3, so quantise the model again"
+                )
+            scales = scales.view(torch.uint8)
+            if bool((scales >= 128).any()):
+                raise ModelFolderError(
+                    f"the scales {self.stored.where(self._scale_name)} are not all positive or 0, which 4-bit floats "
+                    "need; quantise the model again"
+                )
         *lead, num_rows, _ = self.shape
         if scales.shape[:-1] != (*lead, num_rows):
             raise ModelFolderError(
@@ -190,7 +207,7 @@ class PackedTensors:
         return words, zeros.contiguous(), None
 
     def _read_floats(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return words, no zero points, and the factor of all scales, which are in FP8. A byte has 2 codes.
+        """Return words, no zero points, and the factor of all scales. A byte has 2 codes.
 
         Raises ModelFolderError for a factor that is not positive.
         """

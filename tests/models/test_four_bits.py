@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
+from forkpoint.models.joints import JoinedMatrix
 from forkpoint.models.packings import PackedTensors, Packing
-from forkpoint.models.quantization import WeightFormat
+from forkpoint.models.quantization import Form, WeightFormat
 from forkpoint.models.registry import load_config, load_model
 from forkpoint.models.weights import DummyWeights
 from forkpoint.ops.linear.packed import PackedMatrix
@@ -25,6 +26,7 @@ from tests.four_bit_checkpoints import FORMATS, GPTQ, integers, put_in_four_bits
 from tests.fp8_checkpoints import SINGLE, matrix_scaled
 from tests.models.test_parity import TOLERANCE, error
 from tests.mtp_heads import add_mtp
+from tests.ops.float_scales import every_scale, exact
 from tests.thread_ranks import on_each
 
 LIBRARIES = Path(__file__).parent / "packings.safetensors"
@@ -58,7 +60,7 @@ class Held:
         return tuple(self.tensors[name].shape)
 
     def stored_type(self, name: str) -> str:
-        return "U8" if self.tensors[name].dtype == torch.uint8 else "other"
+        return {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}.get(self.tensors[name].dtype, "other")
 
     def read(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -87,6 +89,29 @@ def test_packings_of_libraries(form: str, packing: Packing, digits: float) -> No
     assert tensors is not None and tensors.packing == packing
     want = found["a.dense"]
     torch.testing.assert_close(tensors.read(torch.float32).dense(), want, atol=0, rtol=digits)
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "floats"])
+def test_every_scale_of_floats(layout: Packing) -> None:
+    """Scales of 0 and below the smallest normal number, and parts and experts whose scales are far apart."""
+    torch.manual_seed(3)
+    source = DummyWeights(dtype=torch.bfloat16, seed=0, device=torch.device("cpu"))
+    joined = JoinedMatrix(source, (2, 32, 256), Form("float", 16), whole_blocks=False)
+    parts = {(at, start): every_scale(16, 256, dtype=torch.bfloat16) for at in range(2) for start in (0, 16)}
+    for power, ((at, start), part) in enumerate(parts.items()):
+        factor = torch.tensor(2.0 ** (20 * power - 30))  # one for the stored matrix
+        parts[at, start] = part = replace(part, factors=factor.expand(16, 1))
+        stored = {"a.weight_scale": part.scales.view(torch.float8_e4m3fn)}
+        if layout == "modelopt":
+            stored |= {"a.weight": part.words.view(torch.uint8), "a.weight_scale_2": factor}
+        else:
+            stored |= {"a.weight_packed": part.words.view(torch.uint8), "a.weight_global_scale": 1 / factor[None]}
+        tensors = PackedTensors.find(Held(stored), "a.weight", layout)
+        assert tensors is not None and tensors.packing == layout
+        joined.put(tensors.read(torch.bfloat16), start, at)
+    want = [torch.cat([exact(parts[at, start]) for start in (0, 16)]) for at in range(2)]
+    assert isinstance(joined.matrix, PackedMatrix)
+    assert torch.equal(joined.matrix.dense().double(), torch.stack(want))
 
 
 @pytest.mark.parametrize(
@@ -151,18 +176,21 @@ def test_heads(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "change", "said"),
+    ("layout", "end", "change", "said"),
     [
-        ("qzeros", None, "holds no tensor"),
-        ("qweight", lambda x: torch.cat((x, x), 1), "if it is in 4 bits; config.json asks for"),
-        ("scales", lambda x: x * float("nan"), "NaN or infinite"),
-        ("scales", lambda x: x[:, :8], "one for each row and group is needed"),
-        ("g_idx", lambda x: torch.zeros_like(x), "are not all of 32 columns"),
+        ("gptq", "qzeros", None, "holds no tensor"),
+        ("gptq", "qweight", lambda x: torch.cat((x, x), 1), "if it is in 4 bits; config.json asks for"),
+        ("gptq", "scales", lambda x: x * float("nan"), "NaN or infinite"),
+        ("gptq", "scales", lambda x: x[:, :8], "one for each row and group is needed"),
+        ("gptq", "g_idx", lambda x: torch.zeros_like(x), "are not all of 32 columns"),
+        ("nvfp4", "weight_scale", lambda x: (-x.float()).to(x.dtype), "are not all positive or 0"),
+        ("nvfp4", "weight_scale", lambda x: x.half(), "are stored in F16; 4-bit floats need scales in F8_E4M3"),
+        ("nvfp4", "weight_scale_2", lambda x: -x, "is not positive"),
     ],
 )
-def test_broken_tensors_are_named(end: str, change: Any, said: str, tmp_path: Path) -> None:
+def test_broken_tensors_are_named(layout: str, end: str, change: Any, said: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "widened", "qwen3")
-    put_in_four_bits(tmp_path / "widened", tmp_path / "packed", "gptq")
+    put_in_four_bits(tmp_path / "widened", tmp_path / "packed", layout)
     stored, name = load_file(tmp_path / "packed" / SINGLE), f"model.layers.1.self_attn.q_proj.{end}"
     given = stored.pop(name)
     if change is not None:

@@ -62,9 +62,9 @@ OWN_POINTERS = {
     "packed": {"scales": "*fp16"},
     "widen_packed": {"scales": "*fp16"},
     "fragments_of_integers": {"scales": "*fp16"},
-    "fragments_of_floats": {"scales": "*i32"},
+    "fragments_of_floats": {"scales": "*i16"},
     "widen_integers": {"scales": "*fp16"},
-    "widen_floats": {"scales": "*i32"},
+    "widen_floats": {"scales": "*i16"},
     "choose": {"weight": "*bf16", "keys": "*i32", "token_ids": "*i64", "logits": "*fp32"},
 }
 ALIGNED = ("num_outputs", "width", "num_fragments", "x_stride", "out_stride", "split_width", "inner", "size", "half")

@@ -19,7 +19,8 @@ def packed(*shape: int, group: int, floats: bool, dtype: torch.dtype, symmetric:
     words = torch.randint(-(2**31), 2**31 - 1, made.words.shape, dtype=torch.int32)
     zeros = None if floats else made.zeros if symmetric else torch.randint_like(made.scales, 17, dtype=torch.uint8)
     if floats:
-        made = replace(made, scales=(torch.rand(made.scales.shape) * 400).to(torch.float8_e4m3fn).half())
+        scales = (torch.rand(made.scales.shape) * 400).to(torch.float8_e4m3fn)
+        made = replace(made, scales=scales.view(torch.uint8))
     changed = replace(made, words=words, zeros=zeros, factors=made.factors * (torch.rand(made.factors.shape) + 0.5))
     moved = {name: getattr(changed, name).to(DEVICE) for name in ("words", "scales", "factors")}
     return replace(changed, **moved, zeros=None if zeros is None else zeros.to(DEVICE), dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +12,21 @@ from forkpoint.ops.cpu.tiles import WIDENED_ROWS
 from forkpoint.ops.linear.packed import PackedMatrix, quantise_packed
 from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.select import torch_table
-from tests.ops.cpu_table import cpp
+from tests.ops.cpu_table import build, cpp
+from tests.ops.float_scales import every_scale, exact
 
 CPP, TILES, TORCH = cpp(tiles=False), cpp(tiles=True), torch_table()
+MODULE: Any = build().module
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # as in test_cpu_linear
 
 
 def packed(*shape: int, group: int, floats: bool, dtype: torch.dtype) -> PackedMatrix:
-    """Return random codes, scales of either sign, factors and, for integers, zero points."""
+    """Return random codes, scales (of either sign for integers), factors and, for integers, zero points."""
     made = quantise_packed(torch.randn(shape), group)
     words = torch.randint(-(2**31), 2**31 - 1, made.words.shape, dtype=torch.int32)
     scales = made.scales * torch.randn_like(made.scales).sign()
+    if floats:
+        scales = (torch.rand(scales.shape) * 400).to(torch.float8_e4m3fn).view(torch.uint8)
     zeros = None if floats else torch.randint_like(made.scales, 17, dtype=torch.uint8)
     factors = made.factors * (torch.rand(made.factors.shape) + 0.5)
     return replace(made, words=words, scales=scales, factors=factors, zeros=zeros, dtype=dtype)
@@ -51,14 +56,21 @@ def test_products(rows: int, floats: bool, group: int, dtype: torch.dtype) -> No
 
 
 def test_widened_for_tiles() -> None:
-    from forkpoint.ops.cpu.build import load_operators
-
-    module = load_operators().module
-    assert module is not None
     for floats in (False, True):
         weight = packed(70, 200, group=40, floats=floats, dtype=torch.bfloat16)
         few, _ = TILES.prepare_linear(weight, None)
-        assert torch.equal(module.widen_four_bits(few), weight.dense())
+        assert torch.equal(MODULE.widen_four_bits(few), weight.dense())
+
+
+def test_every_scale_of_floats() -> None:
+    torch.manual_seed(2)
+    weight = every_scale(40, 128, dtype=torch.float32)
+    x, want = torch.eye(128), exact(weight)
+    assert torch.equal(CPP.linear(x, CPP.prepare_linear(weight, None)).double(), want.T)  # widens a panel
+    few = [CPP.linear(row, CPP.prepare_linear(weight, None)) for row in x.split(4)]
+    assert torch.equal(torch.cat(few).double(), want.T)
+    made, _ = TILES.prepare_linear(replace(weight, dtype=torch.bfloat16), None)
+    assert torch.equal(MODULE.widen_four_bits(made).double(), want)
 
 
 @pytest.mark.parametrize("gated", [True, False])

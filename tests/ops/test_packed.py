@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forkpoint.ops.linear.packed import FLOAT_GROUP, LEVELS, quantise_floats, quantise_packed
+from tests.ops.float_scales import every_scale, exact
 
 
 @pytest.mark.parametrize("shape", [(40, 64), (3, 24, 72)])
@@ -16,12 +17,21 @@ def test_floats(shape: tuple[int, ...]) -> None:
     matrix = torch.randn(shape)
     made = quantise_floats(matrix)
     assert made.shape == matrix.shape and made.zeros is None and made.group == FLOAT_GROUP
-    assert torch.equal(made.scales.to(torch.float8_e4m3fn).half(), made.scales)
+    scales = made.scales.view(torch.float8_e4m3fn).float()
     # The two largest levels are a third of the largest apart. A scale in e4m3 is up to a sixteenth off.
-    largest = made.scales.float().repeat_interleave(FLOAT_GROUP, -1)[..., : shape[-1]] * made.factors * LEVELS[-1]
+    largest = scales.repeat_interleave(FLOAT_GROUP, -1)[..., : shape[-1]] * made.factors * LEVELS[-1]
     assert ((made.dense() - matrix).abs() <= largest * (1 / 6 + 1 / 15)).all()
     assert (made.dense() - matrix).norm() < 0.11 * matrix.norm()
     assert not quantise_floats(torch.zeros(2, 32)).dense().any()
+
+
+def test_every_scale_of_floats() -> None:
+    torch.manual_seed(2)
+    weight = every_scale(2, 16, 128, dtype=torch.bfloat16)
+    want = exact(weight)
+    assert torch.equal(weight.dense().double(), want)
+    assert torch.equal(weight[0].joined(weight[1]).dense().double(), torch.cat((want[0], want[1])))
+    assert torch.equal(weight[1].take_columns(24, 104).dense().double(), want[1][:, 24:104])
 
 
 def test_joined() -> None:

@@ -9,14 +9,18 @@ import torch
 
 from forkpoint.ops.linear.device_linear import DeviceLinear
 from forkpoint.ops.linear.fragments import FragmentExperts, FragmentLinear, fits_fragments, in_fragments
-from forkpoint.ops.linear.fragments_kernel import FragmentTile, multiply_fragments
+from forkpoint.ops.linear.fragments_kernel import FragmentTile, launch_fragments, multiply_fragments
 from forkpoint.ops.linear.packed import FourBitExperts, FourBitLinear, PackedMatrix
 from forkpoint.ops.linear.unpack_kernel import widen_fragments
 from forkpoint.ops.moe import device_experts, fragment_experts
 from forkpoint.ops.moe.device_experts import DeviceExperts
+from forkpoint.ops.moe.fragment_experts import PROMPT
+from forkpoint.ops.moe.fragment_prompt_kernel import columns_across, launch_prompt
+from forkpoint.ops.moe.order_kernel import order_by_expert
 from forkpoint.ops.parameters import GateLimits, RouteRule
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.unmade import Parts
+from tests.ops.float_scales import every_scale, exact
 from tests.ops.packed_cases import close, packed
 from tests.ops.triton_cases import DEVICE, triton_ops
 
@@ -74,6 +78,24 @@ def test_linear(floats: bool, group: int) -> None:
     columns = torch.randperm(256).to(DEVICE)
     moved = OURS.prepare_linear(replace(weight, order=columns), bias)
     close(OURS.linear(torch.empty_like(x).index_copy_(1, columns, x), moved), x.double() @ dense.T + bias, BF16)
+
+
+def test_every_scale_of_floats() -> None:
+    torch.manual_seed(2)
+    weight = every_scale(2, 128, 128, dtype=BF16, device=DEVICE)
+    made, want, x = in_fragments(weight), exact(weight), torch.eye(128).to(DEVICE, BF16)
+    assert torch.equal(widen_fragments(made).double(), want)
+    for tile in (TILES[0], TILES[2]):
+        alone = multiply_fragments(x, in_fragments(weight[1]), None, tile)
+        assert torch.equal(alone.double(), want[1].T)
+    ids, pairs = torch.arange(2, dtype=torch.int32).repeat_interleave(128).view(-1, 1).to(DEVICE), torch.cat((x, x))
+    order = order_by_expert(ids, 2, PROMPT.rows)
+    by_few, by_many = pairs.new_empty(256, 128), pairs.new_empty(256, 128)
+    count = order.tiles.shape[1]
+    launch_fragments(pairs, made, by_few, replace(TILES[1], rows=PROMPT.rows), (count, count, 1, 0), order=order)
+    launch_prompt(columns_across(pairs), made, by_many, PROMPT, order, 1, into=False)
+    for found in (by_few, by_many):
+        assert torch.equal(found.double(), torch.cat((want[0].T, want[1].T)))
 
 
 def test_matrices_that_do_not_fit() -> None:

@@ -9,11 +9,12 @@ import torch
 
 from forkpoint.ops.linear.device_linear import DeviceLinear
 from forkpoint.ops.linear.packed import FourBitExperts, FourBitLinear
-from forkpoint.ops.linear.packed_kernel import widen_packed
+from forkpoint.ops.linear.packed_kernel import multiply_packed, widen_packed
 from forkpoint.ops.moe import device_experts
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.parameters import GateLimits, RouteRule
 from forkpoint.ops.select import torch_table
+from tests.ops.float_scales import every_scale, exact
 from tests.ops.packed_cases import TOLERANCE, close, packed
 from tests.ops.triton_cases import DEVICE, triton_ops
 
@@ -39,6 +40,14 @@ def test_products(floats: bool, group: int, dtype: torch.dtype) -> None:
     columns = torch.randperm(288).to(DEVICE)
     moved = OURS.prepare_linear(replace(weight, order=columns), None)
     close(OURS.linear(torch.empty_like(x).index_copy_(1, columns, x), moved), exact, dtype)
+
+
+def test_every_scale_of_floats() -> None:
+    torch.manual_seed(2)
+    weight = every_scale(32, 128, dtype=torch.bfloat16, device=DEVICE)
+    want, x = exact(weight), torch.eye(128).to(DEVICE, torch.bfloat16)
+    assert torch.equal(widen_packed(weight).double(), want)
+    assert torch.equal(multiply_packed(x, weight).double(), want.T)
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -49,30 +49,32 @@ Packed pack_scaled(const Tensor& codes_in, const Tensor& scales_in, int64_t rows
   return packed;
 }
 
-// words [N, K/8] int32, scales [N, groups] fp16, factors [N, 1] fp32, zeros [N, groups] uint8 or none.
+// words [N, K/8] int32, scales [N, groups] fp16, factors [N, 1] fp32, zeros [N, groups] uint8. Without zeros, scales
+// are e4m3 numbers as uint8.
 Packed pack_four(const Tensor& words_in, const Tensor& scales_in, const Tensor& factors_in,
                  const std::optional<Tensor>& zeros_in, int64_t group, const std::optional<Tensor>& bias) {
   const Tensor words = words_in.contiguous(), scales = scales_in.contiguous(), factors = factors_in.contiguous();
   const Tensor zeros = zeros_in ? zeros_in->contiguous() : Tensor();
   const int64_t n = words.size(0), k = words.size(1) * CODES, padded = (n + PANEL - 1) / PANEL * PANEL;
   const FourBitMatrix matrix{static_cast<const uint32_t*>(words.data_ptr()),
-                             static_cast<const uint16_t*>(scales.data_ptr()),
+                             scales.data_ptr(),
                              zeros_in ? ptr<uint8_t>(zeros) : nullptr, ptr<float>(factors), n, k, group};
-  TORCH_CHECK(words.dim() == 2 && words.scalar_type() == at::kInt && scales.scalar_type() == at::kHalf &&
+  const auto type = zeros_in ? at::kHalf : at::kByte;
+  TORCH_CHECK(words.dim() == 2 && words.scalar_type() == at::kInt && scales.scalar_type() == type &&
                   scales.size(0) == n && scales.size(1) == matrix.groups() && factors.numel() == n && group % CODES == 0 &&
                   (!zeros_in || (zeros.sizes() == scales.sizes() && zeros.scalar_type() == at::kByte)),
               "words ", words.sizes(), " with scales ", scales.sizes(), " of groups of ", group);
-  Packed packed{empty({padded * words.size(1)}, at::kInt), Tensor(), {}, empty({padded * matrix.groups()}, at::kHalf)};
+  Packed packed{empty({padded * words.size(1)}, at::kInt), Tensor(), {}, empty({padded * matrix.groups()}, type)};
   packed.factors = empty({padded}, at::kFloat);
   if (zeros_in) packed.zeros = empty({padded * matrix.groups()}, at::kByte);
   auto* to_zeros = zeros_in ? ptr<uint8_t>(packed.zeros) : nullptr;
   pack_four_bits(matrix, static_cast<uint32_t*>(packed.data.data_ptr()),
-                 static_cast<uint16_t*>(packed.scales.data_ptr()), to_zeros, ptr<float>(packed.factors));
+                 packed.scales.data_ptr(), to_zeros, ptr<float>(packed.factors));
   if (bias) packed.bias = bias->to(at::kFloat).contiguous();
   packed.weight = {WeightType::four_bits, n, k, padded_k(k), packed.data.data_ptr(),
                    bias ? ptr<float>(packed.bias) : nullptr, nullptr, ptr<float>(packed.factors),
-                   {static_cast<const uint32_t*>(packed.data.data_ptr()),
-                    static_cast<const uint16_t*>(packed.scales.data_ptr()), to_zeros, k, group}};
+                   {static_cast<const uint32_t*>(packed.data.data_ptr()), packed.scales.data_ptr(), to_zeros, k,
+                    group}};
   return packed;
 }
 

@@ -79,8 +79,8 @@ struct Group {
 
 template <bool FLOATS>
 inline Group load_group(const FourBitPanels& w, int64_t at) {
-  const vf scale = load_half(w.scales + at);
-  if (FLOATS) return {{scale}, vf{}};
+  if (FLOATS) return {{load_shifted(static_cast<const fp8*>(w.scales) + at)}, vf{}};
+  const vf scale = load_half(static_cast<const uint16_t*>(w.scales) + at);
   return {{scale, scale * 0x1p-4f, scale * 0x1p-8f, scale * 0x1p-12f}, load_bytes(w.zeros + at) * scale};
 }
 
@@ -150,20 +150,24 @@ void widen(const FourBitPanels& w, int64_t panel, int64_t k0, int64_t kc, float*
 
 }  // namespace
 
-void pack_four_bits(const FourBitMatrix& matrix, uint32_t* words, uint16_t* scales, uint8_t* zeros, float* factors) {
+void pack_four_bits(const FourBitMatrix& matrix, uint32_t* words, void* scales, uint8_t* zeros, float* factors) {
   const int64_t width = matrix.k / CODES, groups = matrix.groups(), parts = (matrix.n + 31) / 32 * HALVES;
   parallel_tasks(parts, [&](int64_t part) {
     for (int64_t lane = 0; lane < LANES; ++lane) {
       const int64_t row = part * LANES + lane;
       const bool inside = row < matrix.n;
-      factors[row] = inside ? matrix.factors[row] : 0.0f;
+      factors[row] = inside ? matrix.factors[row] * (matrix.zeros ? 1.0f : FP8_SHIFT) : 0.0f;
       for (int64_t i = 0; i < width; ++i) {
         words[(part * width + i) * LANES + lane] = inside ? matrix.words[row * width + i] : 0;
       }
       for (int64_t g = 0; g < groups; ++g) {
-        const int64_t to = (part * groups + g) * LANES + lane;
-        scales[to] = inside ? matrix.scales[row * groups + g] : 0;
-        if (matrix.zeros) zeros[to] = inside ? matrix.zeros[row * groups + g] : 0;
+        const int64_t to = (part * groups + g) * LANES + lane, from = row * groups + g;
+        if (matrix.zeros) {
+          static_cast<uint16_t*>(scales)[to] = inside ? static_cast<const uint16_t*>(matrix.scales)[from] : 0;
+          zeros[to] = inside ? matrix.zeros[from] : 0;
+        } else {
+          static_cast<fp8*>(scales)[to] = inside ? static_cast<const fp8*>(matrix.scales)[from] : fp8{0};
+        }
       }
     }
   });

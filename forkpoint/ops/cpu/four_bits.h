@@ -1,4 +1,4 @@
-// Weights in 4 bits: integers with zero points, or floats (e2m1), with a scale in half precision for each group of K.
+// Weights in 4 bits: integers with zero points, or floats (e2m1), with a scale for each group of K.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,11 @@ namespace forkpoint {
 
 constexpr int64_t CODES = 8;  // in a word
 
-// One matrix [N, K] as it is stored: words [N, K/8], scales and zeros [N, groups], factors [N].
+// One matrix [N, K] as it is stored: words [N, K/8], scales and zeros [N, groups], factors [N]. Scales are in half
+// precision for integers, and in fp8 for floats.
 struct FourBitMatrix {
   const uint32_t* words;
-  const uint16_t* scales;
+  const void* scales;
   const uint8_t* zeros;  // null: the codes are floats
   const float* factors;
   int64_t n, k, group;
@@ -22,10 +23,10 @@ struct FourBitMatrix {
 };
 
 // The same in panels of 32 outputs, each in two halves of 16: words [N/32][2][K/8][16], scales and zeros
-// [N/32][2][groups][16]. A row's factor is multiplied in by whoever stores the product.
+// [N/32][2][groups][16]. A row's factor is multiplied in by whoever stores the product, for floats with FP8_SHIFT.
 struct FourBitPanels {
   const uint32_t* words;
-  const uint16_t* scales;
+  const void* scales;
   const uint8_t* zeros;
   int64_t k, group;
 
@@ -33,7 +34,7 @@ struct FourBitPanels {
 };
 
 // N is padded to 32 with scales of 0. Outputs: n / 8 words, `groups` scales and zeros, one factor for each padded row.
-void pack_four_bits(const FourBitMatrix& matrix, uint32_t* words, uint16_t* scales, uint8_t* zeros, float* factors);
+void pack_four_bits(const FourBitMatrix& matrix, uint32_t* words, void* scales, uint8_t* zeros, float* factors);
 
 // C[rows, 32] = A W of one panel, up to FEW_ROWS rows, without the factors. A is cut into
 // [K / K_BLOCK][rows][ROW_STRIDE]; C rows are 32 apart. The chain of an element is that of `tile_rows`.

@@ -8,17 +8,21 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from forkpoint.ops.linear.packed import FLOAT_GROUP, MIDDLE, PackedMatrix, unpack
+from forkpoint.ops.linear.packed import FLOAT_GROUP, MIDDLE, PackedMatrix, e4m3_numbers, unpack
 
 FRAGMENT: Final = 128  # columns whose codes are stored in an order of their own
 STRIP: Final = 8  # rows that are stored side by side
-# At its place in a bfloat16 number, a float code is a subnormal number, 2^126 times too small. Scales are stored times
+# At its place in a bfloat16 number, a float code is a subnormal number, 2^126 times too small. Scales are multiplied by
 # the first power of two and elements come out times the second, which keeps e4m3 scales and products in range.
 SCALE_EXPONENT: Final = 117
 FLOAT_EXPONENT: Final = SCALE_EXPONENT - 126
+# The bfloat16 number of any positive scale times 2^SCALE_EXPONENT has these upper four bits, and its lower four are 0.
+SCALE_TOP: Final = 0x7000
 _PIECE_WORDS: Final = 1 << 24  # words reordered together, which bounds the memory
-# The places in half a word of the sign and of the size of each pair's float codes.
-_SIGNS, _SIZES = (15, 12, 14, 13), (6, 3, 0, 9)
+# The place of each bit of a pair's float codes, from the lowest to the sign, in the word if the code is the first of
+# the pair. Those of the second are 16 places further, round the end. One rotation moves all bits of a code to where a
+# bfloat16 number has them, but for the first pair, of which only the lowest bit moves.
+_PLACES: Final = ((14, 7, 8, 15), (4, 5, 6, 13), (0, 1, 2, 9), (10, 11, 12, 19))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +32,10 @@ class FragmentMatrix:
     `words[..., N / STRIP, K / FRAGMENT, 128]` int32: STRIP rows of FRAGMENT columns lie side by side, row by row, so
     that a warp loads 512 bytes in a row. Word `4 q + j` of a row holds the pairs p = 0 .. 3 of columns
     `16 (2 j + p // 2) + 4 q + 2 (p % 2)` and the next, one in each half. Integers, whose zero point is 8, have bits
-    `[4 p, 4 p + 4)` of each half, and `scales[..., K / group, N]` fp16. Floats have a sign and three other bits
-    (`_SIGNS`, `_SIZES`), and `scales[..., N / STRIP, K / FRAGMENT, 32]` int32, two bfloat16 numbers each: the scales of
-    FLOAT_GROUP columns times 2^SCALE_EXPONENT. `factors[..., N]` fp32 multiplies rows. `order`: see PackedMatrix.
+    `[4 p, 4 p + 4)` of each half, and `scales[..., K / group, N]` fp16. Floats have their bits in `_PLACES`, and
+    `scales[..., N / STRIP, K / FRAGMENT, 32]` int16, two bytes each. A byte b is the scale of FLOAT_GROUP columns:
+    `SCALE_TOP + 16 b` are the bits of a bfloat16 number, the scale times 2^SCALE_EXPONENT. Where a scale is 0, codes
+    are. `factors[..., N]` fp32 multiplies rows. `order`: see PackedMatrix.
     """
 
     words: Tensor
@@ -87,10 +92,14 @@ def in_fragments(matrix: PackedMatrix) -> FragmentMatrix:
     step = max(1, _PIECE_WORDS // (STRIP * lines.shape[1])) * STRIP
     for start in range(0, len(lines), step):
         piece = lines[start : start + step]
+        if floats:
+            nonzero = matrix.scales.reshape(len(lines), -1)[start : start + step] != 0
+            piece = (piece.view(*nonzero.shape, -1) * nonzero[..., None]).view_as(piece)
         words[start : start + step] = _side_by_side(_reordered(piece, floats), width // FRAGMENT).view_as(piece)
     if floats:
-        halves = (matrix.scales.float() * 2.0**SCALE_EXPONENT).to(torch.bfloat16).contiguous()
-        scales = _side_by_side(halves.view(torch.int32).view(len(lines), -1), width // FRAGMENT).view(strips)
+        bits = (e4m3_numbers(lines.device) * 2.0**SCALE_EXPONENT).view(torch.int32) >> 20
+        own = (bits - (SCALE_TOP >> 4)).to(torch.uint8)[matrix.scales.int()]
+        scales = _side_by_side(own.view(torch.int16).view(len(lines), -1), width // FRAGMENT).view(strips)
     else:
         scales = matrix.scales.transpose(-2, -1).contiguous()
     factors = matrix.factors.squeeze(-1).contiguous()
@@ -110,8 +119,9 @@ def _reordered(words: Tensor, floats: bool) -> Tensor:
     for p in range(4):
         for half in range(2):
             code = pairs[:, :, p, half]
-            if floats:
-                out |= ((code >> 3) << (_SIGNS[p] + 16 * half)) | ((code & 7) << (_SIZES[p] + 16 * half))
-            else:
+            if not floats:
                 out |= code << (4 * p + 16 * half)
+                continue
+            for bit, place in enumerate(_PLACES[p]):
+                out |= (code >> bit & 1) << (place + 16 * half) % 32
     return out

@@ -26,8 +26,9 @@ class PackedMatrix:
     `words[..., N, K / 8]` int32 holds the code of column `8 w + i` in bits `[4 i, 4 i + 4)` of word w. `group`
     neighbouring columns of a row, a multiple of 8, share `scales[..., N, ceil(K / group)]` fp16. Each row has a factor
     `factors[..., N, 1]` fp32. An element is `(code - zero) * scale * factor` with `zeros` uint8, shaped like the
-    scales. Without zeros, codes are floats (`LEVELS`) and scales are e4m3 numbers. `order[K]` is the column that each
-    column of codes belongs to; None: its own. `dtype` is the dtype of products with the matrix.
+    scales. Without zeros, codes are floats (`LEVELS`) and scales are uint8, the bytes of e4m3 numbers below 128, which
+    are not negative. `order[K]` is the column that each column of codes belongs to; None: its own. `dtype` is the dtype
+    of products with the matrix.
     """
 
     words: Tensor
@@ -69,10 +70,11 @@ class PackedMatrix:
         codes, width = unpack(self.words), self.shape[-1]
         if self.zeros is None:
             levels = torch.tensor((*LEVELS, *(-level for level in LEVELS)), device=codes.device)
-            wide = levels[codes.int()]
+            wide, scales = levels[codes.int()], e4m3_numbers(codes.device)[self.scales.int()]
         else:
             wide = codes.float() - self.zeros.float().repeat_interleave(self.group, -1)[..., :width]
-        wide *= self.scales.float().repeat_interleave(self.group, -1)[..., :width]
+            scales = self.scales.float()
+        wide *= scales.repeat_interleave(self.group, -1)[..., :width]
         return wide.mul_(self.factors)
 
     def take_rows(self, order: Tensor) -> PackedMatrix:
@@ -145,6 +147,11 @@ def unpack(words: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
 
 
+def e4m3_numbers(device: torch.device) -> Tensor:
+    """Return the e4m3 number of each byte in fp32 `[256]`, on any device, because not all have such numbers."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
+
+
 def halved(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Split scales `[..., N, G]` into fp16 numbers and a fp32 factor of each row `[..., N, 1]`.
 
@@ -177,10 +184,10 @@ def quantise_floats(matrix: Tensor) -> PackedMatrix:
     grouped = padded.view(*matrix.shape[:-1], -1, FLOAT_GROUP)
     largest = grouped.abs().amax(-1) / LEVELS[-1]
     factor = (largest.max() / _SCALE_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-    scales = (largest / factor).to(torch.float8_e4m3fn).half()
+    scales = (largest / factor).to(torch.float8_e4m3fn)
     sizes = grouped.abs() / (scales.float() * factor).clamp_min(torch.finfo(torch.float32).tiny)[..., None]
     levels = torch.tensor(LEVELS, device=matrix.device)
     codes = torch.bucketize(sizes, (levels[1:] + levels[:-1]) / 2) | ((grouped < 0).int() << 3)
     factors = factor.expand(*matrix.shape[:-1], 1).contiguous()
     words = pack(codes.flatten(-2)[..., :width].to(torch.uint8))
-    return PackedMatrix(words, scales, factors, None, FLOAT_GROUP, matrix.dtype)
+    return PackedMatrix(words, scales.view(torch.uint8), factors, None, FLOAT_GROUP, matrix.dtype)

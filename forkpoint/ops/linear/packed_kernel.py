@@ -39,7 +39,7 @@ WIDEN_ROWS: Final = 32
 _PER_WORD = tl.constexpr(PER_WORD)
 # Float codes times this number and their scales (e4m3) are exact in bfloat16 and in fp16.
 _FLOAT_SCALE: Final = tl.constexpr(2.0**-9)
-_TO_SUBNORMAL: Final = tl.constexpr(2.0**117)  # _FLOAT_SCALE times 2^126
+_TO_SCALE: Final = tl.constexpr(2.0**125)  # _FLOAT_SCALE times 2^134
 
 
 # Assembler for one word of integer codes. Bits 0x4300 before a code make the bfloat16 number 128 + code, two at a time,
@@ -67,7 +67,7 @@ mov.b32 {$3, $7}, %w3;
 }
 """)
 # Assembler for one word of float codes. At its place in a bfloat16 number a code is a subnormal number, 2^126 times too
-# small. `$9` holds the scale times 2^117, twice.
+# small. `$9` holds the scale times 2^117, which is _FLOAT_SCALE times 2^126, twice.
 _FLOATS = tl.constexpr("""
 {
 .reg .b32 %w<4>, %t, %sign, %size;
@@ -98,17 +98,15 @@ mov.b32 {$2, $6}, %w2;
 mov.b32 {$3, $7}, %w3;
 }
 """)
-# Assembler that makes `$9` of floats from the bits of a scale in fp16. Moved by three places, they are those of a
-# bfloat16 number that is 2^112 times too small.
+# Assembler that makes `$9` of floats from the byte of a scale. Moved by four places, its bits are those of a bfloat16
+# number that is 2^120 times too small.
 _SCALES = tl.constexpr("""
 {
 .reg .b32 %t, %by;
-prmt.b32 %t, $1, 0, 0x1010;
-shr.u32 %t, %t, 3;
-and.b32 %t, %t, 0x1FFF1FFF;
-mov.b32 %by, 0x79007900;
+mul.lo.u32 %t, $1, 0x00100010;
+mov.b32 %by, 0x7B007B00;
 mul.rn.bf16x2 %t, %t, %by;
-mov.b32 %by, 0x78807880;
+mov.b32 %by, 0x7A807A80;
 mul.rn.bf16x2 $0, %t, %by;
 }
 """)
@@ -188,20 +186,22 @@ def load_codes(
     beside = _load_for_words(scales if zeros is None else zeros, rows, first, width, GROUP, WIDTH, EVEN)
     if BITS:
         if zeros is None:
-            bits = beside.to(tl.int16, bitcast=True).to(tl.int32)
-            pairs = tl.inline_asm_elementwise(_SCALES, "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)
+            pairs = tl.inline_asm_elementwise(
+                _SCALES, "=r,r", [beside.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
+            )
             return _by_bits(_FLOATS, word, tl.broadcast_to(pairs, word.shape))
         else:
             pairs = beside.to(tl.int32) * 0x10001 + 0x43004300
             return _by_bits(_INTEGERS, word, tl.broadcast_to(pairs, word.shape))
     code = (_for_each_code(word) >> (tl.arange(0, WIDTH) % _PER_WORD * 4)[None, :]) & 15
-    beside = _for_each_code(tl.broadcast_to(beside.to(tl.float32), word.shape))
     if zeros is None:
-        # In fp16 the same exponent and mantissa are a number 2^14 times as small.
+        # In fp16 the same exponent and mantissa are a number 2^14 times as small, and in fp32 those of a scale 2^120.
         bits = (code & 7) << 9 | (code & 8) << 12
-        value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (beside * (16384.0 * _FLOAT_SCALE))
+        scale = (beside.to(tl.int32) << 20).to(tl.float32, bitcast=True) * _TO_SCALE
+        scale = _for_each_code(tl.broadcast_to(scale, word.shape))
+        value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * scale
     else:
-        value = code.to(tl.float32) - beside
+        value = code.to(tl.float32) - _for_each_code(tl.broadcast_to(beside.to(tl.float32), word.shape))
     return value.to(tl.bfloat16)
 
 

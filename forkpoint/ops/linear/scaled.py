@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from forkpoint.ops.linear.packed import PackedMatrix
+from forkpoint.ops.linear.packed import PackedMatrix, e4m3_numbers
 
 BLOCK: Final = 128
 CODES: Final = torch.float8_e4m3fn
@@ -92,10 +92,7 @@ class ScaledMatrix:
 
 def _values(codes: Tensor) -> Tensor:
     """Return the codes as fp32 numbers."""
-    if codes.dtype == CODES:
-        return codes.float()
-    all_of_them = torch.arange(256, dtype=torch.uint8).view(CODES).float()
-    return all_of_them.to(codes.device)[codes.int()]
+    return codes.float() if codes.dtype == CODES else e4m3_numbers(codes.device)[codes.int()]
 
 
 UnpackedMatrix: TypeAlias = Tensor | ScaledMatrix

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.linear.fragments import FLOAT_EXPONENT, FRAGMENT, STRIP, FragmentMatrix
+from forkpoint.ops.linear.fragments import FLOAT_EXPONENT, FRAGMENT, SCALE_TOP, STRIP, FragmentMatrix
 from forkpoint.ops.linear.packed import FLOAT_GROUP, MIDDLE
 from forkpoint.ops.rounding import ceil_div
 from forkpoint.platforms.table import traits_of
@@ -17,11 +17,12 @@ from forkpoint.platforms.table import traits_of
 WIDTH: Final = tl.constexpr(FRAGMENT)
 STRIP_ROWS: Final = tl.constexpr(STRIP)
 WORDS: Final = tl.constexpr(FRAGMENT // 8)  # words of a row of a fragment
-PAIRS: Final = tl.constexpr(FRAGMENT // 32)  # words of its scales, for floats
+PAIRS: Final = tl.constexpr(FRAGMENT // 32)  # pairs of its scales, for floats
 GROUP_OF_FLOATS: Final = tl.constexpr(FLOAT_GROUP)
 FLOAT_FACTOR: Final = tl.constexpr(2.0**-FLOAT_EXPONENT)  # sums of products with floats are multiplied by it
 WIDEN_ROWS: Final = 32
 _ZERO: Final = tl.constexpr(MIDDLE)
+_SCALE_TOP: Final = tl.constexpr(SCALE_TOP)
 
 # Assembler for one word of integer codes. Bits 0x4300 before a code make the bfloat16 number 128 + code, two at a time.
 _INTEGERS = tl.constexpr("""
@@ -47,37 +48,53 @@ mov.b32 {$4, $5}, %w2;
 mov.b32 {$6, $7}, %w3;
 }
 """)
-# Assembler for one word of float codes and its two scales. At its place in a bfloat16 number a code is a subnormal
-# number, 2^126 times too small.
-_FLOATS = tl.constexpr("""
-{
-.reg .b32 %w<4>, %t, %sign, %size, %all, %low, %high;
-mov.b32 %sign, 0x80008000;
-mov.b32 %size, 0x01C001C0;
-mov.b32 %all, 0x81C081C0;
-prmt.b32 %low, $9, 0, 0x1010;
-prmt.b32 %high, $9, 0, 0x3232;
-and.b32 %w0, $8, %all;
-shl.b32 %t, $8, 3;
+# Assembler for one word of float codes, the first ($8) or second ($9) of two. At their places in a bfloat16 number, the
+# bits of a code are a subnormal number, 2^126 times too small.
+_FLOAT_WORD: Final = """
+mov.b32 %low, {{{low}, {low}}};
+mov.b32 %high, {{{high}, {high}}};
+and.b32 %w0, {word}, 0x81808180;
+shr.u32 %t, {word}, 8;
+lop3.b32 %w0, %t, 0x00400040, %w0, 0xEA;
+shl.b32 %t, {word}, 2;
 and.b32 %w1, %t, %all;
-shl.b32 %t, $8, 1;
-and.b32 %w2, %t, %sign;
-shl.b32 %t, $8, 6;
-lop3.b32 %w2, %t, %size, %w2, 0xEA;
-shl.b32 %t, $8, 2;
-and.b32 %w3, %t, %sign;
-shr.u32 %t, $8, 3;
-lop3.b32 %w3, %t, %size, %w3, 0xEA;
-mul.rn.bf16x2 %w0, %w0, %low;
-mul.rn.bf16x2 %w1, %w1, %low;
-mul.rn.bf16x2 %w2, %w2, %high;
-mul.rn.bf16x2 %w3, %w3, %high;
-mov.b32 {$0, $1}, %w0;
-mov.b32 {$2, $3}, %w1;
-mov.b32 {$4, $5}, %w2;
-mov.b32 {$6, $7}, %w3;
-}
-""")
+shl.b32 %t, {word}, 6;
+and.b32 %w2, %t, %all;
+shf.r.wrap.b32 %t, {word}, {word}, 4;
+and.b32 %w3, %t, %all;
+mul.rn.bf16x2 {a}, %w0, %low;
+mul.rn.bf16x2 {b}, %w1, %low;
+mul.rn.bf16x2 {c}, %w2, %high;
+mul.rn.bf16x2 {d}, %w3, %high;
+"""
+# Assembler for two words of float codes and the two bytes of scales of each ($10). `%even` has the first scale of both
+# words and `%odd` the second. A product reads half of a register for both of its numbers, which takes no instruction.
+_FLOATS = tl.constexpr(
+    """
+{
+.reg .b32 %w<4>, %t, %all, %byte, %top, %even, %odd, %low, %high;
+.reg .b16 %a, %b, %c, %d;
+mov.b32 %all, 0x81C081C0;
+mov.b32 %byte, 0x0FF00FF0;
+mov.b32 %top, 0x70007000;
+shl.b32 %t, $10, 4;
+lop3.b32 %even, %t, %byte, %top, 0xEA;
+shr.u32 %t, $10, 4;
+lop3.b32 %odd, %t, %byte, %top, 0xEA;
+mov.b32 {%a, %b}, %even;
+mov.b32 {%c, %d}, %odd;
+"""
+    + _FLOAT_WORD.format(word="$8", low="%a", high="%c", a="$0", b="$2", c="$4", d="$6")
+    + _FLOAT_WORD.format(word="$9", low="%b", high="%d", a="$1", b="$3", c="$5", d="$7")
+    + "}"
+)
+
+
+@triton.jit
+def _halves(pair):
+    return tl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], dtype=(tl.bfloat16,) * 2, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -86,8 +103,8 @@ def _plain_integer(word, shift: tl.constexpr):
 
 
 @triton.jit
-def _plain_float(word, scale, sign_at: tl.constexpr, size_at: tl.constexpr):
-    bits = (word >> sign_at & 1) << 31 | (word >> size_at & 7) << 22
+def _plain_float(word, scale, low_at: tl.constexpr, high_at: tl.constexpr, sign_at: tl.constexpr):
+    bits = (word >> sign_at & 1) << 31 | (word >> high_at & 3) << 23 | (word >> low_at & 1) << 22
     return (bits.to(tl.float32, bitcast=True) * scale).to(tl.bfloat16)
 
 
@@ -95,17 +112,22 @@ def _plain_float(word, scale, sign_at: tl.constexpr, size_at: tl.constexpr):
 def _codes(word, beside, FLOATS: tl.constexpr, BITS: tl.constexpr):
     """Return eight bfloat16 tensors, the weights of each word in the order of its columns.
 
-    `beside` holds the two scales of each word of floats."""
+    `beside` int16 holds the two scales of each word of floats."""
     if BITS:
         if FLOATS:
-            return tl.inline_asm_elementwise(
+            first, second, third, fourth = tl.inline_asm_elementwise(
                 _FLOATS,
-                "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
                 [word, beside],
-                dtype=(tl.bfloat16,) * 8,
+                dtype=(tl.int32,) * 4,
                 is_pure=True,
-                pack=1,
+                pack=2,
             )
+            a, b = _halves(first)
+            c, d = _halves(second)
+            e, f = _halves(third)
+            g, h = _halves(fourth)
+            return a, b, c, d, e, f, g, h
         else:
             return tl.inline_asm_elementwise(
                 _INTEGERS,
@@ -116,17 +138,18 @@ def _codes(word, beside, FLOATS: tl.constexpr, BITS: tl.constexpr):
                 pack=1,
             )
     elif FLOATS:
-        low = (beside << 16).to(tl.float32, bitcast=True)
-        high = (beside & -65536).to(tl.float32, bitcast=True)
+        beside = beside.to(tl.int32)
+        low = ((beside & 0xFF) << 20 | _SCALE_TOP << 16).to(tl.float32, bitcast=True)
+        high = ((beside & 0xFF00) << 12 | _SCALE_TOP << 16).to(tl.float32, bitcast=True)
         return (
-            _plain_float(word, low, 15, 6),
-            _plain_float(word, low, 31, 22),
-            _plain_float(word, low, 12, 3),
-            _plain_float(word, low, 28, 19),
-            _plain_float(word, high, 14, 0),
-            _plain_float(word, high, 30, 16),
-            _plain_float(word, high, 13, 9),
-            _plain_float(word, high, 29, 25),
+            _plain_float(word, low, 14, 7, 15),
+            _plain_float(word, low, 30, 23, 31),
+            _plain_float(word, low, 4, 5, 13),
+            _plain_float(word, low, 20, 21, 29),
+            _plain_float(word, high, 0, 1, 9),
+            _plain_float(word, high, 16, 17, 25),
+            _plain_float(word, high, 10, 11, 19),
+            _plain_float(word, high, 26, 27, 3),
         )
     else:
         return (
