@@ -63,13 +63,13 @@ def check_chat_options(messages: object, tools: object, variables: object, **fla
         check.flag(name, value)
 
 
-def one_each(params: ParamsInput, count: int, default: SamplingParams) -> list[SamplingParams]:
-    """Return sampling parameters for each of `count` prompts: one for all, or a list's. None stands for `default`.
+def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """Return sampling parameters for each of `count` prompts: one for all, or a list's.
 
     Raises InvalidParamsError for a list of another length and for other values.
     """
-    if params is None or isinstance(params, SamplingParams):
-        return [params or default] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
     items = _listed(params)
     if items is None or not all(isinstance(item, SamplingParams) for item in items):
         raise InvalidParamsError(

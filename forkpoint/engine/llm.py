@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from forkpoint.checks import Checker
@@ -146,7 +147,7 @@ class LLM:
         `finish_reason` ABORT. Other streams and calls may run at the same time. Raises a RequestError if the prompt or
         a parameter is refused.
         """
-        (params,) = one_each(sampling_params, 1, self.get_default_sampling_params())
+        (params,) = self._params_of(sampling_params, 1)
         with self._shared.held() as engine:
             checked = engine.inputs.prompt(prompt, params=params)
         caller = Caller()
@@ -204,7 +205,7 @@ class LLM:
         self, prompts: Sequence[PromptInput], params: ParamsInput, priority: int | Sequence[int], use_tqdm: bool
     ) -> list[RequestOutput]:
         show = Checker(InvalidParamsError).flag("use_tqdm", use_tqdm)
-        each = one_each(params, len(prompts), self.get_default_sampling_params())
+        each = self._params_of(params, len(prompts))
         with self._shared.held() as engine:
             checked = [engine.inputs.prompt(given, params=own) for given, own in zip(prompts, each, strict=True)]
             todo = list(zip(checked, each, priorities(priority, len(prompts)), strict=True))
@@ -214,17 +215,22 @@ class LLM:
         order: list[str] = []
         caller = Caller()
         try:
-            with DeferredInterrupt() as interrupt, Progress(len(todo), show=show) as progress:
+            with DeferredInterrupt() as interrupt, Progress(len(todo)) if show else nullcontext() as progress:
                 while len(done) < len(todo):
                     self._feed(caller, todo, order)
                     for output in filter(None, self._shared.news(caller, _finished_output)):
                         done[output.request_id] = output
-                        progress.add(output)
+                        if progress is not None:
+                            progress.add(output)
                     if interrupt.requested:
                         raise KeyboardInterrupt
         finally:
             self._shared.leave(caller)
         return [done[request_id] for request_id in order]
+
+    def _params_of(self, given: ParamsInput, count: int) -> list[SamplingParams]:
+        """Return parameters for each of `count` prompts, the default ones if none are given."""
+        return one_each(self.get_default_sampling_params() if given is None else given, count)
 
     def _feed(self, caller: Caller, todo: Sequence[tuple[Prompt, SamplingParams, int]], order: list[str]) -> None:
         """Queue as many of the prompts not in `order` yet as the bounded queue takes, and append their ids to it.

@@ -8,10 +8,10 @@ from forkpoint.outputs import RequestOutput
 
 
 class Progress(tqdm):  # type: ignore[misc]  # mypy does not look into the library
-    """A progress bar of `total` prompts, hidden unless `show`, with the throughput of prompt and output tokens."""
+    """A progress bar of `total` prompts, with the throughput of prompt and output tokens."""
 
-    def __init__(self, total: int, *, show: bool) -> None:
-        super().__init__(total=total, desc="Processed prompts", dynamic_ncols=True, disable=not show)
+    def __init__(self, total: int) -> None:
+        super().__init__(total=total, desc="Processed prompts", dynamic_ncols=True)
         self._num_input = self._num_output = 0
 
     def add(self, output: RequestOutput) -> None:
