@@ -37,9 +37,11 @@ def tile_table(lens: IntArray, first_row: int = 0) -> IntArray:
     if not len(lens):
         return np.empty((0, 2), np.int32)
     counts = -(-lens // TILE)
-    rows = np.repeat(np.arange(len(lens), dtype=np.int32), counts)
-    within = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
-    return np.stack([rows + np.int32(first_row), within * np.int32(TILE)], axis=1).astype(np.int32)
+    rows = np.repeat(np.arange(len(lens)), counts)
+    tiles = np.empty((len(rows), 2), np.int32)
+    tiles[:, 0] = rows + first_row
+    tiles[:, 1] = (np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]) * TILE
+    return tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class KeySplits:
 
     def table(self, kv_lens: IntArray) -> tuple[IntArray, IntArray]:
         """Return the parts `[NP, 3]` (row, first block, end block) and each row's first part `[N + 1]`."""
+        if not len(kv_lens):
+            return np.empty((0, 3), np.int32), np.zeros(1, np.int32)
         blocks = -(-kv_lens.astype(np.int64) // self.block_size)
         sizes = self._sizes(blocks)
         counts = -(-blocks // sizes)

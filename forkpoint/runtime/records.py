@@ -120,6 +120,8 @@ class TokenRecords:
         A mark counts from the oldest of the row's `behind` pending tokens. Rows without a mark have 0 and NO_SLOT.
         """
         rows, decodes = plan.rows, plan.num_decodes
+        if not decodes:
+            return {f"{kind}_mark": (behind, size, 0), f"{kind}_mark_dst": (behind, size, NO_SLOT)}
         read, write, start = (column[:decodes] for column in (rows.read_slot, rows.write_slot, rows.start))
         # A row that goes on in another slot leaves a checkpoint in the old slot, which has to be complete.
         turns = (behind > 0) & (read != write) & (start % self.interval == 0)

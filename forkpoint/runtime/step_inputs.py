@@ -245,9 +245,9 @@ class StepBuilder:
         return LateColumns(self._records.missed, t["late"], positions, kv_lens, *keys, *records)
 
     def _segments(self, rows: StepRows, decodes: int, shape: StepShape) -> Columns:
-        """Return the slots that state operators read and write, and the segments' boundaries and saves.
+        """Return the slots that state operators read and write, and the segments' boundaries, saves and tiles.
 
-        TokenRecords has the slots that decode rows save to.
+        Attention numbers the segments after all decode rows. TokenRecords has the slots that decode rows save to.
         """
         count, lens, first = shape.num_segments, rows.num_tokens[decodes:], rows.save_ptr[decodes]
         pointers, ends = rows.save_ptr[decodes:] - first, running_total(lens)
@@ -267,7 +267,9 @@ class StepBuilder:
                 (src, size, fill), (dst, _, _) = columns[f"{kind}_src"], columns[f"{kind}_dst"]
                 columns[f"{kind}_placed"] = (np.where(dst >= 0, dst, src), size, fill)
         if self._splits is not None:
-            columns["segment_tiles"] = (tile_table(lens), shape.most_tiles, NO_ROW)
+            tiles = tile_table(lens)
+            columns["segment_tiles"] = (tiles, shape.most_tiles, NO_ROW)
+            columns["query_tiles"] = (tiles + np.asarray([shape.num_decodes, 0], np.int32), shape.most_tiles, NO_ROW)
         return columns
 
     def _attention(
@@ -289,7 +291,6 @@ class StepBuilder:
             "table_rows": (rows, num_rows, 0),
         }
         if self._splits is not None:
-            columns["query_tiles"] = (tile_table(lens, shape.num_decodes), shape.most_tiles, NO_ROW)
             if self._folded > 1 and shape.num_verified:
                 parts, pointers, lead = self._splits.folded_table(own_lens, decoding)
                 lead = np.concatenate([lead, np.arange(num_decodes, shape.num_decodes, dtype=np.int32)])
@@ -329,7 +330,8 @@ def _padded(columns: Columns, num_decodes: int, gap: int) -> Arrays:
         arrays[name] = values
         if len(values) != size:
             first = num_decodes if name in _WITH_SEGMENTS else len(values)
-            arrays[name] = out = np.full((size, *values.shape[1:]), fill, values.dtype)
+            arrays[name] = out = np.empty((size, *values.shape[1:]), values.dtype)
+            out.fill(fill)  # several times as fast as np.full
             out[:first] = values[:first]
             out[first + gap : len(values) + gap] = values[first:]
     return arrays
