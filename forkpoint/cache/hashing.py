@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import NewType, TypeAlias, cast
 
@@ -14,6 +14,7 @@ from forkpoint.images import ImageSpan, block_marks
 
 BlockHash = NewType("BlockHash", bytes)
 TokenIds: TypeAlias = npt.NDArray[np.int32]
+BlockHasher: TypeAlias = Callable[[BlockHash, Sequence[bytes]], list[BlockHash]]
 
 HASH_BYTES = 16  # the parent fits in BLAKE2b's salt field, which saves a third compression
 TOKEN_BYTES = 4  # int32
@@ -33,6 +34,16 @@ def private_hash(parent: BlockHash, owner: str) -> BlockHash:
 def block_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
     """Return the hash of a block after `parent`. `tokens` are its int32 ids, then the marks of its images."""
     return BlockHash(blake2b(tokens, digest_size=HASH_BYTES, salt=parent).digest())
+
+
+def chained_hashes(parent: BlockHash, blocks: Iterable[bytes]) -> list[BlockHash]:
+    """Return the hashes of blocks that follow `parent` one after the other."""
+    last: bytes = parent
+    hashes: list[bytes] = []
+    for block in blocks:
+        last = blake2b(block, digest_size=HASH_BYTES, salt=last).digest()
+        hashes.append(last)
+    return cast(list[BlockHash], hashes)
 
 
 class HashChain:
@@ -58,8 +69,11 @@ class HashChain:
     def num_tokens(self) -> int:
         return (len(self.blocks) * BLOCK_BYTES + len(self._rest)) // TOKEN_BYTES
 
-    def extend(self, token_ids: TokenIds) -> None:
-        """Append tokens, and hash the blocks that they fill. Tokens after the last full block wait."""
+    def extend(self, token_ids: TokenIds, hash_public: BlockHasher = chained_hashes) -> None:
+        """Append tokens, and hash the blocks that they fill. Tokens after the last full block wait.
+
+        `hash_public` hashes the blocks without private tokens, as `chained_hashes` does.
+        """
         data = self._rest + token_ids.astype(np.int32, copy=False).tobytes()
         full = len(data) // BLOCK_BYTES * BLOCK_BYTES
         self.blocks += [data[offset : offset + BLOCK_BYTES] for offset in range(0, full, BLOCK_BYTES)]
@@ -68,8 +82,12 @@ class HashChain:
             self._mark_images()
         start, end = len(self.hashes), len(self.blocks)
         private = end if self._private_from is None else min(max(self._private_from, start), end)
-        self._hash_blocks(start, private)
-        self._hash_blocks(private, end)
+        self.hashes += hash_public(self._last_hash, self.blocks[start:private])
+        if private < end:
+            parent = self._last_hash
+            if private == self._private_from:
+                parent = private_hash(parent, self._owner)
+            self.hashes += chained_hashes(parent, self.blocks[private:end])
 
     def _mark_images(self) -> None:
         """Append the marks of images to the blocks that are not hashed yet."""
@@ -77,11 +95,6 @@ class HashChain:
         for index in range(len(self.hashes), last):
             self.blocks[index] += block_marks(self._images, index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
 
-    def _hash_blocks(self, start: int, end: int) -> None:
-        parent: bytes = self.hashes[-1] if self.hashes else self.root
-        if start < end and start == self._private_from:
-            parent = private_hash(BlockHash(parent), self._owner)
-        append = cast(list[bytes], self.hashes).append
-        for block in self.blocks[start:end]:
-            parent = blake2b(block, digest_size=HASH_BYTES, salt=parent).digest()
-            append(parent)
+    @property
+    def _last_hash(self) -> BlockHash:
+        return self.hashes[-1] if self.hashes else self.root

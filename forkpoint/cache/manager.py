@@ -13,7 +13,7 @@ from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.fetched import FetchedPrompts
 from forkpoint.cache.filing import Filing
-from forkpoint.cache.hashing import HashChain, TokenIds
+from forkpoint.cache.hashing import HashChain, TokenIds, chained_hashes
 from forkpoint.cache.layout import NO_SLOT, CacheLayout
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.load_choice import LoadChoice
@@ -158,7 +158,7 @@ class CacheManager:
         """
         chain = HashChain(salt, owner, len(token_ids) if self.deterministic else None, images)
         if self.enabled:
-            chain.extend(token_ids)
+            chain.extend(token_ids, chained_hashes if self.deterministic else self.store.tree.hash_history)
         return Lease(owner, chain, detached=not self.enabled)
 
     def lookup(self, lease: Lease, length: int, read: bool = True) -> PrefixHit:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forkpoint.cache.arena import Move
-from forkpoint.cache.hashing import BlockHash, HashChain
+from forkpoint.cache.hashing import BlockHash, HashChain, chained_hashes
 from forkpoint.cache.layout import NO_BLOCK
 from forkpoint.cache.windows import WindowRuns
 
@@ -147,6 +147,27 @@ class PrefixTree:
                 break
             path.append(node)
         return path
+
+    def hash_history(self, root_hash: BlockHash, blocks: Sequence[bytes]) -> list[BlockHash]:
+        """Return what `chained_hashes` does for a history from its start. No node may be private.
+
+        Comparing a block with the only child of the node before it takes a fifth of the time of hashing it.
+        """
+        hashes: list[BlockHash] = []
+        last, node = root_hash, self._roots.get(root_hash)
+        for block in blocks:
+            if node is None:
+                break
+            children, node = node.children, None
+            if len(children) == 1:
+                (node,) = children
+            if node is not None and node.tokens == block:
+                last = node.hash
+            else:
+                (last,) = chained_hashes(last, [block])
+                node = self._by_hash.get(last)
+            hashes.append(last)
+        return hashes + chained_hashes(last, blocks[len(hashes) :])
 
     def find(self, block_hash: BlockHash) -> Node | None:
         """Return the node of that hash; None if it is not cached, or condemned."""

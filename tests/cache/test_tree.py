@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from forkpoint.cache.hashing import HashChain, root_hash
+from forkpoint.cache.hashing import HashChain, chained_hashes, root_hash
+from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.tree import Checkpoint, Node, Origin, PrefixTree, nearest_checkpoint
+from forkpoint.config import CacheConfig
 from tests.cache.published import path_to
-from tests.sched.harness import tokens
+from tests.sched.harness import HYBRIDS, LAYOUTS, tokens
 
 SIZE = 64
 
@@ -36,6 +40,40 @@ def test_token_ids_are_compared_not_only_hashes() -> None:
     nodes = grow(tree, source, 3)
     nodes[1].tokens = b"x" * len(nodes[1].tokens)
     assert tree.match(source, 3) == nodes[:1]
+
+
+@given(
+    cached=st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=6), max_size=4),
+    condemned=st.lists(st.integers(0, 23), max_size=2),
+    asked=st.lists(st.sampled_from("ab"), max_size=7),
+)
+def test_a_history_has_the_same_hashes_whatever_the_tree_has_of_it(
+    cached: list[list[str]], condemned: list[int], asked: list[str]
+) -> None:
+    tree, root, nodes = PrefixTree(), root_hash(""), list[Node]()
+    for history in cached:
+        blocks = [letter.encode() * SIZE * 4 for letter in history]
+        hashes = chained_hashes(root, blocks)
+        known = [node for node in map(tree.find, hashes) if node is not None]
+        start, parent = len(known), known[-1] if known else tree.root(root)
+        if start < len(blocks):
+            nodes += tree.extend(parent, hashes[start:], blocks[start:], range(start, len(blocks)))
+    for index in condemned:
+        if index < len(nodes) and not nodes[index].condemned:
+            tree.condemn(nodes[index])
+    blocks = [letter.encode() * SIZE * 4 for letter in asked]
+    assert tree.hash_history(root, blocks) == chained_hashes(root, blocks)
+
+
+def test_a_private_block_lends_its_hash_to_nobody() -> None:
+    layout = LAYOUTS[HYBRIDS[0]]
+    cache = CacheManager(layout, 20, CacheConfig(), deterministic=True)
+    ids = tokens(1, 2 * SIZE)
+    own = cache.new_lease("a", "", ids[:100]).chain
+    own.extend(ids[100:])
+    cache.store.tree.extend(cache.store.tree.root(own.root), own.hashes, own.blocks, range(2))
+    other = cache.new_lease("b", "", ids).chain
+    assert other.hashes == chained_hashes(own.root, own.blocks) and other.hashes[1] != own.hashes[1]
 
 
 def test_pins_reach_the_root_and_go_again() -> None:
