@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
 
+from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.store import PrefixStore
@@ -52,7 +53,8 @@ class ArenaRoom:
 
         `spare_blocks` and `spare_slots` are left free besides.
         """
-        num_shared = sum(node.pins > 0 for node in hit.path)
+        # The pinned nodes of a path come first: a pin reaches up to the root.
+        num_shared = bisect_left(hit.path, True, key=lambda node: not node.pins)
         slots = 1 + spare_slots + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
         num_shared_windows = [0] * len(self._layout.windows)
         if hit.checkpoint is not None:
@@ -64,11 +66,15 @@ class ArenaRoom:
 
         A hit saves room only by blocks that other requests hold, and those can be counted by hash.
         """
-        nodes = (self._store.tree.find(block_hash) for block_hash in lease.chain.hashes)
-        shared = itertools.takewhile(lambda node: node is not None and node.pins > 0, nodes)
+        num_shared = bisect_left(lease.chain.hashes, True, key=self._is_unshared)
         busy = zip(self._store.windows.num_busy, self._layout.windows, strict=True)
         most_shared = [min(count, group.most_of_state) for count, group in busy]
-        return self._fits(num_tokens, spare_blocks - sum(1 for _ in shared), 1, most_shared)
+        return self._fits(num_tokens, spare_blocks - num_shared, 1, most_shared)
+
+    def _is_unshared(self, block_hash: BlockHash) -> bool:
+        """Return whether no request holds the block. If so, none holds a block after it in the same history."""
+        node = self._store.tree.find(block_hash)
+        return node is None or not node.pins
 
     def _fits(self, num_tokens: int, more_blocks: int, more_slots: int, num_shared_windows: Sequence[int]) -> bool:
         layout, slots = self._layout, self.num_slots_held + more_slots
