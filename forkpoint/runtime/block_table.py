@@ -69,7 +69,7 @@ class BlockTable:
         if self.ratio > 1:
             entries = np.add.outer(block_ids * np.int32(self.ratio), np.arange(self.ratio, dtype=np.int32)).ravel()
             pointers = pointers * self.ratio
-        counts, starts = np.diff(pointers), self._num_entries[rows]
+        counts, starts = pointers[1:] - pointers[:-1], self._num_entries[rows]
         ends = starts + counts
         if int(ends.max()) > self.max_entries_per_row:
             i = int(ends.argmax())
@@ -78,8 +78,8 @@ class BlockTable:
                 f"{int(counts[i]) // self.ratio} more; a row holds {self.max_entries_per_row // self.ratio}; raise "
                 "max_model_len"
             )
-        columns = np.arange(len(entries)) + np.repeat(starts - pointers[:-1], counts)
-        places = np.repeat(rows.astype(np.int64) * self.max_entries_per_row, counts) + columns
+        first = rows.astype(np.int64) * self.max_entries_per_row + starts
+        places = np.repeat(first - pointers[:-1], counts) + np.arange(len(entries))
         self.host.reshape(-1)[places] = entries
         self._num_entries[rows] = ends
         self._changed.append(places)
@@ -144,6 +144,6 @@ class BlockTable:
         """Copy all changes since the last call to the device, where entries past a row's blocks may be old."""
         if self._changed and not self._platform.shares_memory:
             places = np.concatenate(self._changed)
-            pair = self._platform.upload(np.stack([places, self.host.reshape(-1)[places].astype(np.int64)]))
+            pair = self._platform.upload(np.array([places, self.host.reshape(-1)[places]]))  # int64, like places
             self.device.view(-1).index_copy_(0, pair[0], pair[1].int())
         self._changed.clear()
