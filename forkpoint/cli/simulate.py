@@ -256,8 +256,8 @@ def _memory_bytes(text: str) -> list[int]:
         sizes = [int(float(part) * GIB) for part in text.split(",")]
     except (ValueError, OverflowError):
         raise ConfigError(f"--memory {text!r} is not a list of numbers; give GiB, such as 8,16,32") from None
-    if min(sizes) <= 0:
-        raise ConfigError(f"--memory {text!r} must be above 0")
+    if not 0 < min(sizes) <= max(sizes) <= MAX_HOST_GIB * GIB:
+        raise ConfigError(f"--memory {text!r} is not allowed; give GiB above 0, at most {MAX_HOST_GIB:,}")
     return sizes
 
 

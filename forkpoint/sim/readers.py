@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import random
 import tarfile
 from collections import defaultdict
@@ -12,15 +11,18 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from itertools import islice
+from lzma import LZMAError
 from pathlib import Path
-from typing import Any
+from typing import Final, NamedTuple
 
 from forkpoint.errors import TraceError
+from forkpoint.sim.records import Record, parse_json, read_lines
 from forkpoint.sim.tokens import TokenMint, TokenSpans
 from forkpoint.sim.trace import Trace, TraceRequest
 
 MOONCAKE_BLOCK = 512
 _CLAUDE_BLOCK = 64
+_AZURE: Final = "the columns TIMESTAMP, ContextTokens and GeneratedTokens are needed"
 SESSION_GAP_S = 30.0  # mean seconds between conversations in traces without start times
 
 
@@ -33,7 +35,7 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
         raise TraceError(f"trace {path} does not exist; give a file, a folder of conversations or an archive of them")
     try:
         return _reader_for(path)(path, limit)
-    except (KeyError, ValueError, TypeError, tarfile.TarError) as error:
+    except (OSError, EOFError, LZMAError, tarfile.TarError, csv.Error, ValueError, OverflowError) as error:
         raise TraceError(f"{path} cannot be read as a trace: {type(error).__name__}: {error}") from error
 
 
@@ -44,9 +46,8 @@ def _reader_for(path: Path) -> Callable[[Path, int | None], Trace]:
         return read_azure
     if path.suffix != ".jsonl":
         raise TraceError(f"{path}: traces end in .jsonl, .csv, .json or .tar.xz, or are folders of .json files")
-    with path.open(encoding="utf-8") as lines:
-        first = json.loads(lines.readline() or "{}")
-    if "block_hashes" in first or "token_ids" in first:
+    first = next(read_lines(path, 1), None)
+    if first and ("block_hashes" in first or "token_ids" in first):
         return read_request_log
     return read_mooncake
 
@@ -55,11 +56,19 @@ def read_azure(path: Path, limit: int | None = None) -> Trace:
     """Read Azure's LLM inference trace, which has only lengths and times: no two prompts share tokens."""
     mint, start = TokenMint(), None
     requests: list[TraceRequest] = []
-    with path.open(encoding="utf-8", newline="") as file:
-        for index, row in enumerate(islice(csv.DictReader(file), limit)):
-            when = datetime.fromisoformat(row["TIMESTAMP"][:26])
-            start = start or when
-            prompt, output = mint.fresh(int(row["ContextTokens"])), mint.fresh(max(1, int(row["GeneratedTokens"])))
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file)
+        for index, row in enumerate(islice(rows, limit)):
+            try:
+                when = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                lengths = {name: int(row[name]) for name in ("ContextTokens", "GeneratedTokens")}
+            except (KeyError, TypeError, ValueError) as error:
+                raise TraceError(
+                    f"line {rows.line_num} of {path}: {type(error).__name__}: {error}; {_AZURE}"
+                ) from error
+            record, start = Record(f"line {rows.line_num} of {path}", lengths), start or when
+            prompt = mint.fresh(record.integer("ContextTokens", low=1))
+            output = mint.fresh(max(1, record.integer("GeneratedTokens")))
             arrival = (when - start).total_seconds()
             requests.append(TraceRequest(f"azure-{index}", f"azure-{index}", prompt, output, arrival))
     return Trace(path.stem, tuple(requests))
@@ -72,13 +81,25 @@ def read_mooncake(path: Path, limit: int | None = None) -> Trace:
     previous turn except the last one. A prompt that stops sharing exactly there is read as the next turn: it repeats
     the rest of that prompt, and its output where the length allows.
     """
-    records = list(_lines(path, limit))
+    records = [_MooncakeRecord.read(record) for record in read_lines(path, limit)]
     return Trace(path.stem, tuple(_MooncakeTokens(len(records)).requests(records)))
 
 
-def _lines(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        yield from map(json.loads, islice(lines, limit))
+class _MooncakeRecord(NamedTuple):
+    arrival_s: float
+    length: int
+    num_output_tokens: int
+    hash_ids: list[int | str]
+
+    @classmethod
+    def read(cls, record: Record) -> _MooncakeRecord:
+        ids, length = record.names("hash_ids"), record.integer("input_length", low=1)
+        if not len(ids) - 1 <= length / MOONCAKE_BLOCK <= len(ids):
+            raise TraceError(
+                f"{record.where}: input_length={length} does not fit its {len(ids)} hash_ids; a Mooncake trace has one "
+                f"for each {MOONCAKE_BLOCK} tokens"
+            )
+        return cls(record.time("timestamp") / 1000, length, max(1, record.integer("output_length")), ids)
 
 
 class _MooncakeTokens:
@@ -86,34 +107,33 @@ class _MooncakeTokens:
 
     def __init__(self, num_records: int) -> None:
         self._mint = TokenMint()
-        self._blocks: dict[int, TokenSpans] = {}
-        self._conversation: dict[int, int] = {}  # block id -> the conversation in which it first appeared
+        self._blocks: dict[int | str, TokenSpans] = {}
+        self._conversation: dict[int | str, int] = {}  # block id -> the conversation in which it first appeared
         self._of_record = list(range(num_records))  # record -> conversation
         # last full block of a prompt -> its record and its partial block
-        self._ends: dict[int, tuple[int, TokenSpans]] = {}
+        self._ends: dict[int | str, tuple[int, TokenSpans]] = {}
 
-    def requests(self, records: Sequence[dict[str, Any]]) -> Iterator[TraceRequest]:
+    def requests(self, records: Sequence[_MooncakeRecord]) -> Iterator[TraceRequest]:
         previous = [self._place(index, record) for index, record in enumerate(records)]
         prompts = [
-            TokenSpans.join(self._blocks[i] for i in record["hash_ids"]).part(0, record["input_length"])
-            for record in records
+            TokenSpans.join(self._blocks[i] for i in record.hash_ids).part(0, record.length) for record in records
         ]
         following: dict[int, int] = {}
         for index, before in enumerate(previous):
             if before is not None:
                 following.setdefault(before, index)
         for index, record in enumerate(records):
-            start, length = record["input_length"], max(1, record["output_length"])
+            start, length = record.length, record.num_output_tokens
             known = TokenSpans()
             if index in following:
                 known = prompts[following[index]].part(start, start + length)
             output = TokenSpans.join([known, self._mint.fresh(length - known.num_tokens)])
             session = f"conversation-{self._of_record[index]}"
-            yield TraceRequest(f"mooncake-{index}", session, prompts[index], output, record["timestamp"] / 1000)
+            yield TraceRequest(f"mooncake-{index}", session, prompts[index], output, record.arrival_s)
 
-    def _place(self, index: int, record: dict[str, Any]) -> int | None:
+    def _place(self, index: int, record: _MooncakeRecord) -> int | None:
         """Assign tokens to the record's new blocks. Returns the record that it continues, or None."""
-        ids, length = record["hash_ids"], record["input_length"]
+        ids, length = record.hash_ids, record.length
         known = next((i for i, block in enumerate(ids) if block not in self._blocks), len(ids))
         before, tail = self._ends.get(ids[known - 1], (None, TokenSpans())) if known else (None, TokenSpans())
         if before is None or known * MOONCAKE_BLOCK + tail.num_tokens >= length:
@@ -140,60 +160,65 @@ def read_claude_code(path: Path, limit: int | None = None) -> Trace:
     mint, gaps, start = TokenMint(), random.Random(0), 0.0
     requests: list[TraceRequest] = []
     for number, conversation in enumerate(islice(_conversations(path), limit)):
-        declared = conversation.get("tool_tokens", 0), conversation.get("system_tokens", 0)
+        declared = conversation.integer("tool_tokens", default=0), conversation.integer("system_tokens", default=0)
         breakpoints = tuple(sorted({declared[0], sum(declared)} - {0}))
-        blocks: dict[int, TokenSpans] = defaultdict(partial(mint.fresh, _CLAUDE_BLOCK))
+        blocks: dict[int | str, TokenSpans] = defaultdict(partial(mint.fresh, _CLAUDE_BLOCK))
         for suffix, records in _threads(conversation):
-            session = f"{conversation['id']}-{number}{suffix}"
+            session = f"{conversation.text('id')}-{number}{suffix}"
             if suffix:  # the requests of a subagent
-                requests += _claude_requests(session, records, start + records[0]["t"], (), blocks, mint)
+                requests += _claude_requests(session, records, start + records[0].time("t"), (), blocks, mint)
             else:
                 requests += _claude_requests(session, records, start, breakpoints, blocks, mint)
         start += gaps.expovariate(1 / SESSION_GAP_S)
     return Trace(path.name.split(".")[0], tuple(requests))
 
 
-def _conversations(path: Path) -> Iterator[dict[str, Any]]:
+def _conversations(path: Path) -> Iterator[Record]:
     if path.is_dir():
         for file in sorted(path.glob("*.json")):
-            yield json.loads(file.read_text(encoding="utf-8"))
+            yield _conversation(str(file), file.read_text(encoding="utf-8-sig"))
     elif path.suffix == ".json":
-        yield json.loads(path.read_text(encoding="utf-8"))
+        yield _conversation(str(path), path.read_text(encoding="utf-8-sig"))
     else:
         with tarfile.open(path) as archive:
             for member in archive:
                 if member.name.endswith(".json") and (content := archive.extractfile(member)) is not None:
-                    yield json.load(content)
+                    yield _conversation(f"{member.name} of {path}", content.read().decode("utf-8-sig"))
 
 
-def _threads(conversation: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _conversation(where: str, text: str) -> Record:
+    return Record.of(where, parse_json(where, text))
+
+
+def _threads(conversation: Record) -> Iterator[tuple[str, list[Record]]]:
     """Yield the conversation's own requests, then those of each subagent, which runs in parallel.
 
     Each comes with a suffix of its session's name, empty for the conversation's own. Times are the conversation's.
     """
-    nested = [entry for entry in conversation["requests"] if "requests" in entry]
-    yield "", [entry for entry in conversation["requests"] if "hash_ids" in entry]
-    for number, agent in enumerate(nested):
-        shifted = [{**entry, "t": agent["t"] + entry["t"]} for entry in agent["requests"] if "hash_ids" in entry]
+    entries = conversation.records("requests")
+    yield "", [entry for entry in entries if "hash_ids" in entry]
+    for number, agent in enumerate(entry for entry in entries if "requests" in entry):
+        own = [entry for entry in agent.records("requests") if "hash_ids" in entry]
+        shifted = [Record(entry.where, {**entry.values, "t": agent.time("t") + entry.time("t")}) for entry in own]
         if shifted:
             yield f"-agent{number}", shifted
 
 
 def _claude_requests(
     session: str,
-    records: list[dict[str, Any]],
+    records: list[Record],
     begins: float,
     breakpoints: tuple[int, ...],
-    blocks: dict[int, TokenSpans],
+    blocks: dict[int | str, TokenSpans],
     mint: TokenMint,
 ) -> list[TraceRequest]:
-    full_blocks = [[blocks[block] for block in record["hash_ids"]] for record in records]
+    full_blocks = [[blocks[block] for block in record.names("hash_ids")] for record in records]
     requests: list[TraceRequest] = []
-    coming, coming_ids = TokenSpans(), list[int]()  # the next prompt
+    coming, coming_ids = TokenSpans(), list[int | str]()  # the next prompt
     for index in range(len(records) - 1, -1, -1):
-        record, ids = records[index], records[index]["hash_ids"]
-        full, length = len(ids) * _CLAUDE_BLOCK, max(record["in"], 1)
-        wanted = length + max(1, record["out"])
+        record, ids = records[index], records[index].names("hash_ids")
+        full, length = len(ids) * _CLAUDE_BLOCK, max(record.integer("in"), 1)
+        wanted = length + max(1, record.integer("out"))
         known = TokenSpans()
         if coming_ids[: len(ids)] == ids:
             known = coming.part(full, wanted)
@@ -207,9 +232,9 @@ def _claude_requests(
                 output=rest.part(length - full, wanted - full),
                 arrival_s=begins,
                 after=f"{session}-{index - 1}" if index else None,
-                think_s=float(record.get("think_time") or 0.0),
+                think_s=record.time("think_time", default=0.0),
                 breakpoints=tuple(b for b in breakpoints if b < length),
-                awaits_tool=record.get("stop") == "tool_use",
+                awaits_tool=record.values.get("stop") == "tool_use",
             )
         )
         coming, coming_ids = prompt, ids
@@ -223,13 +248,13 @@ def read_request_log(path: Path, limit: int | None = None) -> Trace:
     Requests come in the order of arrival; the first one arrives at 0.
     """
     mint, requests = TokenMint(), []
-    seen: dict[str | int, TokenSpans] = {}  # by hash or token id
-    for index, record in enumerate(_lines(path, limit)):
-        length = record["num_prompt_tokens"]
-        total = length + max(1, record["num_output_tokens"])
-        names, size = record.get("token_ids"), 1
-        if names is None:
-            names, size = record["block_hashes"], record["block_size"]
+    seen: dict[int | str, TokenSpans] = {}  # by hash or token id
+    for index, record in enumerate(read_lines(path, limit)):
+        length = record.integer("num_prompt_tokens", low=1)
+        total = length + max(1, record.integer("num_output_tokens"))
+        names, size = record.names("token_ids", []), 1
+        if not names:
+            names, size = record.names("block_hashes"), record.integer("block_size", low=1)
         for name in names:
             if name not in seen:
                 seen[name] = mint.fresh(size)
@@ -237,13 +262,13 @@ def read_request_log(path: Path, limit: int | None = None) -> Trace:
         everything = TokenSpans.join([known, mint.fresh(max(0, total - known.num_tokens))])
         requests.append(
             TraceRequest(
-                id=f"{index}-{record['request_id']}",
-                session=record["request_id"],
+                id=f"{index}-{record.text('request_id')}",
+                session=record.text("request_id"),
                 prompt=everything.part(0, length),
                 output=everything.part(length, total),
-                arrival_s=record["arrival_s"],
-                breakpoints=tuple(record.get("breakpoints", ())),
-                awaits_tool=record.get("awaits_tool", False),
+                arrival_s=record.time("arrival_s"),
+                breakpoints=record.integers("breakpoints"),
+                awaits_tool=record.flag("awaits_tool", False),
             )
         )
     requests.sort(key=lambda request: request.arrival_s)

@@ -68,5 +68,5 @@ class TokenMint:
         first = self.next_id
         self.next_id += count
         if self.next_id >= 2**31:
-            raise OverflowError(f"{self.next_id} distinct tokens do not fit int32; take a smaller part of the trace")
+            raise OverflowError(f"{self.next_id} distinct tokens do not fit int32; take fewer or shorter requests")
         return TokenSpans(((first, count),))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Final
 
+from forkpoint.checks import Bounds, Checker
 from forkpoint.errors import TraceError
 from forkpoint.sim.tokens import TokenMint, TokenSpans
 from forkpoint.sim.trace import Trace, TraceRequest
@@ -133,6 +134,7 @@ class Agents(Conversations):
     gap_s: float = 20.0
 
 
+LARGEST: Final = 1e6  # of each option; a workload with more sessions takes hours to create
 Workload = Conversations | SharedDocuments | TreeSearch
 WORKLOADS: Final[Mapping[str, Callable[..., Workload]]] = MappingProxyType(
     {"chat": Conversations, "agents": Agents, "rag": SharedDocuments, "tree": TreeSearch}
@@ -155,9 +157,13 @@ def make_workload(spec: str) -> Trace:
             options[name] = float(value) if name.endswith("_s") else int(value)
         except ValueError:
             raise TraceError(f"workload {kind}: {name}={value!r} is not a number") from None
-        if options[name] <= 0 and name not in ("seed", "think_s"):
-            raise TraceError(f"workload {kind}: {name}={value} is not allowed; give a number above 0")
-    return Trace(kind, tuple(make(**options).requests()))
+        if name != "seed":
+            bounds = Bounds(0.0, LARGEST, above=name != "think_s")
+            Checker(TraceError, f"workload {kind}: ").number(name, options[name], bounds)
+    try:
+        return Trace(kind, tuple(make(**options).requests()))
+    except OverflowError as error:
+        raise TraceError(f"workload {spec} is too large: {error}") from error
 
 
 def _length(rng: random.Random, mean: int) -> int:

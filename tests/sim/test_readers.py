@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,63 @@ def test_request_log_of_hashes_and_of_tokens(tmp_path: Path) -> None:
         assert (first.awaits_tool, second.awaits_tool) == (False, records is hashes)
 
 
+LINE = '{"timestamp": 0, "input_length": 1000, "output_length": 9, "hash_ids": [1, 2]}\n'
+LOGGED = '{"request_id": "a", "arrival_s": 1, "num_prompt_tokens": 9, "num_output_tokens": 1, "token_ids": [1]}\n'
+CONVERSATION = '{"id": "c", "requests": [{"t": 0, "in": 9, "out": 1, "hash_ids": []}]}'
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl", LINE), ("b.jsonl", LOGGED), ("c.json", CONVERSATION), ("d.csv", AZURE)]
+)
+def test_files_from_windows_are_read(tmp_path: Path, name: str, content: str) -> None:
+    """They begin with a byte order mark, lines end in a carriage return, and the last ones may be blank."""
+    path = tmp_path / name
+    path.write_bytes(content.encode())
+    requests = read_trace(path).requests
+    path.write_bytes(("\ufeff" + content + "\n").replace("\n", "\r\n").encode())
+    assert read_trace(path).requests == requests and len(requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("a.jsonl", LINE + LINE[:30], "line 2 of .*a.jsonl is not JSON: Unterminated string"),
+        ("a.jsonl", LINE + "null\n", "line 2 of .* is None; an object is needed"),
+        ("a.jsonl", LINE + "[" * 100_000 + "\n", "line 2 of .* is nested too deeply"),
+        ("a.jsonl", LINE.replace("0,", "NaN,", 1), "line 1 of .*: timestamp=nan is not allowed; give a number"),
+        ("a.jsonl", LINE.replace("1000", "true"), "line 1 of .*: input_length=True is not allowed; give an integer"),
+        ("a.jsonl", LINE.replace("9", "1.5"), "line 1 of .*: output_length=1.5 is not allowed"),
+        ("a.jsonl", LINE.replace("1, 2", "[1]"), "hash_ids=.* is not allowed; give a list of integers or texts"),
+        ("a.jsonl", LINE.replace("1, 2", ""), "input_length=1000 does not fit its 0 hash_ids; .* 512 tokens"),
+        ("a.jsonl", LINE.replace("1000", "9" * 9), "input_length=999999999 does not fit its 2 hash_ids"),
+        ("a.jsonl", LINE.replace("1000", "30"), "input_length=30 does not fit its 2 hash_ids"),
+        ("a.jsonl", LOGGED + LOGGED.replace("[1]", "1"), "line 2 of .*: token_ids=1 is not allowed"),
+        ("a.jsonl", LOGGED.replace('"a"', "7"), "line 1 of .*: request_id=7 is not allowed"),
+        ("a.json", "[]", r"a.json is \[\]; an object is needed"),
+        ("a.json", CONVERSATION.replace("[]}", "[]}, 5"), r"a.json: requests\[1\] is 5; an object is needed"),
+        ("a.json", CONVERSATION.replace("9", '"x"'), r"requests\[0\]: in='x' is not allowed"),
+        ("a.csv", AZURE + "yesterday,1,1\n", "line 3 of .*a.csv: ValueError: .*; the columns TIMESTAMP, Context"),
+        ("a.csv", AZURE.replace("374", "-1"), "line 2 of .*: ContextTokens=-1 is not allowed"),
+        ("a.tar.xz", "no archive", "a.tar.xz cannot be read as a trace"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_line(tmp_path: Path, name: str, content: str, text: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(TraceError, match=text):
+        read_trace(tmp_path / name)
+
+
+def test_a_cut_archive_is_refused(tmp_path: Path) -> None:
+    whole = tmp_path / "a.tar.xz"
+    with tarfile.open(whole, "w:xz") as archive:
+        archive.add(claude(tmp_path) / "one.json", "one.json")
+    assert read_trace(whole).requests
+    (tmp_path / "b.tar.xz").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    with pytest.raises(TraceError, match=r"b.tar.xz cannot be read as a trace: EOFError"):
+        read_trace(tmp_path / "b.tar.xz")
+
+
 @pytest.mark.parametrize(
     ("name", "content"), [("a.jsonl", '{"timestamp": 1}\n'), ("a.csv", "x,y\n1,2\n"), ("a.txt", ""), ("a.jsonl", "{\n")]
 )
@@ -135,7 +193,18 @@ def test_workloads_are_the_same_every_time(kind: str) -> None:
     assert max(shared) > 100, "nothing is shared"
 
 
-@pytest.mark.parametrize("spec", ["chats", "chat:users=3", "chat:turns=many", "rag:documents=0"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "chats",
+        "chat:users=3",
+        "chat:turns=many",
+        "rag:documents=0",
+        "chat:sessions=1000000000000",
+        "chat:gap_s=nan",
+        "chat:system=1000000,sessions=9999,first=1000000",
+    ],
+)
 def test_bad_workloads(spec: str) -> None:
     with pytest.raises(TraceError):
         make_workload(spec)
