@@ -7,9 +7,10 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from forkpoint.checks import member
 from forkpoint.client.protocol import Usage, refusal
@@ -20,6 +21,7 @@ PATHS: Final = (CHAT, COMPLETIONS)
 BUSY: Final = (429, 503)
 # a refusal for these reasons is final; others (no key, no such model) may go away
 WRONG_REQUEST: Final = (400, 413, 422)
+START: Final = '{"id": "'  # of each line of the output
 WAITS_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further try
 
 
@@ -52,7 +54,7 @@ def read_batch(path: Path) -> list[BatchRequest]:
     Raises ConfigError if the file cannot be read or has no lines.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # texts may contain other ends of lines
     except OSError as error:
         raise ConfigError(f"the batch {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -74,6 +76,8 @@ def _read_line(line: str, where: str, seen: Collection[str | None]) -> BatchRequ
         entry = json.loads(line)
     except ValueError as error:
         return BatchRequest(None, error=f"{where} is not JSON: {error}")
+    except RecursionError:
+        return BatchRequest(None, error=f"{where} is nested too deeply")
     if not isinstance(entry, dict) or not isinstance(entry.get("custom_id"), str):
         return BatchRequest(None, error=f"{where} must be an object with a text 'custom_id'")
     name, body = entry["custom_id"], entry.get("body")
@@ -102,7 +106,10 @@ class BatchOutput:
         self.path = path
         # otherwise a device or a pipe, which is written to and never replaced
         is_file = not path.exists() or path.is_file()
-        kept = [entry for entry in self._read() if _is_final(entry)] if is_file else []
+        try:
+            kept = [entry for entry in self._read() if _is_final(entry)] if is_file else []
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         self.done = frozenset(entry["custom_id"] for entry in kept)
         strange = self.done - {request.custom_id for request in requests}
         if strange:
@@ -131,19 +138,28 @@ class BatchOutput:
             ) from error
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file. What could not be written is lost, and `write` has raised an error for it."""
+        with suppress(OSError):
+            self._file.close()
 
     def _read(self) -> Iterator[dict[str, Any]]:
         if not self.path.exists():
             return
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
+                if not line.startswith(START[: len(line)]):
+                    self._refuse()
                 continue  # cut off when an earlier run was killed
             if not isinstance(entry, dict) or "custom_id" not in entry or "response" not in entry:
-                raise ConfigError(f"{self.path} exists and is not the output of a batch; give another file")
+                self._refuse()
+            if not isinstance(entry["custom_id"], str | None):
+                self._refuse()
             yield entry
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(f"{self.path} exists and is not the output of a batch; give another file")
 
 
 def _is_final(entry: Mapping[str, Any]) -> bool:

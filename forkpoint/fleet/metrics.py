@@ -17,7 +17,7 @@ def joined_metrics(texts: Mapping[str, str]) -> str:
     samples: dict[str, list[str]] = {}
     for replica, text in texts.items():
         name = ""
-        for line in text.splitlines():
+        for line in text.split("\n"):
             if line.startswith("# "):
                 name = line.split(" ", 3)[2]
                 lines = described.setdefault(name, [])

@@ -60,6 +60,7 @@ def test_a_wrong_line_is_told_and_the_others_are_answered(files: Files, server: 
         "not json",
         "[]",
         json.dumps({"custom_id": 5}),
+        line("deep").replace('"hi"', "[" * 100_000),
         line("get").replace("POST", "GET"),
         line("embed", url="/v1/embeddings"),
         json.dumps({"custom_id": "bodiless", "method": "POST", "url": "/v1/completions"}),
@@ -71,14 +72,15 @@ def test_a_wrong_line_is_told_and_the_others_are_answered(files: Files, server: 
     assert len(server.requests) == 2
     found = [json.loads(text) for text in files.output.read_text().splitlines()]
     told = [entry["error"]["message"] for entry in found if entry["error"] is not None]
-    assert len(found) == 10 and len(told) == 8
+    assert len(found) == 11 and len(told) == 9
     for number, text in (
         (1, "not JSON"),
         (2, "custom_id"),
-        (4, "POST"),
-        (5, "/v1/completions"),
-        (7, "stream"),
-        (9, "'good'"),
+        (4, "nested too deeply"),
+        (5, "POST"),
+        (6, "/v1/completions"),
+        (8, "stream"),
+        (10, "'good'"),
     ):
         assert any(f"line {number} " in message and text in message for message in told)
     assert files.answers()["good"]["error"] is None
@@ -119,11 +121,34 @@ def test_an_output_of_something_else_is_not_touched(files: Files, capsys: pytest
     for text in (
         '{"some": "data"}\n',
         json.dumps({"custom_id": "z", "response": {"status_code": 200}, "error": None}) + "\n",
+        json.dumps({"custom_id": [], "response": {"status_code": 200}, "error": None}) + "\n",
+        "my notes\n",
+        "[" * 100_000,
     ):
         files.output.write_text(text)
         assert files.run(line("a")) == 2
         assert files.output.read_text() == text
         assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_full_disk_is_named(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    files.output = Path("/dev/full")
+    assert files.run(line("a")) == 2
+    assert capsys.readouterr().err.startswith("error: /dev/full cannot be written: No space left on device; run")
+
+
+def test_a_batch_from_windows_is_read(files: Files, server: FakeServer) -> None:
+    """It begins with a byte order mark, and lines end in a carriage return."""
+    files.input.write_bytes(f"\ufeff{line('a')}\r\n{line('b')}\r\n\r\n".encode())
+    assert files.run() == 0 and set(files.answers()) == {"a", "b"}
+
+
+def test_other_ends_of_lines_inside_of_texts_end_no_line(files: Files, server: FakeServer) -> None:
+    """JSON allows them unescaped, and `str.splitlines` splits there."""
+    text = "one\u2028two\u2029three\x85four"
+    lines = [json.dumps(json.loads(line("a", text)), ensure_ascii=False), line("b")]
+    assert text in lines[0] and files.run(*lines) == 0
+    assert {body["messages"][0]["content"] for body in server.requests} == {text, "hi"}
 
 
 def test_the_output_may_be_a_pipe(files: Files, server: FakeServer) -> None:
