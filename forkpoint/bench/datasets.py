@@ -192,10 +192,10 @@ def _chosen(requests: Sequence[TraceRequest], count: int, num_sessions: int | No
 
 def _sharegpt(path: Path) -> list[tuple[str, str]]:
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"dataset_path={str(path)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"dataset_path={str(path)!r} is not JSON: {error}") from error
     if not isinstance(entries, list):
         raise ConfigError(f"dataset_path={str(path)!r} must hold a list of conversations")

@@ -114,8 +114,8 @@ def result_path(folder: Path, about: Mapping[str, Any], report: ReportOptions) -
     return folder / name
 
 
-def require_folder(path: Path) -> None:
-    """Create the folder and its parents if absent. Raises ConfigError if nothing can be written there."""
+def require_folder(path: Path, filename: str | None) -> None:
+    """Create the folder and its parents if absent. Raises ConfigError if the file (None: any) cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -124,6 +124,8 @@ def require_folder(path: Path) -> None:
         ) from error
     if not os.access(path, os.W_OK):
         raise ConfigError(f"nothing can be written to {path}; give another --result-dir")
+    if filename is not None and (path / filename).is_dir():
+        raise ConfigError(f"{path / filename} is a folder; give another --result-filename")
 
 
 def write_result(found: Mapping[str, Any], path: Path, *, append: bool) -> None:

@@ -60,7 +60,7 @@ class ServeBench:
         if self.dataset.dataset_name == "random-mm" and target.backend != "openai-chat":
             raise ConfigError("dataset_name=random-mm needs backend=openai-chat, since completions take no images")
         if self.report.folder is not None:
-            require_folder(self.report.folder)
+            require_folder(self.report.folder, self.report.result_filename)
         async with Server(target.url, api_key=target.api_key, headers=target.headers) as server:
             await self._wait_until_ready(server)
             model = await server.model(target.model)

@@ -62,7 +62,7 @@ def read_chunk(data: str) -> list[Delta]:
     """
     try:
         document = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenAnswerError(f"the server sent an event that is not JSON: {data!r:.120}") from error
     if not isinstance(document, Mapping):
         raise BrokenAnswerError(f"the server sent an event that is not an object: {data!r:.120}")

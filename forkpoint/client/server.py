@@ -195,6 +195,6 @@ async def _read(response: aiohttp.ClientResponse) -> Reply:
     text = await response.text(errors="replace")
     try:
         body: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = text
     return Reply(response.status, body, response.headers.get("X-Request-Id"))

@@ -63,7 +63,7 @@ def prefill_half(body: bytes, lease: int) -> bytes | None:
     """
     try:
         given = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(given, dict):
         return None

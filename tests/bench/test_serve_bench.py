@@ -221,9 +221,12 @@ def test_sharegpt_takes_the_first_exchange(vocabulary: Vocabulary, tmp_path: Pat
     found = sharegpt_requests(options, vocabulary, 4, 0)
     assert {(request.num_content_tokens, request.num_output_tokens) for request in found} == {(10, 20), (30, 20)}
     assert found[:2] == found[2:]
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="not JSON"):
-        sharegpt_requests(options, vocabulary, 4, 0)
+    path.write_text("\ufeff" + json.dumps(entries))  # as Windows writes it
+    assert len(sharegpt_requests(options, vocabulary, 4, 0)) == 4
+    for text in ("{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="not JSON"):
+            sharegpt_requests(options, vocabulary, 4, 0)
 
 
 TRACE = [
@@ -403,6 +406,14 @@ def test_a_run_measures_what_the_server_does(
     assert len({tuple(body["prompt"]) for body in server.requests}) == 10
     body = server.requests[-1]
     assert (body["ignore_eos"], body["temperature"], body["max_tokens"], body["stream"]) == (True, 0.0, 6, True)
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_the_run(server: FakeServer, tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    run = bench(server, base_url=server.url, save_result=True, result_dir=str(tmp_path), result_filename="results")
+    with pytest.raises(ConfigError, match="results is a folder; give another --result-filename"):
+        run.run()
+    assert not server.requests
 
 
 def test_failures_are_told_and_fail_the_run(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

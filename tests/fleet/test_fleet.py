@@ -142,6 +142,7 @@ def test_both_halves_are_sent_at_once() -> None:
     [
         b"",
         b"[]",
+        b"[" * 100_000,
         b'{"prompt": ["a", "b"]}',
         b'{"prompt": [[1], [2]]}',
         b'{"prompt": "a", "prompt_logprobs": 0}',
