@@ -140,9 +140,10 @@ class Lease:
         """Return the ids of blocks `[start, end)` of the request's table; NO_BLOCK where it has none."""
         ids = [NO_BLOCK] * (end - start)
         node = self.node
+        while node is not None and node.depth > end:
+            node = node.parent
         while node is not None and node.depth > start:
-            if node.depth <= end:
-                ids[node.depth - 1 - start] = node.block
+            ids[node.depth - 1 - start] = node.block
             node = node.parent
         for index, block in self.own_blocks.items():
             if start <= index < end:

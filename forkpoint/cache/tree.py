@@ -253,23 +253,29 @@ class PrefixTree:
     def pin(self, node: Node) -> None:
         item: Node | None = node
         while item is not None:
-            item.pins += 1
-            if item.pins > 1:
-                return
-            self.num_pinned += item.depth > 0
+            if item.pins:
+                item.pins += 1
+                break
+            item.pins = 1
+            self.num_pinned += 1
             item = item.parent
+        else:
+            self.num_pinned -= 1  # the root does not count
 
     def unpin(self, node: Node) -> None:
         item: Node | None = node
         while item is not None:
-            assert item.pins > 0
-            item.pins -= 1
-            if item.pins:
-                return
-            self.num_pinned -= item.depth > 0
+            if item.pins != 1:
+                assert item.pins > 1
+                item.pins -= 1
+                break
+            item.pins = 0
+            self.num_pinned -= 1
             item = item.parent
-        if node.depth == 0 and not node.children:
-            self._roots.pop(node.hash, None)
+        else:
+            self.num_pinned += 1  # the root did not count
+            if node.depth == 0 and not node.children:
+                self._roots.pop(node.hash, None)
 
     def nodes(self) -> Iterator[Node]:
         """Yield all nodes except roots, parents first."""
