@@ -20,13 +20,14 @@ class EvictionKeys:
     """Computes the keys of the entries of the arena or of one tier, by the clock of that memory. Changes nothing."""
 
     def __init__(self, layout: CacheLayout, arena: Arena, policy: EvictionPolicy, cost: RecomputeCost) -> None:
-        self._layout, self._arena, self._policy, self._cost = layout, arena, policy, cost
+        self._arena, self._policy, self._cost = arena, policy, cost
+        self._block_bytes, self._checkpoint_bytes = layout.block_bytes, layout.checkpoint_bytes
 
     def of(self, entry: Checkpoint | Node) -> float:
         """Return the key of an entry as it is now."""
         age = self._arena.turnover - entry.last_used
         if isinstance(entry, Node):
-            num_bytes = self._layout.block_bytes
+            num_bytes = self._block_bytes
             saved = self._cost((entry.depth - 1) * BLOCK_SIZE, entry.depth * BLOCK_SIZE)
             return self._policy.key(
                 EntryFacts(
@@ -79,8 +80,8 @@ class EvictionKeys:
         kind: Origin | None = None
         if above is not None:
             start, kind = above.num_tokens, above.origin
-        kv_bytes = (end - start) // BLOCK_SIZE * self._layout.block_bytes
-        num_bytes = self._layout.checkpoint_bytes
+        kv_bytes = (end - start) // BLOCK_SIZE * self._block_bytes
+        num_bytes = self._checkpoint_bytes
         if not inside:
             num_bytes += kv_bytes
         return self._cost(start, end), num_bytes, kv_bytes, kind
