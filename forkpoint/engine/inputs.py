@@ -301,6 +301,8 @@ def _integers(given: object) -> npt.NDArray[np.int64]:
         raise InvalidPromptError(f"{shown(given)} is not a prompt; give {allowed}")
     if not isinstance(given, Sequence | np.ndarray):
         raise InvalidPromptError(f"a prompt cannot be of type {type(given).__name__}; give {allowed}")
+    if isinstance(given, np.ndarray) and given.dtype.kind in "iu" and np.can_cast(given.dtype, np.int64):
+        return given.astype(np.int64)
     try:
         # This refuses values that are not integers, except bools, and is several times as fast as numpy on a list.
         ids = np.frombuffer(struct.pack(f"{len(given)}q", *given), np.int64)

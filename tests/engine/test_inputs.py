@@ -21,7 +21,10 @@ INPUTS = InputProcessor(None, 1000, 64, frozenset(), 0)
 NO_ID = [1.0, 2.5, True, False, np.bool_(True), np.float32(3), "7", b"7", None, [7], (7,)]
 
 
-@given(st.lists(st.integers(0, 999), min_size=1, max_size=60), st.sampled_from([list, tuple, np.asarray]))
+@given(
+    st.lists(st.integers(0, 999), min_size=1, max_size=60),
+    st.sampled_from([list, tuple, np.asarray, np.uint16, np.uint64]),
+)
 def test_integers_of_any_kind_are_ids(ids: list[int], kind: Any) -> None:
     prompt = INPUTS.prompt(kind(ids))
     assert prompt.token_ids.tolist() == ids and prompt.token_ids.dtype == np.int32
@@ -40,6 +43,12 @@ def test_anything_else_is_named(before: list[int], after: list[int], bad: object
 def test_integers_of_any_size_are_checked(before: list[int], beyond: int) -> None:
     with pytest.raises(InvalidPromptError, match="the model has ids 0 to 999"):
         INPUTS.prompt([*before, beyond])
+
+
+@pytest.mark.parametrize("beyond", [1000, -1, 2**32 + 5, 2**63 - 1])
+def test_integers_in_arrays_are_checked_before_they_are_narrowed(beyond: int) -> None:
+    with pytest.raises(InvalidPromptError, match="the model has ids 0 to 999"):
+        INPUTS.prompt(np.asarray([3, beyond]))  # type: ignore[arg-type]
 
 
 def test_values_that_raise_when_asked_for_their_integer_are_refused() -> None:
