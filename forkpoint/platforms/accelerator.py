@@ -40,7 +40,8 @@ class AcceleratorPlatform(Platform):
         if self._pool is None:
             self._pool = self._torch.graph_pool_handle()
         graph = getattr(self._torch, self.graph_class)()
-        with self._torch.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        mode = "relaxed" if self.loads_while_recording else "thread_local"
+        with self._torch.graph(graph, pool=self._pool, capture_error_mode=mode):
             run()
         replay: Callable[[], None] = graph.replay
         return replay

@@ -24,6 +24,7 @@ class CudaPlatform(AcceleratorPlatform):
         # once.
         if torch.version.cuda is not None:
             os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
+            self.loads_while_recording = True
         super().__init__(index)
 
     @classmethod

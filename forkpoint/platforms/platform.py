@@ -94,6 +94,7 @@ class Platform(Protocol):
     device: torch.device
     shares_memory: bool = True  # the device works on the host's memory: uploads are the arrays themselves
     has_graphs: bool = False  # `record_graph` is of use
+    loads_while_recording: bool = False  # `record_graph` takes work whose kernels have never run
     has_copy_streams: bool = False  # `copy_stream` returns one
 
     @abstractmethod
@@ -132,8 +133,9 @@ class Platform(Protocol):
     def record_graph(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record the work that `run` issues, which must not wait for the device. Return a function that replays it.
 
-        `run` must have been called before, so that its kernels are compiled. The memory it allocates belongs to the
-        graphs and is shared among them: a graph's results are invalid after another graph was replayed.
+        Without `loads_while_recording`, `run` must have been called before, so that its kernels are loaded. The memory
+        it allocates belongs to the graphs and is shared among them: a graph's results are invalid after another graph
+        was replayed.
         """
         return run
 

@@ -145,8 +145,9 @@ class Graphs(Generic[Shape, Outputs]):
     large as any that the shape may have. The methods' `issue(tensors, shape)` issues the work on these inputs.
     """
 
-    def __init__(self, platform: Platform, padding: Mapping[Shape, Arrays]) -> None:
-        self._platform, self._padding = platform, padding
+    def __init__(self, platform: Platform, padding: Mapping[Shape, Arrays], runs_first: bool = True) -> None:
+        """`runs_first`: work runs once before it is recorded, which loads its kernels and links to other ranks."""
+        self._platform, self._padding, self._runs_first = platform, padding, runs_first
         self._graphs: dict[Shape, _Graph[Outputs]] = {}
         sizes = (places_of(arrays)[1] for arrays in padding.values())
         self._region = InputRegion(platform, max(sizes, default=0))
@@ -197,7 +198,8 @@ class Graphs(Generic[Shape, Outputs]):
 
     def _record(self, shape: Shape, issue: Issue[Shape, Outputs]) -> _Graph[Outputs]:
         graph = self._unrecorded(shape, issue)
-        graph.replay()  # loads the kernels that the shape needs
+        if self._runs_first:
+            graph.replay()
         return replace(graph, replay=self._platform.record_graph(graph.replay))
 
     def _unrecorded(self, shape: Shape, issue: Issue[Shape, Outputs]) -> _Graph[Outputs]:

@@ -35,6 +35,7 @@ class Loaded:
     state_write_interval: int = 1
     ranks: Ranks = ALONE  # that keep the tokens of a block in turn, `interleave` tokens each
     interleave: int = 1
+    runs_before_recording: bool = True  # work runs once before it is recorded; see `Graphs`
 
     def dealt_keys(self) -> DealtKeys | None:
         """Return what completes the indexes of keys that are dealt to ranks; None if they are not dealt."""

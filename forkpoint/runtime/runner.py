@@ -96,7 +96,9 @@ class ModelRunner:
             sizes = (num_rows, 1 + most, loaded.state_write_interval)
             self._records = TokenRecords(self.arena, ops, *sizes, platform, model.fold_constants)
             if most and model.config.draft_layer:
-                self._drafts = DraftGraphs(model, ops, self.batch, self._records, platform, most, shapes, dealt)
+                self._drafts = DraftGraphs(
+                    model, ops, self.batch, self._records, platform, most, shapes, dealt, loaded.runs_before_recording
+                )
         kept = (self._states.copies, self._records, most if self._drafts else 0, self.batch.images)
         tables = {group.window: table for group, table in zip(layout.groups, self.batch.tables, strict=False)}
         self._builder = StepBuilder(self.batch.table, bool(layout.kv), splits, *kept, tables, dealt)
@@ -104,7 +106,7 @@ class ModelRunner:
         if shapes:
             self._shapes = ShapeTable(shapes)
         padding = {shape: self._builder.padding(shape) for shape in shapes}
-        self._graphs: Graphs[StepShape, StepOutputs] = Graphs(platform, padding)
+        self._graphs: Graphs[StepShape, StepOutputs] = Graphs(platform, padding, loaded.runs_before_recording)
         self._failure: Exception | None = None
 
     def issue_all(self) -> None:
