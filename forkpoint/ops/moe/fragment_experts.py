@@ -19,8 +19,8 @@ MAX_PAIRED: Final = 45  # (token, expert) pairs; up to here each pair has tiles 
 FEW_ROWS: Final = 8  # mean number of pairs of an expert up to which tiles have as many rows
 # Tiles of the products into and out of experts. `outputs` of PROMPT divide the rows of both matrices, or of each half.
 PAIRED: Final = (FragmentTile(8, 16, 2, 3, deep=True), FragmentTile(8, 32, 2, 6))
-SORTED: Final = FragmentTile(8, 64, 4, 4)
-SORTED_INTO_INTEGERS: Final = FragmentTile(8, 32, 2, 3, deep=True)
+SORTED_FLOATS: Final = (FragmentTile(8, 128, 4, 3), FragmentTile(8, 128, 4, 3))
+SORTED_INTEGERS: Final = (FragmentTile(8, 32, 2, 3, deep=True), FragmentTile(8, 64, 4, 4))
 MORE: Final = FragmentTile(32, 64, 2, 3)
 PROMPT: Final = FragmentTile(64, 128, 4, 3)
 
@@ -31,7 +31,7 @@ def fragment_tiles(num_pairs: int, packed: FragmentExperts) -> tuple[FragmentTil
         return PAIRED
     if num_pairs > FEW_ROWS * packed.down.shape[0]:
         return MORE, MORE
-    return SORTED if packed.gate_up.floats else SORTED_INTO_INTEGERS, SORTED
+    return SORTED_FLOATS if packed.gate_up.floats else SORTED_INTEGERS
 
 
 def fragment_experts(
