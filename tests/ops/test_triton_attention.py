@@ -282,3 +282,17 @@ def test_keys_are_shared_where_programs_are_few() -> None:
     assert num_splits(16, 132) == 8
     assert num_splits(128, 132) == num_splits(1000, 132) == num_splits(5000, 132) == 1
     assert all(num_splits(n, 132) * n <= max(n, MAX_WAVES * 132) for n in range(1, 600))
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_padding_does_not_change_how_keys_are_shared(latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tokens of prefill rows count, not the tiles of padding that a recorded step has."""
+    found: list[int] = []
+    monkeypatch.setattr(kernel, "num_splits", lambda programs, at_once: found.append(programs) or 3)
+    batch = Batch([300, 400, 70], [1, 70, 20], 1, Heads(2, 1, 64, 64), torch.float32)
+    v_cache = batch.k_cache[..., :48] if latent else batch.v_cache
+    got = [
+        TritonPagedAttention(False)(batch.q, batch.k_cache, v_cache, index, 0.2, None)
+        for index in (batch.index, padded(batch.index, 0))
+    ]
+    assert torch.equal(*got) and len(found) == 2 and len(set(found)) == 1

@@ -116,12 +116,13 @@ def _join(call: _Call, sums: Sequence[Tensor], splits: int = 0, queries: int = 1
     """Join the parts of decode rows, or the `splits` shares of each tile of `queries` queries, in `call.out[T, H,
     Dv]`."""
     work, index, sizes, heads = call.work, call.index, call.sizes, call.q.shape[1]
-    num_queries = work.tiles.shape[0] * TILE if splits else index.num_decodes
-    parts = (work.part_ptr, *((None, work.tiles) if splits else (work.lead, None)))
     form = {"HEADS": heads, "DV": sizes["DV"], "BLOCK": sizes["BLOCK"], "QUERIES": queries}
     form |= {"FOLDED": 1 if splits else work.folded, "num_warps": 2}
-    operands = (*sums, call.out, call.gate, *parts, index.cu_queries, index.kv_lens)
-    join_kernel[(num_queries * heads,)](*operands, splits, call.gate_token, call.window, **form, **call.overlap)
+    for tiles in turns(work.tiles, TILE * heads) if splits else (None,):
+        num_queries = index.num_decodes if tiles is None else tiles.shape[0] * TILE
+        parts = (work.part_ptr, None if splits else work.lead, tiles)
+        operands = (*sums, call.out, call.gate, *parts, index.cu_queries, index.kv_lens)
+        join_kernel[(num_queries * heads,)](*operands, splits, call.gate_token, call.window, **form, **call.overlap)
 
 
 def _takes_steps(q: Tensor, cache: Tensor, rank: int) -> bool:
@@ -162,6 +163,16 @@ class TritonPagedAttention:
         if self.deterministic:
             return 64, 2
         return 32, (3 if num_rows <= SOME_DECODES else 2)  # with 2 loads in flight, four programs fit on a processor
+
+    def _splits(self, call: _Call, queries: int) -> int:
+        """Return over how many programs to split the keys of prefill tiles, whose programs have `queries` queries.
+
+        The step's tokens say how many programs it has. Most tiles of a recorded step may be padding."""
+        if self.deterministic:
+            return 1
+        num_tokens = call.q.shape[0] - call.index.num_decodes
+        num_programs = max(1, ceil_div(num_tokens, queries)) * call.sizes["HEADS"]
+        return num_splits(num_programs, traits_of(call.q.device).num_processors)
 
     def __call__(
         self,
@@ -252,13 +263,10 @@ class TritonPagedAttention:
         form, wide_heads = straight(q.device), next_power_of_2(heads)
         block_m = max(16, table.latent_rows, wide_heads)
         queries = min(TILE, block_m // (wide_heads if form["STRAIGHT"] else heads))
-        subs, splits = ceil_div(TILE, queries), 1
-        if num_tiles and not self.deterministic:
-            splits = num_splits(num_tiles * subs, traits_of(q.device).num_processors)
-        shares = num_tiles * TILE * splits if splits > 1 else 0
-        sums = scratch(max(num_parts, shares) * heads, rank, q.device)
+        subs, splits = ceil_div(TILE, queries), self._splits(call, queries) if num_tiles else 1
+        sums = scratch(max(num_parts, tokens * splits if splits > 1 else 0) * heads, rank, q.device)
         sizes = {"HEADS": heads, "R": rank, "P": dim - rank, "BLOCK": cache.shape[2], "QUERIES": queries, **form}
-        in_turns = turns(work.tiles, subs * splits)  # in parts only if there are no splits
+        in_turns = turns(work.tiles, subs * splits)
         stepped = num_parts and _takes_steps(q, cache, rank)
         decodes = (True, work.parts, max(16, wide_heads))
         for decode, items, rows in [decodes, *((False, tiles, block_m) for tiles in in_turns)]:
@@ -334,12 +342,12 @@ class TritonPagedAttention:
         if _takes_warps(call) and (self.deterministic or num_tiles * programs >= WARPS_SHARE * at_once):
             self._prefill_warps(call)
             return
-        splits = 1 if self.deterministic else num_splits(num_tiles * programs, at_once)
-        sums = scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
+        splits = self._splits(call, queries)
+        sums = scratch(call.q.shape[0] * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
         # Two such programs share a processor: one multiplies while the other computes exponentials.
         narrow = max(sizes["D"], sizes["DV"]) <= 128 and splits == 1 and not wide and call.scales is None
         capped = capped_registers(call.q.device, PREFILL_REGISTERS) if narrow and block_m == 128 else {}
-        for tiles in turns(work.tiles, programs * splits):  # in parts only if there are no splits
+        for tiles in turns(work.tiles, programs * splits):
             call.launch(
                 prefill_kernel,
                 tiles.shape[0] * programs * splits,

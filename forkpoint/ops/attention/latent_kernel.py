@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.attention.prefill_kernel import FEWEST, TOKENS, _place, _spots
+from forkpoint.ops.attention.prefill_kernel import TOKENS, _place, _share, _spots
 from forkpoint.ops.attention.softmax import LOWEST
 from forkpoint.ops.launch import await_inputs, overlap
 
@@ -78,10 +78,7 @@ def latent_kernel(
         )
         alone = True
         if SPLIT:
-            size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))
-            alone = end - low <= size
-            low = low + share * size
-            end = tl.minimum(end, low + size)
+            alone, low, end = _share(low, end, share, num_splits)
         if (first >= last) | (low >= end):
             return
         kv_len = before + last
@@ -133,7 +130,7 @@ def latent_kernel(
             tl.store(out_at, answer.to(out.dtype.element_ty), mask=inside)
         else:
             each = num_splits * HEADS
-            entry = (own // SUBS * TOKENS + own % SUBS * QUERIES).to(tl.int64) * each + share * HEADS
+            entry = (start + first).to(tl.int64) * each + share * HEADS
             spots = entry + tl.arange(0, QUERIES)[:, None] * each + tl.arange(0, WIDE)[None, :]
             acc_at = acc_ptr + entry * R + _spots(0, each * R, 0, R, r, QUERIES, WIDE)
             tl.store(acc_at, tl.reshape(tl.trans(acc), (QUERIES, WIDE, BLOCK_R)), mask=inside)
@@ -147,8 +144,7 @@ def latent_kernel(
     else:
         entry = pid.to(tl.int64) * HEADS + head
         if SPLIT:
-            within = own // SUBS * TOKENS + own % SUBS * QUERIES + m // HEADS
-            entry = (within.to(tl.int64) * num_splits + share) * HEADS + head
+            entry = (token.to(tl.int64) * num_splits + share) * HEADS + head
         tl.store(acc_ptr + entry[:, None] * R + r[None, :], tl.trans(acc), mask=inside)
         tl.store(l_ptr + entry, l_i, mask=present)
         tl.store(m_ptr + entry, m_i, mask=present)

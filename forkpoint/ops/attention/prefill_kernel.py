@@ -35,6 +35,16 @@ def _place(tiles, cu_queries, kv_lens, tile, sub, window, QUERIES: tl.constexpr,
 
 
 @triton.jit
+def _share(low, end, share, num_splits):
+    """Return a share of the blocks `[low, end)`: whether it is the only one, its first block and its end block.
+
+    Late shares may be empty."""
+    size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))
+    first = low + share * size
+    return end - low <= size, first, tl.minimum(end, first + size)
+
+
+@triton.jit
 def _spots(token, token_stride, head, head_stride, at, QUERIES: tl.constexpr, WIDE: tl.constexpr):
     """Return offsets `[QUERIES, WIDE, columns]` of queries from `token` on and heads from `head` on, without
     gathers."""
@@ -87,7 +97,7 @@ def prefill_kernel(
     them.
 
     Late tiles see the most keys and start first. Programs that share keys are adjacent. Unless there is one share, its
-    sums go to the scratch, entry `((tile * TOKENS + query) * num_splits + share) * num_heads + head`.
+    sums go to the scratch, entry `(token * num_splits + share) * num_heads + head`.
     """
     await_inputs(OVERLAP)
     SUBS: tl.constexpr = (TOKENS + QUERIES - 1) // QUERIES
@@ -101,10 +111,7 @@ def prefill_kernel(
     row, first, last, start, before, low, end = _place(tiles, cu_queries, kv_lens, tile, sub, window, QUERIES, BLOCK)
     alone = True
     if SPLIT:
-        size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))
-        alone = end - low <= size
-        low = low + share * size
-        end = tl.minimum(end, low + size)
+        alone, low, end = _share(low, end, share, num_splits)
     kv_len = before + last
     if (first < last) & (low < end):
         m, at, at_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -171,16 +178,15 @@ def prefill_kernel(
                 out_at = out + (token * (HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]
             tl.store(out_at, answer.to(out.dtype.element_ty), mask=inside)
         elif STRAIGHT:
-            within, each = (tile * TOKENS + sub * QUERIES).to(tl.int64), num_splits * (HEADS * GROUP)
-            entry = within * each + share * (HEADS * GROUP) + head
+            each = num_splits * (HEADS * GROUP)
+            entry = token * each + share * (HEADS * GROUP) + head
             spots = entry + tl.arange(0, QUERIES)[:, None] * each + tl.arange(0, WIDE)[None, :]
             acc_at = acc_ptr + entry * DV + _spots(0, each * DV, 0, DV, at_v, QUERIES, WIDE)
             tl.store(acc_at, tl.reshape(acc, (QUERIES, WIDE, BLOCK_DV)), mask=inside)
             tl.store(l_ptr + spots, tl.reshape(l_i, (QUERIES, WIDE)), mask=present)
             tl.store(m_ptr + spots, tl.reshape(m_i, (QUERIES, WIDE)), mask=present)
         else:
-            within = tile * TOKENS + sub * QUERIES + m // GROUP
-            entry = (within.to(tl.int64) * num_splits + share) * (HEADS * GROUP) + head
+            entry = (token * num_splits + share) * (HEADS * GROUP) + head
             tl.store(acc_ptr + entry[:, None] * DV + at_v[None, :], acc, mask=inside)
             tl.store(l_ptr + entry, l_i, mask=present)
             tl.store(m_ptr + entry, m_i, mask=present)
@@ -225,7 +231,8 @@ def join_kernel(
         _, first, last, start, _, low, end = _place(tiles, cu_queries, kv_lens, tile, sub, window, QUERIES, BLOCK)
         size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))
         query = first + query % QUERIES
-        token, entry = (start + query).to(tl.int64), within.to(tl.int64) * num_splits
+        token = (start + query).to(tl.int64)
+        entry = token * num_splits
         count, several = tl.cdiv(end - low, size), (query < last) & (end - low > size)
     if several:
         BLOCK_DV: tl.constexpr = triton.next_power_of_2(DV) if DV > 16 else 16
