@@ -128,8 +128,8 @@ def warps() -> None:
     boxes = f"tensordesc<bf16[1, 1, 64, 64],{NVMMASharedLayout(128, 16, 4)!r}>"
     POINTERS.update(out="*bf16", gate="*bf16", key_tiles=boxes, value_tiles=boxes)
     sizes = {"HEADS": 4, "GROUP": 4, "QUERIES": 32}
-    for dim, keys, stages in ((256, 64, 2), (128, 128, 2), (128, 64, 4)):
-        form = {**sizes, "D": dim, "KEYS": keys, "STAGES": stages}
+    for dim, keys, stages, split in ((256, 64, 2, False), (256, 64, 2, True), (128, 128, 2, True), (128, 64, 4, False)):
+        form = {**sizes, "D": dim, "KEYS": keys, "STAGES": stages, "SPLIT": split}
         made = compiled("prefill_warps", prefill_warps_kernel.prefill_warps_kernel, 4, **form)
         assert made.metadata.shared <= 227 * 1024, "more shared memory than a processor has"
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:

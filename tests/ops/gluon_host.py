@@ -268,6 +268,7 @@ LANGUAGE: dict[str, Any] = {
     "minimum": pairwise(torch.minimum),
     "exp2": torch.exp2,
     "max": lambda x, axis: x.amax(axis),
+    "cdiv": lambda a, b: -(-a // b),
     "sum": lambda x, axis: x.sum(axis),
     "int32": torch.int32,
     "int64": torch.int64,

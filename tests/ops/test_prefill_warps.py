@@ -18,6 +18,7 @@ from tests.ops.test_triton_attention import Batch, Heads, padded
 from tests.ops.triton_cases import relative_error
 
 BOUND = 4e-3
+JOINED_BOUND = 8e-3  # of answers that the interpreter joined, which truncates them to bfloat16
 OURS = TritonPagedAttention(True)
 
 
@@ -48,18 +49,41 @@ def test_against_plain_softmax(heads: Heads, deterministic: bool, launched: Host
     assert launched.num_programs
 
 
-def test_few_tiles_share_keys_instead(launched: HostKernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, operator, served = (
-        Batch([300], [100], 0, Heads(4, 2, 128, 128), torch.bfloat16),
-        TritonPagedAttention(False),
-        [],
-    )
-    for num_processors in (9, 8):
-        traits = DeviceTraits(num_processors=num_processors, has_warpgroups=True)
-        monkeypatch.setattr(kernel, "traits_of", lambda device, traits=traits: traits)
-        attend(batch, operator=operator)
-        served.append(launched.num_programs)
-    assert served == [0, 4]
+@pytest.mark.parametrize("splits", [2, 7])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 128, 128), Heads(3, 1, 256, 256)])
+def test_programs_share_keys(heads: Heads, splits: int, launched: HostKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode row, and rows with several shares of keys, of which some are empty. The last share of a row has one key,
+    which only the last query sees."""
+    monkeypatch.setattr(kernel, "num_splits", lambda programs, at_once: splits)
+    one = 8 * (16384 // heads.dim) + 1
+    batch, operator = Batch([70, one, one + 90], [1, 3, 65], 1, heads, torch.bfloat16), TritonPagedAttention(False)
+    got = attend(batch, operator=operator)
+    assert launched.num_programs == 3 * splits * 2  # for each tile two key heads, or two parts of its queries
+    want = sigmoid_mul(batch.plain(None).flatten(1), batch.gate)
+    assert relative_error(got.flatten(1), want) <= JOINED_BOUND
+    assert torch.equal(got, attend(batch, index=padded(batch.index, 0), operator=operator))
+    monkeypatch.setattr(kernel, "_takes_warps", lambda call: False)
+    assert relative_error(attend(batch, operator=operator), got.double()) <= JOINED_BOUND
+
+
+def test_a_row_shares_keys_alike_in_any_batch(launched: HostKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another row's tiles and sums leave the bits alone, if the number of splits is the same."""
+    monkeypatch.setattr(kernel, "num_splits", lambda programs, at_once: 3)
+    lens, queries, operator = [1300, 900], [10, 70], TritonPagedAttention(False)
+    batch = Batch(lens, queries, 0, Heads(4, 2, 128, 128), torch.bfloat16)
+    want = attend(batch, operator=operator)
+    for row, rows in enumerate((slice(0, 10), slice(10, 80))):
+        index = batch.index_of([row], [queries[row]], [lens[row]], 0)
+        assert torch.equal(attend(batch, rows, index, operator), want[rows])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_few_programs_split_keys(deterministic: bool, launched: HostKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    traits = DeviceTraits(num_processors=9, has_warpgroups=True)
+    monkeypatch.setattr(kernel, "traits_of", lambda device: traits)
+    batch = Batch([300], [100], 0, Heads(4, 2, 128, 128), torch.bfloat16)
+    attend(batch, operator=TritonPagedAttention(deterministic))
+    assert launched.num_programs == (4 if deterministic else 8)
 
 
 def test_padding_changes_no_bits(launched: HostKernel) -> None:

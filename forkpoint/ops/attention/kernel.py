@@ -30,8 +30,6 @@ from forkpoint.platforms.table import traits_of
 
 WAVES_OF_PARTS = 16  # programs of `decode_kernel` per processor at most; with more parts, programs take turns
 PREFILL_REGISTERS = 128  # per thread, for heads of up to 128 dims, so that two programs share a processor
-# Programs per processor from which `prefill_warps_kernel` is at least as fast as a portable kernel that splits keys.
-WARPS_SHARE = 0.45
 MAX_WAVES = 4  # waves of programs that split keys, which bounds the memory of their sums
 FEW_DECODES = 16  # rows; up to here each program has a processor and loads far ahead
 SOME_DECODES = 64  # rows; up to here programs load as far ahead, with fewer keys a step (and other bits)
@@ -112,11 +110,11 @@ class _Call:
         )
 
 
-def _join(call: _Call, sums: Sequence[Tensor], splits: int = 0, queries: int = 1) -> None:
+def _join(call: _Call, sums: Sequence[Tensor], splits: int = 0, queries: int = 1, block: int = TILE) -> None:
     """Join the parts of decode rows, or the `splits` shares of each tile of `queries` queries, in `call.out[T, H,
-    Dv]`."""
-    work, index, sizes, heads = call.work, call.index, call.sizes, call.q.shape[1]
-    form = {"HEADS": heads, "DV": sizes["DV"], "BLOCK": sizes["BLOCK"], "QUERIES": queries}
+    Dv]`. Shares are whole blocks of `block` keys."""
+    work, index, heads = call.work, call.index, call.q.shape[1]
+    form = {"HEADS": heads, "DV": call.sizes["DV"], "BLOCK": block, "QUERIES": queries}
     form |= {"FOLDED": 1 if splits else work.folded, "num_warps": 2}
     for tiles in turns(work.tiles, TILE * heads) if splits else (None,):
         num_queries = index.num_decodes if tiles is None else tiles.shape[0] * TILE
@@ -292,7 +290,7 @@ class TritonPagedAttention:
             if decode and index.num_decodes:
                 _join(call, sums)
         if splits > 1:
-            _join(call, sums, splits, queries)
+            _join(call, sums, splits, queries, cache.shape[2])
         return out
 
     def _decode(self, call: _Call) -> None:
@@ -320,46 +318,47 @@ class TritonPagedAttention:
             **options,
         )
 
-    def _prefill_warps(self, call: _Call) -> None:
+    def _prefill_warps(self, call: _Call, sums: Sequence[Tensor], splits: int, queries: int) -> int:
+        """Return the number of keys whose multiples bound the shares of a tile."""
         # imported late, because not every Triton has Gluon
         from forkpoint.ops.attention.prefill_warps_kernel import prefill_warps
 
-        where = (call.out, call.gate, call.work.tiles, call.index.cu_queries, *call.rows)
+        where = (call.out, call.gate, *sums, call.work.tiles, call.index.cu_queries, *call.rows)
         # Tiles of one page give the bits of the portable kernel.
         caches, most_keys = (call.k_cache, call.v_cache), TILE if self.deterministic else 2 * TILE
-        prefill_warps(call.q, caches, where, call.gate_token, call.scale, most_keys, call.overlap)
+        counts = (splits, queries, call.gate_token)
+        return prefill_warps(call.q, caches, where, *counts, call.scale, most_keys, call.overlap)
 
     def _prefill(self, call: _Call) -> None:
-        work, sizes, heads = call.work, call.sizes, call.q.shape[1]
-        wide, group, num_tiles = call.q.dtype == torch.float32, sizes["GROUP"], work.tiles.shape[0]
+        sizes, form, wide = call.sizes, straight(call.q.device), call.q.dtype == torch.float32
         most = launch_table(call.q.device).prefill_rows // (1 + wide)
-        block_m = max(16, min(most, next_power_of_2(TILE * group)))
-        form = straight(call.q.device)
-        heads_wide = next_power_of_2(group) if form["STRAIGHT"] else group
+        block_m = max(16, min(most, next_power_of_2(TILE * sizes["GROUP"])))
+        heads_wide = next_power_of_2(sizes["GROUP"]) if form["STRAIGHT"] else sizes["GROUP"]
         queries = min(TILE, block_m // heads_wide)
-        programs = ceil_div(TILE, queries) * sizes["HEADS"]  # programs per tile
-        at_once = traits_of(call.q.device).num_processors
-        if _takes_warps(call) and (self.deterministic or num_tiles * programs >= WARPS_SHARE * at_once):
-            self._prefill_warps(call)
-            return
-        splits = self._splits(call, queries)
-        sums = scratch(call.q.shape[0] * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
+        splits, (num_tokens, heads, _), block = self._splits(call, queries), call.q.shape, sizes["BLOCK"]
+        sums = scratch(num_tokens * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
+        if _takes_warps(call):
+            block = self._prefill_warps(call, sums, splits, queries)
+        else:
+            self._prefill_portable(call, sums, splits, {"QUERIES": queries, "BLOCK_M": block_m, **form})
+        if splits > 1:
+            _join(call, sums, splits, queries, block)
+
+    def _prefill_portable(self, call: _Call, sums: Sequence[Tensor], splits: int, form: dict[str, Any]) -> None:
+        sizes, wide, full = call.sizes, call.q.dtype == torch.float32, form["BLOCK_M"] == 128
+        programs = ceil_div(TILE, form["QUERIES"]) * sizes["HEADS"] * splits  # programs per tile
         # Two such programs share a processor: one multiplies while the other computes exponentials.
         narrow = max(sizes["D"], sizes["DV"]) <= 128 and splits == 1 and not wide and call.scales is None
-        capped = capped_registers(call.q.device, PREFILL_REGISTERS) if narrow and block_m == 128 else {}
-        for tiles in turns(work.tiles, programs * splits):
+        capped = capped_registers(call.q.device, PREFILL_REGISTERS) if narrow and full else {}
+        for tiles in turns(call.work.tiles, programs):
             call.launch(
                 prefill_kernel,
-                tiles.shape[0] * programs * splits,
+                tiles.shape[0] * programs,
                 (*sums, tiles, call.index.cu_queries),
                 (tiles.shape[0], splits),
                 **form,
-                QUERIES=queries,
-                BLOCK_M=block_m,
                 SPLIT=splits > 1,
-                num_warps=8 if block_m == 128 or wide else 4,
+                num_warps=8 if full or wide else 4,
                 num_stages=1 if wide else 2,
                 **capped,
             )
-        if splits > 1:
-            _join(call, sums, splits, queries)
