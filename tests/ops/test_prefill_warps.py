@@ -79,7 +79,7 @@ def test_a_row_shares_keys_alike_in_any_batch(launched: HostKernel, monkeypatch:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_few_programs_split_keys(deterministic: bool, launched: HostKernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    traits = DeviceTraits(num_processors=9, has_warpgroups=True)
+    traits = DeviceTraits(num_processors=8, has_warpgroups=True)
     monkeypatch.setattr(kernel, "traits_of", lambda device: traits)
     batch = Batch([300], [100], 0, Heads(4, 2, 128, 128), torch.bfloat16)
     attend(batch, operator=TritonPagedAttention(deterministic))

@@ -39,13 +39,13 @@ SOME_DECODES = 64  # rows; up to here programs load as far ahead, with fewer key
 def num_splits(num_programs: int, at_once: int) -> int:
     """Return over how many programs to split the keys of each of `num_programs` tiles and key heads.
 
-    `at_once` programs run at the same time. The best split takes the fewest whole waves, if joining costs 1 % per
+    `at_once` programs run at the same time. The best split takes the fewest whole waves, if joining costs 0.4 % per
     split.
     """
 
     def cost(splits: int) -> float:
         waves = -(-num_programs * splits // at_once)
-        return waves / splits + 0.01 * splits
+        return waves / splits + 0.004 * splits
 
     return min(range(1, max(1, MAX_WAVES * at_once // num_programs) + 1), key=cost)
 
