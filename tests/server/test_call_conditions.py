@@ -62,6 +62,39 @@ def test_pieces_do_not_matter(case: Condition, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        # a tag in a value that ends a call there, or the whole call if the answer ends too
+        ("qwen3_coder", "<function=opt><parameter=list><function=n><parameter=x></function></tool_call>"),
+        # in a call of an undeclared function, the beginning of another call in a call in a value
+        (
+            "qwen3_coder",
+            "<tool_call><function=x><parameter=a><function=y><parameter=b><tool_call></parameter</function>",
+        ),
+        # a word behind the arguments
+        ("hermes", '<tool_call>{"name": "run", "arguments": {}, "more": None}}</tool_call>'),
+    ],
+)
+def test_what_the_next_character_decides_is_waited_for(parser: str, text: str) -> None:
+    assert outcome(parser, list(text)) == outcome(parser, [text])
+
+
+@given(st.sampled_from(CONDITIONS), st.data())
+def test_damaged_answers_in_pieces_are_those_of_the_whole(case: Condition, data: st.DataObject) -> None:
+    """Parts of an answer are left out, repeated and moved into another. Arguments are JSON nevertheless."""
+    text = case.text
+    for _ in range(data.draw(st.integers(1, 3))):
+        other = data.draw(st.sampled_from([each.text for each in CONDITIONS if each.parser == case.parser]))
+        start, end = sorted(data.draw(st.integers(0, len(other))) for _ in range(2))
+        at, gap = data.draw(st.integers(0, len(text))), data.draw(st.integers(0, 20))
+        text = text[:at] + data.draw(st.sampled_from(["", "\u2028", "\xa0", other[start:end]])) + text[at + gap :]
+    whole = outcome(case.parser, [text], inside=case.inside)
+    assert outcome(case.parser, list(text), inside=case.inside) == whole
+    for _, arguments in whole[2]:
+        json.loads(arguments)
+
+
+@pytest.mark.parametrize(
     ("parser", "begin", "again", "end"),
     [
         (

@@ -26,7 +26,7 @@ HEAD = regex.compile(
     rf"[\"'](?:name|function)[\"']{COLON}(?P<name>{STRING}){COMMA}[\"'](?:arguments|parameters)[\"']{COLON}(?=\{{)"
 )
 # The text after the arguments: further members of the object, which mean nothing, and its end, which may be missing.
-MEMBERS: Final = rf"(?:{COMMA}{STRING}{COLON}(?:{STRING}|[\w.+-]{{1,64}})){{0,4}}{SPACE}"
+MEMBERS: Final = rf"(?:{COMMA}{STRING}{COLON}(?:{STRING}|[\w.+-]{{1,64}}+)){{0,4}}{SPACE}"
 NOT_CLOSED: Final = rf"(?=[^\s,}}])|{END}"
 TAIL = Ending.compile(rf"{MEMBERS}(?:\}}|{NOT_CLOSED})")
 NESTED_TAIL = Ending.compile(rf"{MEMBERS}(?:\}}{SPACE}(?:\}}|{NOT_CLOSED})|{NOT_CLOSED})")

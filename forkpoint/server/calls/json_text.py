@@ -19,6 +19,7 @@ WORDS: Final = {"True": "true", "False": "false", "None": "null", "true": "true"
 NOT_JSON: Final = ("NaN", "Infinity", "-Infinity")
 
 SPACE_RUN = regex.compile(r"\s+")
+NOT_SPACE_IN_JSON = regex.compile(r"[^ \t\n\r]")  # JSON knows only these four kinds of white space
 WORD_RUN = regex.compile(r"""[^\s{}\[\],:"'<]+""")
 TEXT_RUN = regex.compile(r"""[^"'\\\x00-\x1f<]+""")
 ESCAPE = regex.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^ux])", regex.DOTALL)
@@ -72,10 +73,10 @@ def escaped(text: str) -> str:
 class JsonText:
     """One JSON value, read piece by piece. Valid JSON passes through unchanged.
 
-    Repaired without further notice: raw control characters; Python's words, quotes and escapes; loose numbers; commas
-    before a closing bracket. Other mistakes are repaired too but set `sound` to False: missing brackets, commas or
-    colons, bare words, and quotes within strings that are not escaped. The text from `read` and then `close` is always
-    valid JSON.
+    Repaired without further notice: raw control characters; white space of other kinds; Python's words, quotes and
+    escapes; loose numbers; commas before a closing bracket. Other mistakes are repaired too but set `sound` to False:
+    missing brackets, commas or colons, bare words, and quotes within strings that are not escaped. The text from `read`
+    and then `close` is always valid JSON.
 
     `stop`: text at which even a string ends, such as the tags that end a call. `inner`: tags in a string, in the groups
     `begin` and `end`; between them `stop` does not count, because the string holds an example of a call. `done`: the
@@ -133,7 +134,7 @@ class JsonText:
     def _token(self, source: Incoming) -> Iterator[str | None]:
         char = source.text[source.at]
         if space := SPACE_RUN.match(source.text, source.at):
-            self._held += source.take(space.end())
+            self._held += NOT_SPACE_IN_JSON.sub(" ", source.take(space.end()))
         elif char in "{[":
             source.at += 1
             yield self._open(char)

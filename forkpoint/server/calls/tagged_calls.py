@@ -16,6 +16,7 @@ from forkpoint.server.calls.site import CallReader, Named, Site
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
+BEGIN: Final = regex.compile(CALL)
 KEY: Final = r"[^<>\n]{1,256}?"
 SPACE: Final = r"\s{0,200}"
 NAME: Final = r"[\"']?(?P<name>[^>\"'\n<=]{1,256}?)[\"']?"
@@ -31,8 +32,8 @@ class Tags:
     value's own closing tag, `another` begins the next parameter, and `restart` begins the next call. A restart counts
     only if the value has more tags that end a call than tags that begin one. `call_end`: the tag that ends the
     function. `inner`: the beginning of a call within a value. `inner_end`: the end of that call; with the group `last`
-    it is also the end of the answer, so the value ends before it. With `own_lines`, the notation puts a line end before
-    and after each value.
+    it is also the end of the answer, so the value ends before it. `inner_open`: matches partially what may become more
+    of an `inner_end`. With `own_lines`, the notation puts a line end before and after each value.
     """
 
     head: Ending
@@ -41,6 +42,7 @@ class Tags:
     call_end: str
     inner: regex.Pattern[str]
     inner_end: Ending
+    inner_open: regex.Pattern[str]
     space: regex.Pattern[str]
     own_lines: bool
 
@@ -70,6 +72,7 @@ def _tags(head: str, parameter: str, value_close: str, call_end: str, space: str
         call_end,
         regex.compile(inner),
         Ending.compile(inner_end),
+        regex.compile(rf"(?:{value_close}{space})?{call_end}{space}(?:{CALL_END}{space})?\0"),
         regex.compile(f"{space}(?={call_end})"),
         own_lines,
     )
@@ -215,7 +218,7 @@ class _Value:
                     if held and self._is_closed and not self.tags.own_lines:
                         yield held
                     return
-                if self.strict and source.text.startswith(CALL, source.at):
+                if self.strict and (yield from source.matched(BEGIN)) is not None:
                     return
                 text = source.take((yield from self._inner_tags_end()))
             else:
@@ -240,7 +243,7 @@ class _Value:
     def _inner_tags_end(self) -> Generator[None, None, int]:
         """Return the position after the tags here that begin or end a call within the value, or after this "<"."""
         source = self.site.source
-        if self._depth and (ends := (yield from source.matched(self.tags.inner_end))) is not None:
+        if self._depth and (ends := (yield from self._inner_end())) is not None:
             self._depth -= 1
             return int(ends.end())
         if (begins := (yield from source.matched(self.tags.inner))) is not None:
@@ -248,11 +251,21 @@ class _Value:
             return int(begins.end())
         return source.at + 1
 
+    def _inner_end(self) -> Generator[None, None, regex.Match[str] | None]:
+        """Return the match of `inner_end` here. Wait while it might become longer, or the last one of the answer."""
+        source = self.site.source
+        while not source.final:
+            found = self.tags.inner_open.match(source.text, source.at, partial=True)
+            if found is None or not found.partial:
+                break
+            yield None
+        return (yield from source.matched(self.tags.inner_end))
+
     def _is_end(self) -> Generator[None, None, bool]:
         """Return whether the value ends at this "<". The value's own closing tag is read, any other tag is not."""
         source = self.site.source
         if self._depth:
-            found = yield from source.matched(self.tags.inner_end)
+            found = yield from self._inner_end()
             if found is None or found["last"] is None:
                 return False
         found = yield from source.matched(self.tags.value_end)

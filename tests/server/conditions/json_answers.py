@@ -32,6 +32,7 @@ JSON = [
     condition("no tags at all", "hermes", hermes("ls"), LS),
     condition("arguments first", "hermes", tagged('{"arguments": {"command": "ls"}, "name": "run"}'), LS),
     condition("parameters", "hermes", tagged('{"name": "run", "parameters": {"command": "ls"}}'), LS),
+    condition("other white space", "hermes", tagged(hermes("ls").replace(" ", "\u2028\xa0")), LS),
     condition("no arguments", "hermes", tagged('{"name": "now"}'), called("now")),
     condition("null arguments", "hermes", tagged('{"name": "now", "arguments": null}'), called("now")),
     condition("empty arguments", "hermes", tagged('{"name": "now", "arguments": {}}'), called("now")),
