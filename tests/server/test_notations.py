@@ -63,6 +63,8 @@ def test_calls_written_as_python(body: str, calls: list[tuple[str, str]], notati
         "[" * 5000,
         "-" * 5000 + "1",
         "now(x=" + "9" * 5000 + ")",
+        "now(x=\\",
+        "now(x=[1, '\\",
     ],
 )
 def test_what_is_no_python_call_stays_text(body: str) -> None:
@@ -70,11 +72,12 @@ def test_what_is_no_python_call_stays_text(body: str) -> None:
         assert taken_apart([text], tools=TOOLS, notation=LFM2) == ("", text, [])
 
 
-@given(st.text(alphabet="now()[]=,'1 \n<>|tocal_ser", max_size=60))
+@given(st.text(alphabet="now()[]=,'1\\ \n<>|tocal_ser", max_size=60))
 def test_python_calls_in_pieces_are_those_of_the_whole(body: str) -> None:
-    text = f"a {LFM2.opening}{body}{LFM2.closing} b {LFM2.opening}[now()]{LFM2.closing}"
-    whole = taken_apart([text], tools=TOOLS, notation=LFM2)
-    assert taken_apart(list(text), tools=TOOLS, notation=LFM2) == whole
+    opened = f"a {LFM2.opening}{body}"
+    for text in (opened, f"{opened}{LFM2.closing} b {LFM2.opening}[now()]{LFM2.closing}"):
+        whole = taken_apart([text], tools=TOOLS, notation=LFM2)
+        assert taken_apart(list(text), tools=TOOLS, notation=LFM2) == whole
 
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"

@@ -169,5 +169,5 @@ def _value(source: Incoming) -> Generator[None, None, str]:
             brackets.pop()
         elif char in ")]}" or (char in ",<" and not brackets):
             break
-        parts.append(source.take(source.at + (2 if char == "\\" else 1)))
+        parts.append(source.take(min(source.at + (2 if char == "\\" else 1), len(source.text))))
     return "".join(parts)
