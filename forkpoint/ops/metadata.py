@@ -34,14 +34,8 @@ def tile_table(lens: IntArray, first_row: int = 0) -> IntArray:
 
     Rows have `lens` tokens each, and are numbered from `first_row` on.
     """
-    if not len(lens):
-        return np.empty((0, 2), np.int32)
-    counts = -(-lens // TILE)
-    rows = np.repeat(np.arange(len(lens)), counts)
-    tiles = np.empty((len(rows), 2), np.int32)
-    tiles[:, 0] = rows + first_row
-    tiles[:, 1] = (np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]) * TILE
-    return tiles
+    tiles = [(row, start) for row, count in enumerate(lens.tolist(), first_row) for start in range(0, count, TILE)]
+    return np.asarray(tiles, np.int32).reshape(len(tiles), 2)
 
 
 @dataclass(frozen=True, slots=True)
