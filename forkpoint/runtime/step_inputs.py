@@ -251,7 +251,7 @@ class StepBuilder:
         """
         count, lens, first = shape.num_segments, rows.num_tokens[decodes:], rows.save_ptr[decodes]
         pointers, ends = rows.save_ptr[decodes:] - first, running_total(lens)
-        saved = rows.save_positions[first:] - np.repeat(rows.start[decodes:], np.diff(pointers))
+        saved = rows.save_positions[first:] - np.repeat(rows.start[decodes:], pointers[1:] - pointers[:-1])
         columns: Columns = {
             "cu_seqlens": (ends, count + 1, int(ends[-1])),
             "decode_src": (rows.read_slot[:decodes], shape.num_decodes, NO_SLOT),

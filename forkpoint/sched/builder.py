@@ -216,7 +216,7 @@ class PlanBuilder:
                 masks += enumerate(work.masks, num_positions)
                 num_positions += 1 + work.num_drafts
         written = start
-        if self._interval > 1:
+        if self._interval > 1 and num_steady + len(self._decodes):  # states of rows in prefill do not lag
             written = num_written(first_decode, start, pending, self._interval)
         positions, slots = np.asarray(saves, np.int32).reshape(len(saves), 2).T
         new_blocks, *more_blocks = (np.asarray(ids, np.int32) for ids in blocks)
