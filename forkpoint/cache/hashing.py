@@ -77,7 +77,7 @@ class HashChain:
         """
         data = self._rest + token_ids.astype(np.int32, copy=False).tobytes()
         num_full = len(data) // BLOCK_BYTES
-        self.blocks += np.frombuffer(data, _BLOCK, num_full).tolist()  # bytes, four times as fast as slices
+        self.blocks += np.frombuffer(data, _BLOCK, num_full).tolist()  # bytes, three times as fast as slices
         self._rest = data[num_full * BLOCK_BYTES :]
         if self._images:
             self._mark_images()
