@@ -62,7 +62,9 @@ class Oracle:
     def solve(self, options: Options, asked: Answer) -> Answer:
         """The same prompt, parameters and seed, alone."""
         no_cache = CacheConfig(enable_prefix_caching=False)
-        interval = options.state_write_interval if options.deterministic else 1  # elsewhere it is rounding
+        interval = 1  # another one changes last bits of states in fp32
+        if options.deterministic or options.state_dtype == "bfloat16":
+            interval = options.state_write_interval
         alone = Options(**options.numbers, cache=no_cache, state_write_interval=interval)
         first = asked.requests[0]
         # what was cut off the prompt is not asked for again
@@ -101,8 +103,14 @@ def _compare_sequence(got: Answer, want: Answer, index: int, within: float) -> b
         )
         if mine.token_ids[i] != oracle.token_ids[i]:
             _check(within > 0, f"{name}: output {i} differs though the logits are the same bits")
+            params = got.requests[index].params
+            rivals: set[int] | None = None
+            if params.structured_outputs is not None:  # a fresh sampler has no grammar
+                if params.temperature:
+                    return True
+                rivals = {mine.token_ids[i], oracle.token_ids[i]}
             for run, completion, own in ((got, mine, logits), (want, oracle, expected)):
-                token = resample(run.inputs, own, run.requests[index], list(completion.token_ids[:i]))
+                token = resample(run.inputs, own, run.requests[index], list(completion.token_ids[:i]), rivals)
                 _check(token == completion.token_ids[i], f"{name}: output {i} is not what its logits give")
             return True
     aborted = mine.finish_reason is FinishReason.ABORT or not_finite(mine)
@@ -147,10 +155,10 @@ def _compare_entries(mine: Mapping[int, Logprob], want: Mapping[int, Logprob], w
         _check(mine == want, f"{name}: {mine}, expected {want}")
         return
     _check(next(iter(mine)) == next(iter(want)), f"{name} speak of another token")
-    _check(
-        _close([e.logprob for e in mine.values()], [e.logprob for e in want.values()], within),
-        f"{name}: {mine}, {want}",
-    )
+    best, expected = (sorted((e.logprob for e in entries.values()), reverse=True) for entries in (mine, want))
+    num_best = min(len(best), len(expected))  # the chosen token may be one of the likeliest in only one of them
+    _check(max(len(best), len(expected)) <= num_best + 1, f"{name}: {mine}, {want}")
+    _check(_close(best[:num_best], expected[:num_best], within), f"{name}: {mine}, {want}")
     for token in mine.keys() & want.keys():
         _check(_close([mine[token].logprob], [want[token].logprob], within), f"{name}: {mine[token]}, {want[token]}")
         _check(mine[token].decoded_token == want[token].decoded_token, f"{name}: {mine[token]}, {want[token]}")

@@ -78,8 +78,10 @@ def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
     return [first, spaced] if spaced[0] != first[0] and len(spaced) == len(first) else [first]
 
 
-def resample(inputs: InputProcessor, logits: Tensor, request: Request, outputs: list[int]) -> int:
-    """Return what a sampler that starts afresh takes from `logits[V]` after `outputs`."""
+def resample(
+    inputs: InputProcessor, logits: Tensor, request: Request, outputs: list[int], among: set[int] | None = None
+) -> int:
+    """Return what a sampler that starts afresh takes from `logits[V]` after `outputs`, if need be only from `among`."""
     known = np.concatenate([request.prompt_token_ids, np.asarray(outputs, np.int32)])
     stops = tuple(sorted(request.stop_token_ids))
     added = AddedRow(
@@ -89,5 +91,7 @@ def resample(inputs: InputProcessor, logits: Tensor, request: Request, outputs: 
     sampler = Sampler(torch_table(), CpuPlatform())
     allowed = np.ones(-(-inputs.vocab_size // 32) * 32, np.bool_)
     allowed[list(forbidden_ids(inputs, request.params, outputs))] = False
+    if among is not None:
+        allowed &= np.isin(np.arange(len(allowed)), list(among))
     masks = TokenMasks(np.zeros(1, np.int32), np.packbits(allowed, bitorder="little").view(np.int32)[None])
     return int(sampler.sample(logits[None], [row], np.asarray([len(outputs)], np.int32), masks).token_ids[0])
