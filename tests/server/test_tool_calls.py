@@ -9,6 +9,8 @@ import httpx2
 import openai
 import pytest
 
+from forkpoint.server.calls.schema_types import moved
+
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"days": {"enum": [1, 2, 3]}}, "required": ["days"]}
 PARAMETERS["additionalProperties"] = False
 TOOLS: list[Any] = [
@@ -127,6 +129,49 @@ def test_the_tools_that_are_allowed(client: openai.OpenAI, choice: Any) -> None:
     assert answer.choices[0].finish_reason == ("tool_calls" if choice is ALLOWED else "stop")
 
 
+@pytest.mark.parametrize("names", [["f"], ["g"], ["f", "g"]])
+def test_parameters_of_forced_calls_may_refer_to_parts_of_themselves(client: openai.OpenAI, names: list[str]) -> None:
+    """Pydantic writes nested models so. Parts of two functions may have the same name."""
+    digits = {"f": [1, 2], "g": [3, 4]}
+    tools: list[Any] = []
+    for name in names:
+        one = {"$defs": {"D": {"enum": digits[name]}}, "properties": {"a": {"$ref": "#/$defs/D"}}, "required": ["a"]}
+        tools.append({"type": "function", "function": {"name": name, "parameters": one}})
+    answer: Any = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=tools, tool_choice="required", max_tokens=200, logit_bias=NO_SPACES
+    )
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.name in names and json.loads(call.function.arguments)["a"] in digits[call.function.name]
+
+
+def test_only_references_of_a_moved_schema_change() -> None:
+    value = {"$ref": "#/a"}
+    names = {"$ref": {"const": value, "items": {"$ref": "#"}}, "const": {"$ref": "#/$defs/x~1y"}}
+    assert moved({"properties": names, "enum": [value], "allOf": [{"$ref": "http://x"}]}, "/p/0") == {
+        "properties": {"$ref": {"const": value, "items": {"$ref": "#/p/0"}}, "const": {"$ref": "#/p/0/$defs/x~1y"}},
+        "enum": [value],
+        "allOf": [{"$ref": "http://x"}],
+    }
+
+
+@pytest.mark.parametrize("place", ["#", "#/$defs/node"])
+def test_parameters_of_forced_calls_may_be_recursive(client: openai.OpenAI, place: str) -> None:
+    node: dict[str, Any] = {"type": "object", "required": ["n"], "additionalProperties": False}
+    node["properties"] = {"n": {"type": "array", "items": {"$ref": place}, "maxItems": 1}}
+    parameters = node if place == "#" else {"$defs": {"node": node}, "$ref": place}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    answer: Any = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        tools=tools,
+        tool_choice="required",
+        max_tokens=100,
+        logit_bias={str(ord("]")): -100},
+    )
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.arguments.startswith('{"n": [{"n": [{"n": [')
+
+
 def test_tools_that_are_not_allowed_are_not_shown(client: openai.OpenAI) -> None:
     choice = {"type": "allowed_tools", "allowed_tools": {**ALLOWED["allowed_tools"], "mode": "auto"}}
 
@@ -148,6 +193,13 @@ def nested(depth: int) -> dict[str, Any]:
     ("fields", "said"),
     [
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+                "tool_choice": "required",
+            },
+            "the parameters of 'f' have type 'array'; give a schema of type 'object'",
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(900)}}]},
             "tools is nested more",

@@ -33,6 +33,8 @@ TYPES: Final[Mapping[type, frozenset[str]]] = {
 }
 WORDS: Final = {"true": "true", "false": "false", "1": "true", "0": "false"}
 MAX_DEPTH = 64  # nested schemas; request bodies have the same limit
+NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+VALUES: Final = ("const", "enum", "default", "examples")  # hold values, which are no schemas
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +210,23 @@ def _properties(schema: Any, root: Any, key: str) -> Iterator[Any]:
             queue.append(_resolve(ref, root))
         for word in ("allOf", "anyOf", "oneOf"):
             queue += listed(current.get(word))
+
+
+def moved(schema: Any, path: str) -> Any:
+    """Return a schema that becomes a part of another one, at the JSON pointer `path`.
+
+    Its references to itself and its own parts become references to that place.
+    """
+    if isinstance(schema, list):
+        return [moved(item, path) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            found[key] = f"#{path}{value[1:]}"
+        elif key in NAMED and isinstance(value, Mapping):
+            found[key] = {name: moved(part, path) for name, part in value.items()}
+        else:
+            found[key] = value if key in VALUES else moved(value, path)
+    return found

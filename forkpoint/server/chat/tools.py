@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forkpoint.params import StructuredOutputsParams
+from forkpoint.server.calls.schema_types import moved
 from forkpoint.server.chat.body import AllowedFunctionsChoice, AnyToolChoice, ChatBody, FunctionChoice
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.sampling import structured_outputs
@@ -48,8 +49,10 @@ def plan_tools(body: ChatBody) -> ToolPlan:
         choice = "auto"
     if choice is None or choice == "auto":
         return ToolPlan(shown, schemas, structured, single=body.parallel_tool_calls is False)
-    calls = [_call_schema(name, schemas[name]) for name in wanted]
-    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if len(wanted) == 1:
+        schema = _call_schema(wanted[0], schemas[wanted[0]], "")
+    else:
+        schema = {"anyOf": [_call_schema(name, schemas[name], f"/anyOf/{i}") for i, name in enumerate(wanted)]}
     call = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
     return ToolPlan(shown, schemas, call, forced=True)
 
@@ -66,10 +69,19 @@ def _wanted(choice: AnyToolChoice | None, names: list[str]) -> list[str]:
     return wanted
 
 
-def _call_schema(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _call_schema(name: str, parameters: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the schema of a call, for the place `path` of a larger schema. Raises HTTPError."""
+    kind = parameters.get("type", "object")
+    if kind != "object" and isinstance(kind, str):
+        raise HTTPError(
+            400,
+            f"the parameters of {name!r} have type {kind!r}; give a schema of type 'object', or leave tool_choice out",
+            param="tools",
+        )
+    arguments = moved(parameters, f"{path}/properties/arguments")
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "arguments": parameters or {"type": "object"}},
+        "properties": {"name": {"const": name}, "arguments": {**arguments, "type": "object"}},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
