@@ -29,7 +29,7 @@ from benchmarks.peer_run import Measure, PeerRun
 
 Ids = list[int]
 VOCAB_SIZE = 32_000
-PARTS = ("first_token", "decode", "forks", "agents", "chat", "mixed", "long")
+PARTS = ("first_token", "decode", "forks", "agents", "chat", "prompts", "mixed", "long")
 RATES = [0.8, 0.64, 0.512]  # how often the first, second and third draft count
 NINE: dict[str, Any] = {
     "dtype": "bfloat16", "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288,
@@ -198,6 +198,14 @@ class Protocol:
             Measure(f"{name}, slowest of {len(later)}", "ms", max(later), later),
             Measure(f"{name}, median", "ms", median(later), is_detail=True),
         ]
+
+    def prompts(self) -> list[Measure]:
+        """Time the first token of new prompts, after one of each length."""
+        found = []
+        for length in (1000, 1100, 2000, 3000, 4000, 8000):
+            hits = [self._hit(self._ids(length)) for _ in range(self._repeats + 1)][1:]
+            found.append(_hits(f"time to first token, {length:,}-token prompt", hits))
+        return found
 
     def mixed(self) -> list[Measure]:
         """Time 400 requests at once, whose prompts and answers have all lengths."""

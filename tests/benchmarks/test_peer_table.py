@@ -121,6 +121,7 @@ def test_rates_and_shares_come_from_the_times_of_the_calls() -> None:
     share = found["prompt tokens cached in that loop"].value
     assert share == pytest.approx(100 * (1 - 100 / num_prompt), abs=0.05)
     assert found["chat turns at 2,000 to 4,000 tokens, slowest of 10"].samples == (1010.0,) * 10
+    assert [measure.num_cached for measure in protocol.prompts()][:2] == [(990,) * 2, (1090,) * 2]
     found = {m.name: m for m in (*protocol.mixed(), *protocol.long())}
     mixed, cold, warm, *rates = found.values()
     assert 3.9 <= mixed.value <= 4
