@@ -297,7 +297,7 @@ def read_template(template: str | None) -> str | None:
     if not path.is_file():
         raise ConfigError(f"chat_template={template!r} is neither a file nor a Jinja template; give one of them")
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"chat_template={template!r} cannot be read as UTF-8 text: {error}; correct the file"

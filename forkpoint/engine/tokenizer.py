@@ -50,6 +50,8 @@ class Tokenizer:
                 hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             except Exception:
                 cls._refuse(folder, error)
+        if isinstance(getattr(hf, "chat_template", None), str):
+            hf.chat_template = hf.chat_template.removeprefix("\ufeff")  # Windows begins texts with a byte order mark
         found = cls.wrap(hf)
         if not found.has_tokens:  # transformers has made one from config.json alone
             cls._refuse(folder, ValueError("none of its files has tokens"))

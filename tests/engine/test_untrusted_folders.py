@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from forkpoint.demo.model import default_model
+from forkpoint.engine.chat import read_template
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.fields import class_defaults
@@ -130,6 +131,14 @@ def test_a_folder_without_a_tokenizer_is_refused(folder: Path) -> None:
         (folder / name).unlink()
     with pytest.raises(ModelFolderError, match=r"no usable tokenizer in .*: none .* has tokens; add tokenizer\.json"):
         Tokenizer.load(str(folder))
+
+
+def test_templates_lose_their_byte_order_mark(folder: Path) -> None:
+    """Windows writes one, and it would become the beginning of every prompt."""
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text("\ufeff" + template)
+    assert Tokenizer.load(str(folder)).hf.chat_template == template
+    assert read_template(str(folder / "chat_template.jinja")) == template
 
 
 def test_deep_large_and_special_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
