@@ -301,7 +301,8 @@ def _integers(given: object) -> npt.NDArray[np.int64]:
         raise InvalidPromptError(f"{shown(given)} is not a prompt; give {allowed}")
     if not isinstance(given, Sequence | np.ndarray):
         raise InvalidPromptError(f"a prompt cannot be of type {type(given).__name__}; give {allowed}")
-    if isinstance(given, np.ndarray) and given.dtype.kind in "iu" and np.can_cast(given.dtype, np.int64):
+    # A subclass may have more than integers: a masked array has a number of its own where one is missing.
+    if type(given) is np.ndarray and given.dtype.kind in "iu" and np.can_cast(given.dtype, np.int64):
         return given.astype(np.int64)
     try:
         # This refuses values that are not integers, except bools, and is several times as fast as numpy on a list.
@@ -320,6 +321,6 @@ def _checked_integers(given: Sequence[Any] | npt.NDArray[Any], allowed: str) -> 
     Values too large for int64 become an id that no model has.
     """
     for value in given:
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        if isinstance(value, bool | np.timedelta64) or not isinstance(value, int | np.integer):
             raise InvalidPromptError(f"{shown(value)} is not a token id; give {allowed}")
     return np.asarray([min(max(int(value), -1), 2**62) for value in given], np.int64)

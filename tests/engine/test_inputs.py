@@ -18,7 +18,7 @@ from forkpoint.worker.codec import decoder, encoder
 from tests.engine.tokenizers import byte_level
 
 INPUTS = InputProcessor(None, 1000, 64, frozenset(), 0)
-NO_ID = [1.0, 2.5, True, False, np.bool_(True), np.float32(3), "7", b"7", None, [7], (7,)]
+NO_ID = [1.0, 2.5, True, False, np.bool_(True), np.float32(3), np.timedelta64(7, "s"), "7", b"7", None, [7], (7,)]
 
 
 @given(
@@ -49,6 +49,13 @@ def test_integers_of_any_size_are_checked(before: list[int], beyond: int) -> Non
 def test_integers_in_arrays_are_checked_before_they_are_narrowed(beyond: int) -> None:
     with pytest.raises(InvalidPromptError, match="the model has ids 0 to 999"):
         INPUTS.prompt(np.asarray([3, beyond]))  # type: ignore[arg-type]
+
+
+def test_masked_integers_are_refused() -> None:
+    """Their bytes are numpy's number for what is missing, which no check of the range sees."""
+    assert INPUTS.prompt(np.ma.array([1, 2])).token_ids.tolist() == [1, 2]
+    with pytest.raises(InvalidPromptError, match="masked is not a token id"):
+        INPUTS.prompt(np.ma.array([1, 2], mask=[False, True]))
 
 
 def test_values_that_raise_when_asked_for_their_integer_are_refused() -> None:
