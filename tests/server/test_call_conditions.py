@@ -71,6 +71,7 @@ def test_pieces_do_not_matter(case: Condition, sizes: list[int]) -> None:
             "qwen3_coder",
             "<tool_call><function=x><parameter=a><function=y><parameter=b><tool_call></parameter</function>",
         ),
+        ("mistral", '[TOOL_CALLS]run[CALL_ID]x{[ARGS]{"command": "ls"}'),  # a bracket in an id
         # a word behind the arguments
         ("hermes", '<tool_call>{"name": "run", "arguments": {}, "more": None}}</tool_call>'),
     ],

@@ -38,7 +38,7 @@ EMPTY: Final = "{}"
 
 # The name and arguments of Mistral's later models: `name{...}`, `name[CALL_ID]...[ARGS]{...}`.
 NAME_AND_ARGUMENTS = regex.compile(
-    rf"{SPACE}([\w.-]{{1,256}})(?:\[CALL_ID\][^\[\s]{{1,64}})?(?:\[ARGS\])?{SPACE}(?=\{{)"
+    rf"{SPACE}([\w.-]{{1,256}})(?:\[CALL_ID\][^\[\s{{]{{1,64}})?(?:\[ARGS\])?{SPACE}(?=\{{)"
 )
 KIMI_CALL: Final = "<|tool_call_begin|>"
 KIMI_ARGUMENTS: Final = "<|tool_call_argument_begin|>"
