@@ -49,18 +49,32 @@ def split_conversations(messages: Conversations) -> list[Sequence[Message]]:
     return items
 
 
-def check_chat_options(messages: object, tools: object, variables: object, **flags: object) -> None:
+def check_chat_options(
+    messages: object, tools: object, variables: object, **flags: object
+) -> tuple[list[Any], list[Any]]:
     """Check the options that one conversation is rendered with; each of `flags` must be a bool.
 
-    Raises InvalidPromptError.
+    Returns the messages and the tools as lists. Raises InvalidPromptError.
     """
     check = Checker(InvalidPromptError)
-    check.require(_listed(messages) is not None, "messages", messages, MESSAGES)
-    check.require(tools is None or _listed(tools) is not None, "tools", tools, "None or a list of tools")
+    listed_messages = _listed(messages)
+    if listed_messages is None:
+        check.refuse("messages", messages, MESSAGES)
     ok = variables is None or (isinstance(variables, Mapping) and all(isinstance(key, str) for key in variables))
     check.require(ok, "chat_template_kwargs", variables, "None or a dict with names of variables as its keys")
     for name, value in flags.items():
         check.flag(name, value)
+    return listed_messages, listed_tools(tools)
+
+
+def listed_tools(tools: object) -> list[Any]:
+    """Return the tools as a list, empty for None. Raises InvalidPromptError for anything else."""
+    if tools is None:
+        return []
+    found = _listed(tools)
+    if found is None:
+        Checker(InvalidPromptError).refuse("tools", tools, "None or a list of tools")
+    return found
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -12,6 +12,7 @@ from forkpoint.engine.arguments import (
     Conversations,
     ParamsInput,
     check_chat_options,
+    listed_tools,
     one_each,
     priorities,
     split_conversations,
@@ -102,6 +103,7 @@ class LLM:
         {"url": "data:image/png;base64,..."}}`, or PIL images, as in `{"type": "image_pil", "image_pil": image}`.
         `mm_processor_kwargs` bounds their size: `{"min_pixels": .., "max_pixels": ..}`.
         """
+        tools = listed_tools(tools)  # an iterator would be empty for the second conversation
         prompts = [
             self.render_chat(
                 conversation,
@@ -135,7 +137,7 @@ class LLM:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        check_chat_options(messages, tools, chat_template_kwargs, **flags)
+        messages, tools = check_chat_options(messages, tools, chat_template_kwargs, **flags)
         return self._chat.render(
             messages, tools=tools, variables=chat_template_kwargs, mm_processor_kwargs=mm_processor_kwargs, **flags
         )

@@ -143,6 +143,17 @@ def test_wrong_arguments_are_named(llm: LLM, arguments: dict[str, Any], error: t
         llm.generate(**{"use_tqdm": False, **arguments})
 
 
+def test_messages_and_tools_may_be_arrays_and_iterators(llm: LLM) -> None:
+    message, tool = {"role": "user", "content": "x"}, {"type": "function", "function": {"name": "f"}}
+    options: dict[str, Any] = {"tools": [tool], "use_tqdm": False}
+    want = llm.chat([[message]] * 2, SHORT, **options)
+    found = llm.chat(np.asarray([[message]] * 2), SHORT, **{**options, "tools": iter([tool])})  # type: ignore[arg-type]
+    found += llm.chat([iter([message])], SHORT, **{**options, "tools": np.asarray([tool])})  # type: ignore[list-item]
+    assert [list(output.prompt_token_ids) for output in found] == [list(want[0].prompt_token_ids)] * 3
+    with pytest.raises(InvalidPromptError, match="the conversation is empty"):
+        llm.chat([np.asarray([])], SHORT, use_tqdm=False)  # type: ignore[list-item]
+
+
 def test_ids_that_all_end_and_a_least_length_contradict_each_other(llm: LLM) -> None:
     every = list(range(llm._engine.inputs.vocab_size))
     params = SamplingParams(min_tokens=2, max_tokens=4, stop_token_ids=every)
