@@ -15,7 +15,12 @@ LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 
 
 def foreign_files(folder: Path) -> str:
-    """Return, for an error about a missing file, which foreign files the folder holds and why they are not read."""
+    """Return, for an error about a missing file, which foreign files the folder holds and why they are not read.
+
+    Empty if it also holds the weights of a model, next to which such files say nothing.
+    """
+    if any(not path.match("adapter_*") for path in folder.glob("*.safetensors")):
+        return ""
     for patterns, reason in FOREIGN:
         names = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
         if names:

@@ -334,6 +334,14 @@ def test_adapters_and_gguf_are_named(folder: Path) -> None:
         load_model(folder, ops=torch_table())
 
 
+def test_foreign_files_beside_weights_are_not_to_blame(folder: Path) -> None:
+    """Training leaves pickles next to a model, whose config.json somebody forgot to copy."""
+    (folder / "training_args.bin").touch()
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelFolderError, match=r"config\.json does not exist; give a Hugging Face model folder"):
+        load_model(folder, ops=torch_table())
+
+
 def test_a_pointer_of_git_lfs_is_named(folder: Path) -> None:
     (folder / SINGLE).write_text(LFS_POINTER)
     with pytest.raises(ModelFolderError, match=r"model\.safetensors is a pointer of Git LFS; run 'git lfs pull'"):
