@@ -57,7 +57,7 @@ def try_kernels(loaded: Loaded, most_pages: int | None = None) -> None:
     full step, or what `most_pages` hold. Without `most_pages` it makes half a step, because `run_full_step` comes
     later.
     """
-    config, largest = loaded.model.config, max(shape.num_tokens for shape in loaded.shapes)
+    config = loaded.model.config
     if config.max_model_len < 3:
         return
     longest = max(1, min(loaded.sched.max_num_batched_tokens, config.max_model_len - 2) // (1 if most_pages else 2))
@@ -66,7 +66,6 @@ def try_kernels(loaded: Loaded, most_pages: int | None = None) -> None:
     lengths = [longest]
     while lengths[-1] > SHORTEST or len(lengths) < len(SAMPLINGS):
         lengths.append(max(1, lengths[-1] // 2 - 1))  # odd lengths too: multiples of 16 have kernels of their own
-    lengths.append(min(longest, largest * 5 // 4))  # attention splits the keys of so few tiles
     runner, planner = _parts(loaded, (BESIDE + BESIDE_OUTPUTS, longest))
     if config.max_model_len > BESIDE + BESIDE_OUTPUTS:
         planner.add(_request(BESIDE, BESIDE_OUTPUTS))
