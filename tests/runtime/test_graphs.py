@@ -21,8 +21,9 @@ from forkpoint.ops.metadata import MAX_PARTS, KeySplits, tile_table
 from forkpoint.ops.select import torch_table
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
+from forkpoint.platforms.packing import Tensors
 from forkpoint.runtime.block_table import BlockTable
-from forkpoint.runtime.graphs import ShapeTable, graph_shapes, longest_worth_recording
+from forkpoint.runtime.graphs import Graphs, ShapeTable, graph_shapes, longest_worth_recording
 from forkpoint.runtime.step_inputs import StepBuilder, StepShape
 from forkpoint.sched.plan import TO_DRAFT, StepPlan
 from tests.ops.triton_cases import ON_GPU, triton_ops
@@ -233,6 +234,34 @@ def test_recorded_steps_do_what_others_do(
     assert sum(result.replayed for result in driver.results) == driver.step == 5
     assert got == play(Driver.create(plain))
     assert all(result.slot_bytes_copied == 0 for result in driver.results)
+
+
+class CapturingPlatform(RecordingPlatform):
+    """Calls the work once to record it, as a device does."""
+
+    def record_graph(self, run: Callable[[], None]) -> Callable[[], None]:
+        replay = super().record_graph(run)
+        run()
+        return replay
+
+
+@pytest.mark.parametrize("runs_first", [True, False])
+def test_a_shape_that_could_not_be_recorded_is_recorded_again(runs_first: bool) -> None:
+    """Its work is issued on padding to record it, and before that only with `runs_first`."""
+    platform, seen = CapturingPlatform(), list[int]()
+    graphs: Graphs[str, int] = Graphs(platform, {"shape": {"x": np.zeros(2, np.int32)}}, runs_first)
+
+    def issue(tensors: Tensors, shape: str) -> int:
+        seen.append(int(tensors["x"][0]))
+        if len(seen) == 1:
+            raise RuntimeError("a launch failed")
+        return len(seen)
+
+    with pytest.raises(RuntimeError, match="a launch failed"):
+        graphs.replay("shape", {"x": np.asarray([7, 7], np.int32)}, issue)
+    assert graphs.replay("shape", {"x": np.asarray([8, 8], np.int32)}, issue) == len(seen)
+    assert seen == ([0, 0, 0, 8] if runs_first else [0, 0, 8])
+    assert graphs.replay("shape", {"x": np.asarray([9, 9], np.int32)}, issue) == len(seen) and seen[-1] == 9
 
 
 @pytest.mark.skipif(ON_GPU, reason="a graph that is run again needs the interpreter; tests/gpu has real graphs")
