@@ -11,6 +11,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lease import StateSave
 from forkpoint.cache.tree import INSIDE_PROMPTS, Checkpoint, Node, Origin, nearest_checkpoint
 from forkpoint.config import BLOCK_SIZE
+from forkpoint.errors import ConfigError
 
 INSIDE: Final = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt continues below such a state
 Above: TypeAlias = Checkpoint | StateSave  # the nearest earlier state of the same history
@@ -29,7 +30,7 @@ class EvictionKeys:
         if isinstance(entry, Node):
             num_bytes = self._block_bytes
             saved = self._cost((entry.depth - 1) * BLOCK_SIZE, entry.depth * BLOCK_SIZE)
-            return self._policy.key(
+            return self._key_of(
                 EntryFacts(
                     Origin.BLOCK, saved, num_bytes, num_bytes, entry.last_used, age, entry.num_hits, 0, False, False,
                     None, entry.hash,
@@ -37,7 +38,7 @@ class EvictionKeys:
             )  # fmt: skip
         node, inside = entry.node, bool(entry.node.children)
         saved, num_bytes, kv_bytes, above = self._worth(nearest_checkpoint(node.parent), entry.num_tokens, inside)
-        return self._policy.key(
+        return self._key_of(
             EntryFacts(
                 entry.origin, saved, num_bytes, kv_bytes, entry.last_used, age, entry.num_hits, entry.num_expected,
                 inside, entry.superseded, above, node.hash, entry.note,
@@ -53,7 +54,7 @@ class EvictionKeys:
         """
         inside, now = origin in INSIDE, self._arena.turnover
         saved, num_bytes, kv_bytes, kind = self._worth(above, num_tokens, inside)
-        return self._policy.key(
+        return self._key_of(
             EntryFacts(origin, saved, num_bytes, kv_bytes, now, 0.0, 0, 0, inside, False, kind, block_hash, note)
         )
 
@@ -63,12 +64,23 @@ class EvictionKeys:
         `above` is the nearest checkpoint before it here; `inside` says whether the history goes on below it here.
         """
         saved, num_bytes, kv_bytes, kind = self._worth(above, source.num_tokens, inside)
-        return self._policy.key(
+        return self._key_of(
             EntryFacts(
                 source.origin, saved, num_bytes, kv_bytes, self._arena.turnover, 0.0, source.num_hits, 0,
                 inside, source.superseded, kind, source.node.hash, source.note,
             )
         )  # fmt: skip
+
+    def _key_of(self, facts: EntryFacts) -> float:
+        """Return the policy's key. ConfigError if it is no number, or NaN: the queue would not end or not be in order."""
+        key = self._policy.key(facts)
+        if not isinstance(key, (float, int)) or key != key:
+            policy = type(self._policy)
+            raise ConfigError(
+                f"key() of the eviction policy {policy.__module__}:{policy.__qualname__} returned {key!r}; "
+                "return a float that is not NaN"
+            )
+        return key
 
     def _worth(self, above: Above | None, end: int, inside: bool) -> tuple[float, int, int, Origin | None]:
         """Return what a checkpoint at `end` saves and holds.

@@ -30,6 +30,16 @@ class EveryThousand(CapturePolicy):
         yield Origin.INTERVAL, range(1000, context.prompt_end, 1000)
 
 
+class NotANumber(EvictionPolicy):
+    def key(self, entry: EntryFacts) -> float:
+        return float("nan")
+
+
+class Nothing(EvictionPolicy):
+    def key(self, entry: EntryFacts) -> float:
+        return None  # type: ignore[return-value]  # a forgotten return in code without types
+
+
 EVICTION_HERE, CAPTURE_HERE = f"{__name__}:TwoClasses", f"{__name__}:EveryThousand"
 
 
@@ -49,6 +59,16 @@ def test_the_simulator_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
     system = f"forkpoint:eviction={EVICTION_HERE},capture={CAPTURE_HERE}"
     assert main(["simulate", "chat:sessions=4,turns=2", "--memory", "4", "--systems", system, "--jobs", "1"]) == 0
     assert system in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("policy", "value"), [(NotANumber, "nan"), (Nothing, "None")])
+def test_keys_without_an_order_are_refused(
+    policy: type[EvictionPolicy], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"{__name__}:{policy.__name__}"
+    assert main(["simulate", "chat:sessions=4", "--memory", "1", "--systems", f"forkpoint:eviction={name}"]) == 2
+    says = f"error: key() of the eviction policy {name} returned {value}; return a float that is not NaN"
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("registry", [EVICTION, CAPTURE], ids=["eviction", "capture"])
