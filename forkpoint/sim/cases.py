@@ -140,7 +140,7 @@ def _summary(case: Case, result: SimulationResult) -> CaseResult:
 def run_cases(cases: Sequence[Case], jobs: int, progress: Progress | None = None) -> list[CaseResult]:
     """Simulate many cases, `jobs` processes at a time; return results in the order of the cases.
 
-    `progress` gets the number of newly finished requests. An exception of a case is raised here; ConfigError if `jobs`
+    `progress` gets the numbers of requests that ended. An exception of a case is raised here; ConfigError if `jobs`
     is below 1.
     """
     if jobs < 1:
@@ -163,30 +163,35 @@ def run_cases(cases: Sequence[Case], jobs: int, progress: Progress | None = None
                 running[here] = index, process
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
-                index, process = running.pop(connection)
-                results[index] = _receive(connection, process)
-                report(len(cases[index].trace.requests))
+                index, process = running[connection]
+                message = _receive(connection, process)
+                if isinstance(message, CaseResult):
+                    del running[connection]
+                    process.join()
+                    results[index] = message
+                else:
+                    report(message)
     finally:
         for _, process in running.values():
             process.terminate()
     return [results[index] for index in range(len(cases))]
 
 
-def _receive(connection: Connection, process: BaseProcess) -> CaseResult:
+def _receive(connection: Connection, process: BaseProcess) -> CaseResult | int:
+    """Return the result of a case, or a number of its requests that ended. Raises the exception of a case."""
     try:
         message = connection.recv()
     except EOFError:
         process.join()
         raise RuntimeError(f"the process of a case died with exit code {process.exitcode}") from None
-    process.join()
     if isinstance(message, BaseException):
         raise message
-    assert isinstance(message, CaseResult)
+    assert isinstance(message, (CaseResult, int))
     return message
 
 
 def _work(case: Case, parent: Connection) -> None:
     try:
-        parent.send(run_case(case))
+        parent.send(run_case(case, parent.send))
     except Exception as error:
         parent.send(error)
