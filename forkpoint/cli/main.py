@@ -19,6 +19,8 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 def main(arguments: Sequence[str] | None = None, parser: Callable[[], argparse.ArgumentParser] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 (it ran and failed), 2 (a one-line error), 130 (Ctrl-C).
 
+    An unexpected error is a bug of forkpoint or of a plug-in, and is printed with its traceback.
+
     `parser` creates a parser other than the `forkpoint` command's; its default for `command` is the function to run.
     Raises SystemExit, as argparse does, for --help and for wrong usage.
     """
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None, parser: Callable[[], argparse.A
     except Exception as error:
         if _was_interrupted(error):
             return INTERRUPTED
-        return _fail(f"unexpected {type(error).__name__}: {_one_line(error)} (traceback: --log-level debug)", options)
+        return _fail(f"unexpected {type(error).__name__}: {_one_line(error)}", options, trace=True)
 
 
 def run(parser: Callable[[], argparse.ArgumentParser] | None = None) -> NoReturn:
@@ -82,8 +84,8 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail(message: str, options: argparse.Namespace) -> int:
-    if getattr(options, "log_level", "") == "debug":
+def _fail(message: str, options: argparse.Namespace, trace: bool = False) -> int:
+    if trace or getattr(options, "log_level", "") == "debug":
         import traceback
 
         traceback.print_exc()

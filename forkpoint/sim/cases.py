@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -194,4 +195,5 @@ def _work(case: Case, parent: Connection) -> None:
     try:
         parent.send(run_case(case, parent.send))
     except Exception as error:
+        error.add_note(f"in the process of the case:\n{traceback.format_exc()}")  # a pickle has no traceback
         parent.send(error)

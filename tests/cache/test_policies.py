@@ -40,6 +40,11 @@ class Nothing(EvictionPolicy):
         return None  # type: ignore[return-value]  # a forgotten return in code without types
 
 
+class Broken(CapturePolicy):
+    def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
+        yield Origin.INTERVAL, range(0, context.prompt_end, 0)
+
+
 EVICTION_HERE, CAPTURE_HERE = f"{__name__}:TwoClasses", f"{__name__}:EveryThousand"
 
 
@@ -69,6 +74,15 @@ def test_keys_without_an_order_are_refused(
     assert main(["simulate", "chat:sessions=4", "--memory", "1", "--systems", f"forkpoint:eviction={name}"]) == 2
     says = f"error: key() of the eviction policy {name} returned {value}; return a float that is not NaN"
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_bug_of_a_policy_is_shown_with_its_traceback(jobs: int, capsys: pytest.CaptureFixture[str]) -> None:
+    system = f"forkpoint:capture={__name__}:Broken"
+    assert main(["simulate", "chat:sessions=4", "--memory", "4,8", "--systems", system, "--jobs", str(jobs)]) == 2
+    shown = capsys.readouterr().err
+    assert "range(0, context.prompt_end, 0)" in shown, "the line that is wrong"
+    assert shown.splitlines()[-1] == "error: unexpected ValueError: range() arg 3 must not be zero"
 
 
 @pytest.mark.parametrize("registry", [EVICTION, CAPTURE], ids=["eviction", "capture"])
