@@ -129,13 +129,17 @@ def test_the_tools_that_are_allowed(client: openai.OpenAI, choice: Any) -> None:
     assert answer.choices[0].finish_reason == ("tool_calls" if choice is ALLOWED else "stop")
 
 
+@pytest.mark.parametrize("has_ids", [False, True])
 @pytest.mark.parametrize("names", [["f"], ["g"], ["f", "g"]])
-def test_parameters_of_forced_calls_may_refer_to_parts_of_themselves(client: openai.OpenAI, names: list[str]) -> None:
-    """Pydantic writes nested models so. Parts of two functions may have the same name."""
+def test_parameters_of_forced_calls_may_refer_to_parts_of_themselves(
+    client: openai.OpenAI, names: list[str], has_ids: bool
+) -> None:
+    """Pydantic writes nested models so. Parts of two functions may have the same name, and schemas an id."""
     digits = {"f": [1, 2], "g": [3, 4]}
     tools: list[Any] = []
     for name in names:
         one = {"$defs": {"D": {"enum": digits[name]}}, "properties": {"a": {"$ref": "#/$defs/D"}}, "required": ["a"]}
+        one |= {"$id": f"https://x/{name}"} if has_ids else {}
         tools.append({"type": "function", "function": {"name": name, "parameters": one}})
     answer: Any = client.chat.completions.create(
         model="tiny", messages=MESSAGES, tools=tools, tool_choice="required", max_tokens=200, logit_bias=NO_SPACES
@@ -146,11 +150,16 @@ def test_parameters_of_forced_calls_may_refer_to_parts_of_themselves(client: ope
 
 def test_only_references_of_a_moved_schema_change() -> None:
     value = {"$ref": "#/a"}
-    names = {"$ref": {"const": value, "items": {"$ref": "#"}}, "const": {"$ref": "#/$defs/x~1y"}}
-    assert moved({"properties": names, "enum": [value], "allOf": [{"$ref": "http://x"}]}, "/p/0") == {
-        "properties": {"$ref": {"const": value, "items": {"$ref": "#/p/0"}}, "const": {"$ref": "#/p/0/$defs/x~1y"}},
+    names = {"$ref": {"const": value, "items": {"$ref": "#"}}, "const": {"$ref": "#/$defs/x~1y"}, "$id": {"not": value}}
+    alone = [{"$ref": "http://x"}, {"$id": "http://x", "items": value}]
+    assert moved({"properties": names, "enum": [value], "allOf": alone}, "/p/0") == {
+        "properties": {
+            "$ref": {"const": value, "items": {"$ref": "#/p/0"}},
+            "const": {"$ref": "#/p/0/$defs/x~1y"},
+            "$id": {"not": {"$ref": "#/p/0/a"}},
+        },
         "enum": [value],
-        "allOf": [{"$ref": "http://x"}],
+        "allOf": alone,
     }
 
 

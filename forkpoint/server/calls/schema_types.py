@@ -215,11 +215,12 @@ def _properties(schema: Any, root: Any, key: str) -> Iterator[Any]:
 def moved(schema: Any, path: str) -> Any:
     """Return a schema that becomes a part of another one, at the JSON pointer `path`.
 
-    Its references to itself and its own parts become references to that place.
+    Its references to itself and its own parts become references to that place. A schema with an id of its own, or a
+    part with one, stays as it is, because its references count from there.
     """
     if isinstance(schema, list):
         return [moved(item, path) for item in schema]
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, Mapping) or isinstance(schema.get("$id"), str):
         return schema
     found: dict[str, Any] = {}
     for key, value in schema.items():
