@@ -319,7 +319,7 @@ class TritonPagedAttention:
         )
 
     def _prefill_warps(self, call: _Call, sums: Sequence[Tensor], splits: int, queries: int) -> int:
-        """Return the number of keys whose multiples bound the shares of a tile."""
+        """Launch the kernel with groups of warps. Return the number of keys of its tiles, which shares do not cut."""
         # imported late, because not every Triton has Gluon
         from forkpoint.ops.attention.prefill_warps_kernel import prefill_warps
 
