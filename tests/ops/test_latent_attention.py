@@ -140,7 +140,7 @@ def test_steps_of_full_width(heads: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_few_queries_of_many_keys(ops: OpTable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose keys programs share, where a table has such."""
-    monkeypatch.setattr(kernel, "num_splits", lambda programs, at_once: 2)
+    monkeypatch.setattr(kernel, "num_splits", lambda programs, at_once, places: 2)
     batch = Batch([330, 70, 2], [20, 9, 1], 0, torch.float32)
     assert relative_error(batch.run(ops), batch.plain()) <= BOUND[torch.float32]
 

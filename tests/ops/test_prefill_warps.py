@@ -55,7 +55,7 @@ def test_against_plain_softmax(heads: Heads, deterministic: bool, launched: Host
 def test_programs_share_keys(heads: Heads, splits: int, launched: HostKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode row, and rows with several shares of keys, of which some are empty. The last share of a row has one key,
     which only the last query sees."""
-    monkeypatch.setattr(kernel, "num_splits", lambda programs, at_once: splits)
+    monkeypatch.setattr(kernel, "num_splits", lambda programs, at_once, places: splits)
     one = 8 * (16384 // heads.dim) + 1
     batch, operator = Batch([70, one, one + 90], [1, 3, 65], 1, heads, torch.bfloat16), TritonPagedAttention(False)
     got = attend(batch, operator=operator)
@@ -69,7 +69,7 @@ def test_programs_share_keys(heads: Heads, splits: int, launched: HostKernel, mo
 
 def test_a_row_shares_keys_alike_in_any_batch(launched: HostKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another row's tiles and sums leave the bits alone, if the number of splits is the same."""
-    monkeypatch.setattr(kernel, "num_splits", lambda programs, at_once: 3)
+    monkeypatch.setattr(kernel, "num_splits", lambda programs, at_once, places: 3)
     lens, queries, operator = [1300, 900], [10, 70], TritonPagedAttention(False)
     batch = Batch(lens, queries, 0, Heads(4, 2, 128, 128), torch.bfloat16)
     want = attend(batch, operator=operator)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,17 +280,20 @@ def test_long_context(queries: int) -> None:
 
 
 def test_keys_are_shared_where_programs_are_few() -> None:
-    assert num_splits(1, 1) == 1 or num_splits(1, 1) <= MAX_WAVES
-    assert num_splits(16, 132) == 8
-    assert num_splits(128, 132) == num_splits(1000, 132) == num_splits(5000, 132) == 1
-    assert all(num_splits(n, 132) * n <= max(n, MAX_WAVES * 132) for n in range(1, 600))
+    def splits(num_programs: int) -> int:
+        return num_splits(num_programs, 132, num_programs)
+
+    assert num_splits(1, 1, 1) <= MAX_WAVES
+    assert splits(16) == 8
+    assert splits(128) == splits(1000) == splits(5000) == 1
+    assert all(splits(n) * n <= max(n, MAX_WAVES * 132) for n in range(1, 600))
 
 
 @pytest.mark.parametrize("latent", [False, True])
 def test_padding_does_not_change_how_keys_are_shared(latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only tokens of prefill rows count, not the tiles of padding that a recorded step has."""
     found: list[int] = []
-    monkeypatch.setattr(kernel, "num_splits", lambda programs, at_once: found.append(programs) or 3)
+    monkeypatch.setattr(kernel, "num_splits", lambda programs, at_once, places: found.append(programs) or 3)
     batch = Batch([300, 400, 70], [1, 70, 20], 1, Heads(2, 1, 64, 64), torch.float32)
     v_cache = batch.k_cache[..., :48] if latent else batch.v_cache
     got = [
@@ -296,3 +301,19 @@ def test_padding_does_not_change_how_keys_are_shared(latent: bool, monkeypatch: 
         for index in (batch.index, padded(batch.index, 0))
     ]
     assert torch.equal(*got) and len(found) == 2 and len(set(found)) == 1
+
+
+@pytest.mark.parametrize(("heads", "num_kv_heads", "queries"), [(64, 1, 1), (16, 2, 16), (64, 8, 16)])
+@pytest.mark.parametrize("num_decodes", [0, 255])
+@pytest.mark.parametrize("num_tokens", [1, 20, 300, 5000])
+def test_sums_of_shares_take_no_more_than_whole_waves_of_programs(
+    heads: int, num_kv_heads: int, queries: int, num_decodes: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode rows beside a few prompt tokens have a place in the scratch, too."""
+    monkeypatch.setattr(kernel, "traits_of", lambda device: DeviceTraits(num_processors=132))
+    q, cache = torch.empty(num_decodes + num_tokens, heads, 1), torch.empty(1, num_kv_heads, 64, 1)
+    index: Any = SimpleNamespace(num_decodes=num_decodes)
+    call = kernel._Call(q, cache, cache, index, q, None, None, 1.0, None)
+    splits = TritonPagedAttention(False)._splits(call, queries)
+    assert splits == 1 or len(q) * splits * num_kv_heads <= MAX_WAVES * 132 * queries
+    assert num_tokens > 20 or num_decodes or splits > 1

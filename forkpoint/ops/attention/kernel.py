@@ -36,18 +36,19 @@ SOME_DECODES = 64  # rows; up to here programs load as far ahead, with fewer key
 
 
 @functools.cache
-def num_splits(num_programs: int, at_once: int) -> int:
+def num_splits(num_programs: int, at_once: int, num_places: int) -> int:
     """Return over how many programs to split the keys of each of `num_programs` tiles and key heads.
 
     `at_once` programs run at the same time. The best split takes the fewest whole waves, if joining costs 0.4 % per
-    split.
+    split. The scratch has places for the sums of `num_places` programs, for each split. These are more than the
+    programs in a step with decode rows, which have places too.
     """
 
     def cost(splits: int) -> float:
         waves = -(-num_programs * splits // at_once)
         return waves / splits + 0.004 * splits
 
-    return min(range(1, max(1, MAX_WAVES * at_once // num_programs) + 1), key=cost)
+    return min(range(1, max(1, MAX_WAVES * at_once // num_places) + 1), key=cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +169,10 @@ class TritonPagedAttention:
         The step's tokens say how many programs it has. Most tiles of a recorded step may be padding."""
         if self.deterministic:
             return 1
-        num_tokens = call.q.shape[0] - call.index.num_decodes
-        num_programs = max(1, ceil_div(num_tokens, queries)) * call.sizes["HEADS"]
-        return num_splits(num_programs, traits_of(call.q.device).num_processors)
+        num_tokens, heads = len(call.q), call.sizes["HEADS"]
+        num_programs = max(1, ceil_div(num_tokens - call.index.num_decodes, queries)) * heads
+        num_places = max(num_programs, ceil_div(num_tokens, queries) * heads)
+        return num_splits(num_programs, traits_of(call.q.device).num_processors, num_places)
 
     def __call__(
         self,
