@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -303,17 +302,18 @@ def test_padding_does_not_change_how_keys_are_shared(latent: bool, monkeypatch: 
     assert torch.equal(*got) and len(found) == 2 and len(set(found)) == 1
 
 
-@pytest.mark.parametrize(("heads", "num_kv_heads", "queries"), [(64, 1, 1), (16, 2, 16), (64, 8, 16)])
-@pytest.mark.parametrize("num_decodes", [0, 255])
-@pytest.mark.parametrize("num_tokens", [1, 20, 300, 5000])
-def test_sums_of_shares_take_no_more_than_whole_waves_of_programs(
-    heads: int, num_kv_heads: int, queries: int, num_decodes: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("num_kv_heads", "queries"), [(1, 1), (2, 16), (8, 16)])
+@pytest.mark.parametrize("num_tokens", [1, 20, 100, 832, 5000])
+def test_decode_rows_bound_the_memory_of_shares(
+    num_kv_heads: int, queries: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode rows beside a few prompt tokens have a place in the scratch, too."""
+    """They have places in the scratch, but recorded steps, which have no more of them than prompt tokens, do not lose
+    programs to them."""
     monkeypatch.setattr(kernel, "traits_of", lambda device: DeviceTraits(num_processors=132))
-    q, cache = torch.empty(num_decodes + num_tokens, heads, 1), torch.empty(1, num_kv_heads, 64, 1)
-    index: Any = SimpleNamespace(num_decodes=num_decodes)
-    call = kernel._Call(q, cache, cache, index, q, None, None, 1.0, None)
-    splits = TritonPagedAttention(False)._splits(call, queries)
-    assert splits == 1 or len(q) * splits * num_kv_heads <= MAX_WAVES * 132 * queries
-    assert num_tokens > 20 or num_decodes or splits > 1
+    cache, found = torch.empty(1, num_kv_heads, 64, 1), list[int]()
+    for num_decodes in (0, num_tokens, 1000):
+        q, index = torch.empty(num_decodes + num_tokens, num_kv_heads, 1), SimpleNamespace(num_decodes=num_decodes)
+        call = kernel._Call(q, cache, cache, index, q, None, None, 1.0, None)  # type: ignore[arg-type]
+        found.append(TritonPagedAttention(False)._splits(call, queries))
+        assert found[-1] == 1 or len(q) * found[-1] * num_kv_heads <= 2 * MAX_WAVES * 132 * queries
+    assert found[0] == found[1] and (num_tokens > 20 or found[0] > 1)

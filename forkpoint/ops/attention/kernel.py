@@ -40,8 +40,7 @@ def num_splits(num_programs: int, at_once: int, num_places: int) -> int:
     """Return over how many programs to split the keys of each of `num_programs` tiles and key heads.
 
     `at_once` programs run at the same time. The best split takes the fewest whole waves, if joining costs 0.4 % per
-    split. The scratch has places for the sums of `num_places` programs, for each split. These are more than the
-    programs in a step with decode rows, which have places too.
+    split. Each split takes memory for the sums of `num_places` programs, of which at most MAX_WAVES waves are allowed.
     """
 
     def cost(splits: int) -> float:
@@ -171,7 +170,9 @@ class TritonPagedAttention:
             return 1
         num_tokens, heads = len(call.q), call.sizes["HEADS"]
         num_programs = max(1, ceil_div(num_tokens - call.index.num_decodes, queries)) * heads
-        num_places = max(num_programs, ceil_div(num_tokens, queries) * heads)
+        # The scratch has places for decode rows, too. Recorded steps, which have no more of them than prompt tokens,
+        # keep their splits.
+        num_places = max(num_programs, ceil_div(num_tokens, 2 * queries) * heads)
         return num_splits(num_programs, traits_of(call.q.device).num_processors, num_places)
 
     def __call__(
