@@ -72,7 +72,7 @@ class EvictionKeys:
         )  # fmt: skip
 
     def _key_of(self, facts: EntryFacts) -> float:
-        """Return the policy's key. ConfigError if it is no number, or NaN: the queue would not end or not be in order."""
+        """Return the policy's key. Raises ConfigError if it is NaN or no number, which cannot be put in order."""
         key = self._policy.key(facts)
         if not isinstance(key, (float, int)) or key != key:
             policy = type(self._policy)
