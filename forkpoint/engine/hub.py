@@ -145,5 +145,8 @@ def _reason(error: Exception, name: str, revision: str | None, cache: str) -> st
                 "prevents fetching it; unset HF_HUB_OFFLINE once, or give a folder"
             )
         case errors.LocalEntryNotFoundError():
-            return f"{name} cannot be fetched from {hub}: {first_line(error.__cause__ or error)}; {rest}"
+            return (
+                f"{name} cannot be fetched from {hub}: {first_line(error.__cause__ or error)}; "
+                f"check the network, set HF_ENDPOINT to a mirror, or give a model folder; {rest}"
+            )
     return f"fetching {name} from {hub} broke off: {first_line(error)}; {rest}"

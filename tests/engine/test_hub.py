@@ -187,6 +187,7 @@ class TestRefusals:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
         told = fetched()
         assert f"{ID} cannot be fetched from http://127.0.0.1:{port}: " in told and "refused" in told
+        assert "; check the network, set HF_ENDPOINT to a mirror, or give a model folder; " in told
 
     def test_offline(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
