@@ -35,8 +35,8 @@ def why_no_images() -> str:
     if not _has_pillow():
         return "images are refused: Pillow is not installed (pip install pillow)"
     return (
-        "the model reads no images: it has no vision tower that forkpoint runs, or was started with "
-        "--language-model-only"
+        "this model reads no images, because it has no vision tower that forkpoint runs or was started with "
+        "--language-model-only; remove them"
     )
 
 
