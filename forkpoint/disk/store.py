@@ -354,7 +354,12 @@ def open_store(
         slab = Slab(folder / f"slab.{rank}", layout, num_pages)
     except OSError as error:
         os.close(lock)
-        LOGGER.warning("the disk tier is off: %s cannot hold %d bytes: %s", folder, max_bytes, error)
+        LOGGER.warning(
+            "the disk tier is off: %s cannot hold %d bytes: %s; free space there, or lower kv_disk_size",
+            folder,
+            max_bytes,
+            error,
+        )
         return None
     try:
         journal = Journal(folder / f"journal.{rank}", namespace)
