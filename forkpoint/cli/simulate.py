@@ -62,7 +62,9 @@ def _add_trace_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_options(where: argparse._ArgumentGroup) -> None:
-    where.add_argument("--model", default="qwen3.5-9b", help=f"{', '.join(SHAPES)}, a model folder or a hub id")
+    where.add_argument(
+        "--model", default="qwen3.5-9b", help=f"{', '.join(SHAPES)}, a model folder or a hub id (default: %(default)s)"
+    )
     where.add_argument(
         "--kv-cache-dtype",
         choices=("auto", "bfloat16", "fp8"),
@@ -70,13 +72,19 @@ def _add_engine_options(where: argparse._ArgumentGroup) -> None:
         help="dtype of keys and values (default: auto)",
     )
     where.add_argument(
-        "--mamba-ssm-cache-dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the states"
+        "--mamba-ssm-cache-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of the states (default: float32)",
     )
     where.add_argument(
         "--quantization", choices=("fp8",), help="of the weights; default for a model folder: what its config.json says"
     )
     where.add_argument(
-        "--memory", default="32", metavar="GIB", help="memory for keys, values and states; several: 8,16,32"
+        "--memory",
+        default="32",
+        metavar="GIB",
+        help="memory for keys, values and states; several: 8,16,32 (default: 32)",
     )
     where.add_argument(
         "--systems",
