@@ -36,9 +36,13 @@ _MIN_SEGMENTS = 4
 _NUM_STAGED = 3  # steps whose inputs may still wait for their copy: two in flight and the one under construction
 
 
-def longest_worth_recording(flops_per_token: int, num_layers: int) -> int:
-    """Return up to how many tokens a step that prefills takes longer to launch than to run."""
-    return int(LAYER_LAUNCH_S * num_layers * DEVICE_FLOPS / max(1, flops_per_token))
+def longest_worth_recording(flops_per_token: int, num_layers: int, max_num_batched_tokens: int) -> int:
+    """Return up to how many tokens a step that prefills takes longer to launch than to run.
+
+    A full step of decode rows and prompts may need a shape of a quarter more tokens, the next larger one.
+    """
+    longest = int(LAYER_LAUNCH_S * num_layers * DEVICE_FLOPS / max(1, flops_per_token))
+    return min(longest, max_num_batched_tokens * 5 // 4)
 
 
 def graph_shapes(

@@ -103,8 +103,8 @@ def _graph_shapes(config: EngineConfig, sched: SchedulerConfig, model: Model, nu
     """Return the shapes of the steps to record. Steps that gather keys are not recorded."""
     if config.enforce_eager:
         return ()
-    longest = longest_worth_recording(model.config.flops_per_token, len(model.config.layers))
-    longest = min(longest, sched.max_num_batched_tokens)
+    sizes = (model.config.flops_per_token, len(model.config.layers))
+    longest = longest_worth_recording(*sizes, sched.max_num_batched_tokens)
     shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=num_drafts, max_prefill_tokens=longest)
     if config.decode_context_parallel_size == 1:
         return shapes

@@ -85,10 +85,17 @@ def test_steps_that_launch_longer_than_they_run_are_recorded(name: str, longest:
     """Only where launches take longer: otherwise padding to a shape would cost time."""
     (tmp_path / "config.json").write_bytes((HUB_CONFIGS / f"{name}.json").read_bytes())
     config = load_config(tmp_path)
-    most = longest_worth_recording(config.flops_per_token, len(config.layers))
+    most = longest_worth_recording(config.flops_per_token, len(config.layers), 8192)
     shapes = graph_shapes(256, max_prefill_tokens=most)
     assert max(shape.num_tokens for shape in shapes) == longest
     assert len({shape for shape in shapes if shape.num_tokens > 1024}) <= 32
+
+
+def test_a_full_step_of_decode_rows_and_prompts_has_a_shape() -> None:
+    shapes = graph_shapes(256, max_prefill_tokens=longest_worth_recording(1, 40, 2048))
+    for exact in (StepShape(30, 2018, 2), StepShape(250, 1798, 3)):
+        found = ShapeTable(shapes).find(exact)
+        assert found is not None and found.num_tokens == 2560
 
 
 def test_a_whole_batch_with_drafts_has_a_shape_beside_prompts() -> None:
