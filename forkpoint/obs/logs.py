@@ -181,10 +181,13 @@ def _caching_line(layout: CacheLayout, config: EngineConfig) -> str:
     if layout.has_states and not cache.checkpoints:
         return "prefix caching: no state checkpoints (mamba_cache_mode=none), so this model never hits"
     interval = layout.capture_interval(cache.checkpoint_interval)
-    spacing = f"every {interval} tokens" if interval else "off"
-    periodic = f", periodic checkpoints {spacing}" if layout.has_states else ""
+    checkpoints = f", periodic checkpoints every {interval} tokens" if interval else ", periodic checkpoints off"
+    if cache.capture_policy != "default":
+        checkpoints = f", checkpoints by {cache.capture_policy}"
+    if not layout.has_states:
+        checkpoints = ""
     return (
-        f"prefix caching: on, smallest reusable prefix {BLOCK_SIZE} tokens{periodic}, "
+        f"prefix caching: on, smallest reusable prefix {BLOCK_SIZE} tokens{checkpoints}, "
         f"eviction by {cache.eviction_policy}"
     )
 

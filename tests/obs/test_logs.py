@@ -68,6 +68,12 @@ def test_the_cache_plan_names_sizes_and_policy() -> None:
         assert part in text
 
 
+def test_the_cache_plan_names_a_capture_policy_instead_of_what_it_ignores() -> None:
+    text = plan(HYBRID, capture_policy="prompt-end")
+    assert "64 tokens, checkpoints by prompt-end, eviction by cost" in text and "periodic" not in text
+    assert "checkpoints by" not in plan(ATTENTION, capture_policy="prompt-end"), "a model without states has none"
+
+
 def test_the_cache_plan_says_when_nothing_can_hit() -> None:
     assert "prefix caching: off" in plan(HYBRID, enable_prefix_caching=False)
     assert "never hits" in plan(HYBRID, mamba_cache_mode="none")
