@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from forkpoint.errors import ConfigError
+from forkpoint.ops.cpu import build as cpu_build
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.cpu.tiles import padded_rows
@@ -40,6 +41,29 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     built = load_operators()
     assert built.module is None
     assert "did not build" in built.reason
+
+
+def test_a_stopped_build_leaves_nothing_that_the_next_one_reads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The compilers of the stopped one may still run, and write into its folder."""
+    library, marker, places = tmp_path / "key" / f"{cpu_build.NAME}.so", tmp_path / "key" / "complete", list[Path]()
+
+    def load(name: str, *_: object, build_directory: str, **__: object) -> None:
+        places.append(Path(build_directory))
+        (places[-1] / f"{name}.so").write_text(f"build {len(places)}")
+        if len(places) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", load)
+    with pytest.raises(KeyboardInterrupt):
+        cpu_build._compile([], library, marker)
+    assert not library.exists() and not marker.exists()
+    places[0].mkdir()
+    (places[0] / library.name).write_text("half")
+    cpu_build._compile([], library, marker)
+    assert library.read_text() == "build 2" and marker.exists() and len(set(places)) == 2
+    assert {path.name for path in library.parent.iterdir()} == {library.name, marker.name, "forkpoint.lock"}
 
 
 def test_every_operator_is_named_and_redirects() -> None:

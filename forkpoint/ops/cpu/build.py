@@ -12,8 +12,10 @@ import importlib.util
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +32,7 @@ FLAGS = (
     "-Wno-psabi",
 )
 NAME = "forkpoint_cpu_ops"
+BUILD = "build-"  # how the folder of a running build begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def load_operators() -> CpuBuild:
         if not marker.exists():
             if (missing := _missing_for_compiling()) is not None:
                 return CpuBuild(None, missing)
-            _compile(sources, folder, marker)
+            _compile(sources, library, marker)
         return CpuBuild(_import(library), f"compiled by {compiler}, in {folder}")
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -116,24 +119,28 @@ def _cpu_features() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _compile(sources: list[Path], folder: Path, marker: Path) -> None:
+def _compile(sources: list[Path], library: Path, marker: Path) -> None:
     from torch.utils import cpp_extension
 
+    folder = library.parent
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "forkpoint.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if marker.exists():
             return
         logging.getLogger("forkpoint").info("compiling the C++ operators, once for this machine: about half a minute")
-        # A killed build leaves torch's own lock file behind, which would block for ever. Our lock is held here.
-        (folder / "lock").unlink(missing_ok=True)
-        cpp_extension.load(
-            NAME,
-            [str(p) for p in sources if p.suffix == ".cpp"],
-            extra_cflags=list(FLAGS),
-            extra_ldflags=["-fopenmp"],
-            build_directory=str(folder),
-        )
+        for left in folder.glob(f"{BUILD}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        # The compilers of a build that was stopped may still run and write, so that each build has its own folder.
+        with tempfile.TemporaryDirectory(prefix=BUILD, dir=folder, ignore_cleanup_errors=True) as place:
+            cpp_extension.load(
+                NAME,
+                [str(p) for p in sources if p.suffix == ".cpp"],
+                extra_cflags=list(FLAGS),
+                extra_ldflags=["-fopenmp"],
+                build_directory=place,
+            )
+            os.replace(Path(place) / library.name, library)
         marker.touch()
 
 
