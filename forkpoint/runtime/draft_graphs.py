@@ -53,11 +53,12 @@ class DraftGraphs:
         most: int,
         steps: Sequence[StepShape],
         dealt: DealtKeys | None = None,
-        runs_first: bool = True,
+        runs_before_recording: bool = True,
     ) -> None:
         """`most` is the largest number of drafts of a row; `steps` are the shapes of steps that verify drafts.
 
-        `dealt` is given if the tokens of the batch's first table are dealt to ranks. `runs_first` is that of Graphs.
+        `dealt` is given if the tokens of the batch's first table are dealt to ranks. `runs_before_recording`: see
+        Graphs.
         """
         self._model, self._ops, self._batch, self._records, self._platform = model, ops, batch, records, platform
         self._layer, self._splits = len(model.config.layers), KeySplits(batch.table.kernel_block_size)
@@ -68,7 +69,7 @@ class DraftGraphs:
         drafts = {step.num_decodes // step.num_verified - 1 for step in steps}
         shapes = [_Shape(count, each) for count in sorted(rows)[::-1] for each in sorted(drafts)[::-1]]
         padding = {shape: self._padding(shape) for shape in shapes}
-        self._graphs: Graphs[_Shape, None] = Graphs(platform, padding, runs_first)
+        self._graphs: Graphs[_Shape, None] = Graphs(platform, padding, runs_before_recording)
 
     def issue_all(self) -> None:
         """Make drafts for padding in all shapes, without recording the work."""

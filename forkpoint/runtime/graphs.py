@@ -22,15 +22,16 @@ Outputs = TypeVar("Outputs")
 Issue: TypeAlias = Callable[[Tensors, Shape], Outputs]
 
 MAX_GRAPH_TOKENS = 1024  # tokens; longer steps of most models hide the launches of their kernels
-LAYER_LAUNCH_S = 1e-3  # seconds to launch the kernels of a layer, on a machine with an H200
-DEVICE_FLOPS = 5e14  # floating-point operations per second in long prompts, on an H200
+# On H200s, launching a layer's kernels took 1.0 ms in a dense model and up to 1.9 ms in a sparse one. Long prompts ran
+# at 3.9e14 to 5.6e14 operations a second.
+LAYER_LAUNCH_S, DEVICE_FLOPS = 1e-3, 5e14
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _BESIDE = (0, 8, 32, 64, 128, 256, 384, 512)  # tokens of decode rows in steps that also prefill
 _DRAFTING = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows in steps with drafts
 _WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of each row in steps with drafts
 _TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens in steps that prefill
-_LONG_TOTALS = (1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # if launches take longer than the step
-_BESIDE_LONG = (0, 32, 128, 512)  # the same in these steps: fewer, because each graph takes memory
+_LONG_TOTALS = (1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # the same in models that launch longer than they run
+_BESIDE_LONG = (0, 32, 128, 512)  # as _BESIDE, in steps of so many tokens; fewer, because each graph takes memory
 _TOKENS_PER_SEGMENT = 32  # a shape has a segment for so many prefill tokens: short chunks are common
 _MIN_SEGMENTS = 4
 _NUM_STAGED = 3  # steps whose inputs may still wait for their copy: two in flight and the one under construction
@@ -150,9 +151,9 @@ class Graphs(Generic[Shape, Outputs]):
     large as any that the shape may have. The methods' `issue(tensors, shape)` issues the work on these inputs.
     """
 
-    def __init__(self, platform: Platform, padding: Mapping[Shape, Arrays], runs_first: bool = True) -> None:
-        """`runs_first`: work runs once before it is recorded, which loads its kernels and links to other ranks."""
-        self._platform, self._padding, self._runs_first = platform, padding, runs_first
+    def __init__(self, platform: Platform, padding: Mapping[Shape, Arrays], runs_before_recording: bool = True) -> None:
+        """`runs_before_recording`: work runs once before it is recorded, to load its kernels and to link to ranks."""
+        self._platform, self._padding, self._runs_before_recording = platform, padding, runs_before_recording
         self._graphs: dict[Shape, _Graph[Outputs]] = {}
         sizes = (places_of(arrays)[1] for arrays in padding.values())
         self._region = InputRegion(platform, max(sizes, default=0))
@@ -203,7 +204,7 @@ class Graphs(Generic[Shape, Outputs]):
 
     def _record(self, shape: Shape, issue: Issue[Shape, Outputs]) -> _Graph[Outputs]:
         graph = self._unrecorded(shape, issue)
-        if self._runs_first:
+        if self._runs_before_recording:
             graph.replay()
         return replace(graph, replay=self._platform.record_graph(graph.replay))
 

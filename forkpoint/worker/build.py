@@ -65,8 +65,8 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     ranks.check_equal(alike, platform.device)
     interval = _state_write_interval(config, layout, sched.max_num_seqs, platform)
     dealt = (ranks.context, config.interleave)
-    runs_first = ranks.size > 1 or not platform.loads_while_recording
-    loaded = Loaded(model, ops, layout, sched, platform, shapes, drafts, interval, *dealt, runs_first)
+    runs_before_recording = ranks.size > 1 or not platform.loads_while_recording
+    loaded = Loaded(model, ops, layout, sched, platform, shapes, drafts, interval, *dealt, runs_before_recording)
     _log_model(config, loaded)
     if shapes:
         _try_kernels(config, loaded)

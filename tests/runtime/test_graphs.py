@@ -252,11 +252,11 @@ class CapturingPlatform(RecordingPlatform):
         return replay
 
 
-@pytest.mark.parametrize("runs_first", [True, False])
-def test_a_shape_that_could_not_be_recorded_is_recorded_again(runs_first: bool) -> None:
-    """Its work is issued on padding to record it, and before that only with `runs_first`."""
+@pytest.mark.parametrize("runs_before_recording", [True, False])
+def test_a_shape_that_could_not_be_recorded_is_recorded_again(runs_before_recording: bool) -> None:
+    """Its work is issued on padding to record it, and before that only with `runs_before_recording`."""
     platform, seen = CapturingPlatform(), list[int]()
-    graphs: Graphs[str, int] = Graphs(platform, {"shape": {"x": np.zeros(2, np.int32)}}, runs_first)
+    graphs: Graphs[str, int] = Graphs(platform, {"shape": {"x": np.zeros(2, np.int32)}}, runs_before_recording)
 
     def issue(tensors: Tensors, shape: str) -> int:
         seen.append(int(tensors["x"][0]))
@@ -267,7 +267,7 @@ def test_a_shape_that_could_not_be_recorded_is_recorded_again(runs_first: bool) 
     with pytest.raises(RuntimeError, match="a launch failed"):
         graphs.replay("shape", {"x": np.asarray([7, 7], np.int32)}, issue)
     assert graphs.replay("shape", {"x": np.asarray([8, 8], np.int32)}, issue) == len(seen)
-    assert seen == ([0, 0, 0, 8] if runs_first else [0, 0, 8])
+    assert seen == ([0, 0, 0, 8] if runs_before_recording else [0, 0, 8])
     assert graphs.replay("shape", {"x": np.asarray([9, 9], np.int32)}, issue) == len(seen) and seen[-1] == 9
 
 

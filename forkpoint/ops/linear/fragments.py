@@ -34,8 +34,8 @@ class FragmentMatrix:
     `16 (2 j + p // 2) + 4 q + 2 (p % 2)` and the next, one in each half. Integers, whose zero point is 8, have bits
     `[4 p, 4 p + 4)` of each half, and `scales[..., K / group, N]` fp16. Floats have their bits in `_PLACES`, and
     `scales[..., N / STRIP, K / FRAGMENT, 32]` int16, two bytes each. A byte b is the scale of FLOAT_GROUP columns:
-    `SCALE_TOP + 16 b` are the bits of a bfloat16 number, the scale times 2^SCALE_EXPONENT. Where a scale is 0, codes
-    are. `factors[..., N]` fp32 multiplies rows. `order`: see PackedMatrix.
+    `SCALE_TOP + 16 b` are the bits of a bfloat16 number, the scale times 2^SCALE_EXPONENT. Where a scale is 0,
+    its codes are 0 too. `factors[..., N]` fp32 multiplies rows. `order`: see PackedMatrix.
     """
 
     words: Tensor
