@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address, ip_network
-from typing import Final
+from typing import Final, TypeAlias
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters
@@ -30,6 +30,15 @@ AVOIDED_S: Final = 30.0  # a peer that did not answer is not asked again for so 
 COMPUTING_S: Final = 50.0  # a request waits so much longer while the other engine computes its prompt
 LATE_S: Final = 1.0  # the worker is not waited for any more so long after its own deadline
 LOGGER: Final = logging.getLogger("forkpoint")
+_Key: TypeAlias = tuple[str, int, str, int, bytes]
+
+
+def _key(offer: Offer) -> _Key:
+    """Return what requests have to agree in to share a fetch.
+
+    An engine and a lease do not suffice: proxies choose them, or an engine was started again with its old name.
+    """
+    return offer.host, offer.port, offer.engine_id, offer.lease, offer.last_hash
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +97,7 @@ class FetchedPrompts(RestoreSource):
         self._layout, self._facts, self._moves, self._counters, self._clock = layout, facts, moves, counters, clock
         self.orders: list[Fetch] = []
         self.has_forgotten = False  # since the last plan
-        self._prompts: dict[tuple[str, int], FetchedPrompt] = {}  # by engine and lease, in the order of arrival
+        self._prompts: dict[_Key, FetchedPrompt] = {}  # in the order of arrival
         self._by_ticket: dict[int, FetchedPrompt] = {}
         self._of: dict[Lease, FetchedPrompt] = {}
         self._avoided: dict[tuple[str, int], float] = {}  # peer -> until when it is not asked
@@ -104,15 +113,14 @@ class FetchedPrompts(RestoreSource):
 
         The request can use `num_usable` tokens. The arena has the keys and values of `num_in_arena` of them.
         """
-        prompt = self._prompts.get((offer.engine_id, offer.lease))
+        why = self._refusal(lease.chain, offer, num_usable)
+        if why:
+            self._counters.peer_failed_fetches += 1
+            LOGGER.warning("a prompt at %s port %d is not fetched: %s", offer.host, offer.port, why)
+            return
+        prompt = self._prompts.get(_key(offer))
         if prompt is None:
-            why = self._refusal(lease.chain, offer, num_usable)
-            if why:
-                self._counters.peer_failed_fetches += 1
-                LOGGER.warning("a prompt at %s port %d is not fetched: %s", offer.host, offer.port, why)
-                return
-            prompt = self._new(lease.chain, offer, num_in_arena // BLOCK_SIZE)
-            self._prompts[offer.engine_id, offer.lease] = prompt
+            prompt = self._prompts[_key(offer)] = self._new(lease.chain, offer, num_in_arena // BLOCK_SIZE)
             self._start_next()
         prompt.leases.add(lease)
         self._of[lease] = prompt
@@ -257,7 +265,7 @@ class FetchedPrompts(RestoreSource):
 
     def _end(self, prompt: FetchedPrompt) -> None:
         """Give up a prompt, or what is left of it."""
-        del self._prompts[prompt.offer.engine_id, prompt.offer.lease]
+        del self._prompts[_key(prompt.offer)]
         if not prompt.has_arrived:
             self._doubtful += prompt.landed
         for lease in prompt.leases:

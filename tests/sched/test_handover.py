@@ -163,6 +163,38 @@ def test_a_prompt_that_has_not_arrived_gives_way(layout: str, needs: str) -> Non
     assert decode.cache.num_peer_tokens == 640, "what had to leave the arena is still in the buffers"
 
 
+@pytest.mark.parametrize("layout", ["several blocks a page", "no states"])
+@pytest.mark.parametrize("how", ["early", "early and shorter", "computed", "another engine of the same name"])
+def test_prompts_of_one_lease_are_not_mixed_up(layout: str, how: str) -> None:
+    """A proxy uses a lease twice, or an engine that was started again with its name counts leases from 1 again."""
+    first, second, early = streaming(layout)
+    second.runner.peers.most_delay, second.runner.peers.random = 9, random.Random(5)
+    prompt, other = tokens(1, 641), tokens(2, 300 if "shorter" in how else 641)
+    params = others = early
+    if "early" in how:
+        first.add("p", prompt, 1, kv_transfer_params={**ASKS, "forkpoint": {"lease": LEASE}})
+    else:
+        params, third = offered(first, "p", prompt), Harness(WITH_WINDOWS[layout], num_pages=400, peers=facts("p"))
+        others = offered(third, "o", other)
+        others["forkpoint"] = {**others["forkpoint"], "lease": params["forkpoint"]["lease"]}
+        others["remote_port"] += "another" in how
+    second.add("busy", tokens(3, 20), 20)
+    second.step()
+    second.add("d", prompt, 3, kv_transfer_params=params)
+    found = second.add("o", other, 3, kv_transfer_params=others, priority=-1)
+    for _ in range(3):
+        first.step()
+        second.step()
+    first.run()
+    second.run()
+    for name in ("busy", "d", "o"):
+        second.check_output(name)
+    assert found.cache.num_peer_tokens == 0
+    again = second.ask("again", other, 3)
+    second.check_output("again")
+    assert again.cache.num_cached_tokens == (len(other) - 1) // 64 * 64
+
+
 def test_a_fetch_that_does_not_come_is_given_up() -> None:
     first, second = pair("several blocks a page", peers=facts("d", timeout_s=0.01))
     second.runner.peers.is_stuck = True
