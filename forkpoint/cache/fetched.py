@@ -312,7 +312,9 @@ class FetchedPrompts(RestoreSource):
             while not self._layout.has_states and node.depth > max_blocks and node.parent is not None:
                 node = node.parent
             is_named = 0 < node.depth <= max_blocks and chain.hashes[node.depth - 1] == node.hash
-            if is_named and (found is None or node.depth > found.depth):
+            # The arena had the first blocks when the fetch began, and may have lost them.
+            is_there = prompt.has(node.checkpoint or node)
+            if is_named and is_there and (found is None or node.depth > found.depth):
                 found = node
         return found
 

@@ -195,6 +195,24 @@ def test_prompts_of_one_lease_are_not_mixed_up(layout: str, how: str) -> None:
     assert again.cache.num_cached_tokens == (len(other) - 1) // 64 * 64
 
 
+def test_a_prefix_that_was_not_fetched_is_not_found() -> None:
+    """The arena had the first blocks of a prompt when its fetch began, and another request needs only these."""
+    layout, prompt = LAYOUTS["no states"], tokens(1, 641)
+    first, _ = pair("no states")
+    params = offered(first, "p", prompt)
+    peers, second = first.runner.peers, Harness(layout, layout.num_pages_for(900, 1), max_num_seqs=1, peers=facts("d"))
+    second.runner.peers.offered, second.runner.peers.complete = peers.offered, peers.complete
+    second.ask("before", prompt[:200], 1)
+    second.add("evicts it", tokens(2, 600), 280)
+    second.step()
+    second.add("d", prompt, 2, kv_transfer_params=params)
+    short = second.add("short", prompt[:150], 2, priority=-1)
+    second.run()
+    for name in ("evicts it", "d", "short"):
+        second.check_output(name)
+    assert short.cache.num_cached_tokens == 0
+
+
 def test_a_fetch_that_does_not_come_is_given_up() -> None:
     first, second = pair("several blocks a page", peers=facts("d", timeout_s=0.01))
     second.runner.peers.is_stuck = True
