@@ -78,3 +78,14 @@ class TierNews:
 
 def no_entries() -> Records:
     return np.zeros(0, RECORD)
+
+
+def window_at(now_s: float, start_s: float, num_bytes: int, window_s: float = DAY_S) -> tuple[float, int]:
+    """Return the start of the window of `window_s` seconds at `now_s`, and the bytes that were written in it.
+
+    The last window began at `start_s` and has `num_bytes`. If the clock was put back to before it, its bytes count in
+    a window that begins now: they may have been written a moment ago.
+    """
+    if now_s < start_s:
+        return now_s, num_bytes
+    return (start_s, num_bytes) if now_s - start_s < window_s else (now_s, 0)

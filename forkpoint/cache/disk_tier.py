@@ -11,7 +11,7 @@ from typing import Final
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters, CacheStats
-from forkpoint.cache.disk_entries import BLOCK, DAY_S, SLOT, DiskFacts, EntryName, TierNews
+from forkpoint.cache.disk_entries import BLOCK, SLOT, DiskFacts, EntryName, TierNews, window_at
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import CacheLayout
@@ -142,9 +142,9 @@ class DiskTier(Tier):
         return bool(self._writing)
 
     def may_store(self, num_bytes: int) -> bool:
-        now = self._wall_clock()
-        if not 0 <= now - self._window_start_s < DAY_S:
-            self._window_start_s, self._window_bytes = now, 0
+        self._window_start_s, self._window_bytes = window_at(
+            self._wall_clock(), self._window_start_s, self._window_bytes
+        )
         is_calm = not self._unwritten_bytes or self._unwritten_bytes + num_bytes <= UNWRITTEN_AT_ONCE
         return self.writes and is_calm and self._window_bytes + num_bytes <= self._write_limit
 

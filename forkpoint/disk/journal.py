@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from forkpoint.cache.disk_entries import RECORD, Records, no_entries
+from forkpoint.cache.disk_entries import RECORD, Records, no_entries, window_at
 
 MAGIC: Final = b"FKJ1"
 # Magic, number of records, start of the day's window in seconds, bytes written in it, check of all but the magic.
@@ -68,8 +68,7 @@ class Journal:
 
         A new window begins at `now_s` if the last one is over.
         """
-        if not 0 <= now_s - self.window_start_s < window_s:
-            self.window_start_s, self.window_bytes = now_s, 0
+        self.window_start_s, self.window_bytes = window_at(now_s, self.window_start_s, self.window_bytes, window_s)
         self.window_bytes += num_bytes
         _write_all(self._fd, self._batch(records))
         self._num_batches += 1

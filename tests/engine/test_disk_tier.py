@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -132,10 +134,16 @@ def test_a_reset_reaches_the_disk(tiny_model: Path, folder: Path) -> None:
         assert ask(llm, NEXT[:1])[0].cache.num_cached_tokens == 0
 
 
-def test_nothing_is_written_beyond_the_limit_of_a_day(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("put_back_s", [0, 7200])
+def test_nothing_is_written_beyond_the_limit_of_a_day(
+    tiny_model: Path, tmp_path: Path, put_back_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock may be put back between two starts."""
     limit = 300_000
     options = disk(tmp_path / "disk", kv_disk_write_limit=limit / 2**30, kv_cache_memory_bytes=ROOM // 2)
-    with LLM(str(tiny_model), **options) as llm:
+    ahead = SimpleNamespace(time=lambda: time.time() + put_back_s)
+    with monkeypatch.context() as patch, LLM(str(tiny_model), **options) as llm:
+        patch.setattr("forkpoint.disk.store.time", ahead)
         ask(llm, TALKS)
         first = llm.get_metrics()
         assert 0 < first["disk_stored_bytes"] <= limit and first["disk_skipped"] > 0
