@@ -55,7 +55,7 @@ def make_way(own: Path) -> None:
 
 
 def lock_file(path: Path, wait_s: float | None = None) -> int | None:
-    """Lock a file until its descriptor, which is returned, is closed. None: another process has locked it.
+    """Lock a file until `unlock` gets its descriptor, which is returned. None: another process has locked it.
 
     The file's time becomes now. Waits up to `wait_s`, by default LOCK_WAIT_S. Raises OSError.
     """
@@ -73,6 +73,15 @@ def lock_file(path: Path, wait_s: float | None = None) -> int | None:
             time.sleep(0.05)
 
 
+def unlock(fd: int) -> None:
+    """Give up a lock, and close its file.
+
+    A child process that was forked meanwhile has the descriptor too, so closing it would not suffice.
+    """
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
 def _last_used_s(folder: Path) -> float:
     return max((path.stat().st_mtime for path in folder.glob("lock.*")), default=0.0)
 
@@ -83,10 +92,12 @@ def _remove(folder: Path) -> bool:
         lock = lock_file(folder / "lock.0", 0.0)
         if lock is None:
             return False
-        with contextlib.closing(os.fdopen(lock)):
+        try:
             for pattern in FILE_NAMES:
                 for path in folder.glob(pattern):
                     path.unlink()
+        finally:
+            unlock(lock)
         folder.rmdir()
     except OSError:
         return False

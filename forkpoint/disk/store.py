@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
-import os
 import threading
 import time
 from collections import deque
@@ -18,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from forkpoint.cache.disk_entries import BLOCK, DAY_S, RECORD, SLOT, DiskFacts, EntryName, Records, TierNews
-from forkpoint.disk.folder import lock_file
+from forkpoint.disk.folder import lock_file, unlock
 from forkpoint.disk.journal import Journal
 from forkpoint.disk.namespace import entry_sum
 from forkpoint.disk.slab import Slab, SlabLayout
@@ -154,7 +153,7 @@ class DiskStore:
             return  # it holds the files; they are closed with the process
         self._journal.close()
         self._slab.close()
-        os.close(self._lock_fd)
+        unlock(self._lock_fd)
 
     def _submit(self, job: Job) -> None:
         with self._changed:
@@ -353,7 +352,7 @@ def open_store(
     try:
         slab = Slab(folder / f"slab.{rank}", layout, num_pages)
     except OSError as error:
-        os.close(lock)
+        unlock(lock)
         LOGGER.warning(
             "the disk tier is off: %s cannot hold %d bytes: %s; free space there, or lower kv_disk_size",
             folder,
@@ -365,7 +364,7 @@ def open_store(
         journal = Journal(folder / f"journal.{rank}", namespace)
     except OSError as error:
         slab.close()
-        os.close(lock)
+        unlock(lock)
         LOGGER.warning(
             "the disk tier is off: its journal in %s cannot be written: %s; entries of earlier runs stay there for the "
             "next start",

@@ -28,6 +28,7 @@ from tests.disk.stores import (
     LAYOUT,
     NAMESPACE,
     NUM_PAGES,
+    WAIT_S,
     contents_of,
     count_right,
     found,
@@ -210,6 +211,22 @@ def test_a_second_engine_goes_on_without(
     assert "another engine of the same model" in caplog.text
     store.close()
     open_now(tmp_path).close()
+
+
+def test_a_closed_store_is_free_for_the_next_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a program that uses it has forked, as data loaders do, and the child goes on."""
+    monkeypatch.setattr("forkpoint.disk.folder.LOCK_WAIT_S", 0.0)
+    store = open_now(tmp_path)
+    child = os.fork()
+    if not child:
+        time.sleep(WAIT_S)
+        os._exit(0)
+    try:
+        store.close()
+        open_now(tmp_path).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_ranks_share_a_folder_and_no_file(tmp_path: Path) -> None:
