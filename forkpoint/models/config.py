@@ -26,7 +26,7 @@ Block: TypeAlias = Callable[[Tensor, ForwardContext], Tensor]
 
 
 class PartConfig(ABC):
-    """One part of a layer: attention, a recurrence or an MLP. `name` is its name in the weights."""
+    """One part of a layer: attention, a recurrence or an MLP. `name` is its name in the weights. It can be hashed."""
 
     name: str
 
@@ -220,7 +220,7 @@ class Build:
 class ParallelConfig(PartConfig):
     """Parts that read the same input, and whose outputs are added. Names may be empty."""
 
-    parts: Sequence[PartConfig]
+    parts: tuple[PartConfig, ...]
     name: str = ""
 
     def build(self, build: Build, name: str, layer: int) -> Block:
@@ -240,7 +240,7 @@ class ParallelConfig(PartConfig):
         return tuple(spec for part in self.parts for spec in part.kept(dtype, state_dtype))
 
     def cut(self, ranks: Ranks) -> ParallelConfig:
-        return replace(self, parts=[part.cut(ranks) for part in self.parts])
+        return replace(self, parts=tuple(part.cut(ranks) for part in self.parts))
 
     def num_weights(self, hidden_size: int) -> int:
         return sum(part.num_weights(hidden_size) for part in self.parts)

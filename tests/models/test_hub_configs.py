@@ -159,6 +159,13 @@ def test_layers_and_bytes(name: str, tmp_path: Path) -> None:
     assert (found, layout.block_bytes // 64, layout.slot_bytes) == EXPECTED[name]
 
 
+@pytest.mark.parametrize("name", EXPECTED)
+def test_layers_of_a_rank_are_told_apart_by_kind(name: str, tmp_path: Path) -> None:
+    """As compiling kernels does, which leaves out layers of a kind that it has seen."""
+    config = read(name, tmp_path)
+    assert len(set(config.shared_by(Ranks(0, 2)).layers)) == len(set(config.layers))
+
+
 @pytest.mark.parametrize(
     ("name", "num_ranks", "dealt_to"),
     [("kimi-linear-48b-a3b", 2, 2), ("ling-3.0-flash", 4, 4), ("qwen3.5-35b-a3b", 4, 2)],
