@@ -27,7 +27,6 @@ MOST = {
     "ngram_vocab_size_base": 2**28,
     "seed": 2**63 - 1,
 }
-# float16 is widened to float32, because its range is smaller than that of bfloat16, which the operators use.
 # Names inside a multimodal folder begin with the first of each pair, canonical names with the second.
 _MULTIMODAL = (
     ("model.language_model.", "model."),
@@ -35,6 +34,7 @@ _MULTIMODAL = (
     ("language_model.lm_head", "lm_head"),
     ("language_model.mtp.", "mtp."),
 )
+# float16 is widened to float32, because its range is smaller than that of bfloat16, which the operators use.
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec
-from forkpoint.models.config import Block, Build, PartConfig
+from forkpoint.models.config import Block, Build, ParallelConfig, PartConfig
 from forkpoint.models.cuts import ROWS, WHOLE, Cut, rows, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.joints import join_rows
@@ -220,27 +219,12 @@ class MLPConfig(PartConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class PostNormConfig(PartConfig):
-    """A part whose output is normalised before it is added to the residual. `norm` is the norm's name in the layer."""
+class PostNormConfig(ParallelConfig):
+    """Parts whose sum is normalised before it is added to the residual. `norm` is the norm's name in the layer."""
 
-    part: PartConfig
-    norm: str
-    name: str = ""
+    norm: str = field(kw_only=True)
 
     def build(self, build: Build, name: str, layer: int) -> Block:
-        prefix = name.removesuffix(".")
-        block = self.part.build(replace(build, defers=False), f"{prefix}.{self.part.name}", layer)
-        norm = RMSNorm(build, f"{prefix}.{self.norm}", build.config.hidden_size, centred=False)
+        block = ParallelConfig.build(self, build, name, layer)
+        norm = RMSNorm(build, f"{name.removesuffix('.')}.{self.norm}", build.config.hidden_size, centred=False)
         return lambda x, ctx: norm(block(x, ctx))
-
-    def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
-        return self.part.kept(dtype, state_dtype)
-
-    def cut(self, ranks: Ranks) -> PostNormConfig:
-        return replace(self, part=self.part.cut(ranks))
-
-    def num_weights(self, hidden_size: int) -> int:
-        return self.part.num_weights(hidden_size)
-
-    def flops_per_pair(self) -> int:
-        return self.part.flops_per_pair()

@@ -45,7 +45,10 @@ class Lfm3(Model):
         layers: list[tuple[PartConfig, ...]] = [(mixers[kind], MLPConfig.read(fields)) for kind in kinds]
         if fields.flag("use_sandwich_norm", True):
             after = ("post_operator_norm", "post_ffn_norm")
-            layers = [tuple(map(PostNormConfig, parts, after)) for parts in layers]
+            layers = [
+                tuple(PostNormConfig((part,), norm=norm) for part, norm in zip(parts, after, strict=True))
+                for parts in layers
+            ]
         return ModelConfig.of(fields, layers)
 
 

@@ -117,9 +117,7 @@ def previous_hidden(build: Build) -> Convolution:
 def keeping_attention(build: Build, name: str) -> KeepingAttention | LatentAttention | RecentLatentAttention:
     """Read the attention of the MTP head, whose names of weights start with `name`."""
     layer, config = len(build.config.layers), build.config.draft_layer[1]
-    if isinstance(config, LatentAttentionConfig):
-        return LatentAttention(build, name, layer, config)
-    if isinstance(config, RecentLatentConfig):
+    if isinstance(config, LatentAttentionConfig | RecentLatentConfig):
         return config.build(build, name, layer)
     assert isinstance(config, AttentionConfig), "the second part of an MTP head is attention"
     return KeepingAttention(build, name, layer, config)

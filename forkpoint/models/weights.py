@@ -118,10 +118,9 @@ class WeightSource(ABC):
         form = self.form(name)
         if form is None or self.format is None:
             return self.get(name, shape, cut=cut)
-        if form.kind != "fp8":
-            part = cut.part(shape, self.ranks)
-            return part.of_packed(self._packed(name, part.whole))
         part = cut.part(shape, self.ranks)
+        if form.kind != "fp8":
+            return part.of_packed(self._packed(name, part.whole))
         codes, scales, by_block = self._scaled(name, part)
         return part.of_scaled(codes, scales, *_unit(by_block, part.whole[-1]), self.dtype)
 

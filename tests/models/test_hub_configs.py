@@ -230,7 +230,7 @@ def test_two_dialects_of_lfm2_say_the_same(tmp_path: Path) -> None:
 
 def test_lfm3_has_two_kinds_of_attention(tmp_path: Path) -> None:
     config = read("lfm3-1.7b", tmp_path)
-    mixers = [parts[0].part for parts in config.layers if isinstance(parts[0], PostNormConfig)]
+    mixers = [parts[0].parts[0] for parts in config.layers if isinstance(parts[0], PostNormConfig)]
     attention = [part for part in mixers if isinstance(part, AttentionConfig)]
     assert [part.window for part in attention] == [None, 256] * 5 + [None]
     assert all(part.head_gated and part.rotary is not None for part in attention)
