@@ -18,7 +18,7 @@ VALIDATORS: Final = "transformers.utils.type_validators"
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause garbage collection. Imports make next to no garbage, and each collection would examine what they made.
+    """Pause garbage collection, for work that makes next to no garbage: each collection would examine what it made.
 
     The imports of torch and transformers take an eighth less time.
     """

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
@@ -17,10 +16,11 @@ from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import TRY_AGAIN_S, LoadChoice
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tier import Tier, unit_of, windows_of
+from forkpoint.cache.tier import ReadTier, unit_of, windows_of
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Node, Origin
 from forkpoint.cache.windows import WindowRuns
+from forkpoint.quick_imports import collection_paused
 
 READ_AT_ONCE: Final = 128 * 2**20  # bytes that the worker reads ahead into buffers; a larger state is read alone
 UNWRITTEN_AT_ONCE: Final = 256 * 2**20  # bytes that wait to be written; what is evicted meanwhile is not stored
@@ -29,7 +29,7 @@ ORIGINS: Final = tuple(Origin)  # a record's `origin` is an index of it
 LOGGER: Final = logging.getLogger("forkpoint")
 
 
-class DiskTier(Tier):
+class DiskTier(ReadTier):
     """Keeps what the room above evicts on a disk, which a thread of the worker reads and writes.
 
     Its nodes have no tokens: their hashes alone name them. A failed write or read removes its
@@ -71,7 +71,7 @@ class DiskTier(Tier):
         self._wall_clock = wall_clock
         self._window_start_s, self._window_bytes = facts.window_start_s, facts.window_bytes
         self._tickets = tickets
-        self._reader = TierReads(layout, moves, tickets, READ_AT_ONCE, clock)
+        self._reader = TierReads(layout, moves, tickets, READ_AT_ONCE, clock, self._read)
         self._clock = clock
         if weighs_loads:
             self.choice = LoadChoice(cost, clock)
@@ -79,16 +79,11 @@ class DiskTier(Tier):
         self._unwritten_bytes = 0
         self._load(facts)
 
+    @collection_paused()  # hundreds of thousands of objects that all stay
     def _load(self, facts: DiskFacts) -> None:
         """Take in the entries of earlier processes. An entry without all blocks before it is left out."""
-        was_enabled = gc.isenabled()
-        gc.disable()  # hundreds of thousands of objects that all stay
-        try:
-            self._load_blocks(facts)
-            self._load_checkpoints(facts)
-        finally:
-            if was_enabled:
-                gc.enable()
+        self._load_blocks(facts)
+        self._load_checkpoints(facts)
 
     def _load_blocks(self, facts: DiskFacts) -> None:
         records = facts.entries[facts.entries["kind"] == BLOCK]
@@ -179,19 +174,12 @@ class DiskTier(Tier):
                 break
         return path
 
-    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
-        return self._reader.num_ready(path, checkpoint, self._read)
-
     def _read(self, node: Node, checkpoint: Checkpoint | None, ticket: int) -> Move:
         kind, unit, _ = unit_of(self.layout, node, checkpoint)
         return Move(kind, unit, 0, MoveRoute.READ, ticket, name_of(node, checkpoint))
 
     def is_open(self) -> bool:
         return self._has_answered and self._clock() >= self._closed_until_s
-
-    @property
-    def is_reading(self) -> bool:
-        return self._reader.is_waiting
 
     def is_stalled(self) -> bool:
         """Return whether nothing is read now, because a read had no answer for STALLED_S."""
@@ -205,19 +193,9 @@ class DiskTier(Tier):
             self._has_answered, self._closed_until_s = False, self._clock() + TRY_AGAIN_S
         return not self.is_open()
 
-    def goes_on(self, left_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
-        if self.choice is None:
-            return True
-        progress = self._reader.progress(left_bytes, is_busy=is_busy, has_rate=self.choice.has_rate)
-        return progress is None or self.choice.goes_on(progress, start, end)
-
     def load(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
         self.counters.disk_loaded_bytes += unit_of(self.layout, node, checkpoint)[2]
         return self._reader.land(node, checkpoint, unit, windows)
-
-    def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        self._reader.end()
-        super().release(node, checkpoint)
 
     # --- what the worker reports
 
@@ -225,14 +203,7 @@ class DiskTier(Tier):
         """Take in what the worker's disk has done. Entries whose read or write failed are condemned."""
         self.writes = self.writes and news.writes
         self._has_answered = self._has_answered or bool(news.done or news.failed)
-        began_s, arrived = self._reader.answered_s, 0
-        for ticket in news.done:
-            if num_bytes := self._reader.arrive(ticket):
-                arrived += num_bytes
-            else:
-                self._end_write(ticket)
-        if self.choice is not None:
-            self.choice.note_load(arrived, self._clock() - began_s)
+        super().apply(news)
         for ticket in news.failed:
             node = self._reader.fail(ticket)
             if node is not None:

@@ -93,7 +93,7 @@ class FetchedPrompts(RestoreSource):
         """`tickets` are those of all tiers, for copies that end later than their plan; None: all end with it."""
         self._reader: TierReads | None = None
         if tickets is not None:
-            self._reader = TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock)
+            self._reader = TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock, self._stage)
         self._layout, self._facts, self._moves, self._counters, self._clock = layout, facts, moves, counters, clock
         self.orders: list[Fetch] = []
         self.has_forgotten = False  # since the last plan
@@ -362,7 +362,7 @@ class FetchedPrompts(RestoreSource):
         if self._reader is None:
             return count
         is_whole = count == len(wanted)
-        return self._reader.num_ready(path if is_whole else path[:count], checkpoint if is_whole else None, self._stage)
+        return self._reader.num_ready(path if is_whole else path[:count], checkpoint if is_whole else None)
 
     def _stage(self, node: Node, checkpoint: Checkpoint | None, ticket: int) -> Move:
         """Return the copy of an entry that has arrived to a buffer of the device."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from forkpoint.cache.arena import Move, MoveRoute
 from forkpoint.cache.counters import CacheCounters
-from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, HOST_READY, STORED_AT_ONCE, TierNews
+from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, HOST_READY, STORED_AT_ONCE
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tier import HostTier, unit_of, windows_of
+from forkpoint.cache.tier import HostTier, ReadTier, unit_of, windows_of
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.cache.windows import WindowRuns
@@ -22,7 +22,7 @@ AHEAD_AT_ONCE: Final = 64 * 2**20  # bytes that a plan stores before eviction as
 RESERVE_SHARE: Final = 50  # with fewer than 1 / 50 of the arena's pages free, entries are stored ahead
 
 
-class StreamedHostTier(HostTier):
+class StreamedHostTier(ReadTier, HostTier):
     """A host tier whose copies are reported by tickets.
 
     A plan copies a stored unit to a buffer of the device. The unit can be given out again at once, in the same plan. A
@@ -48,7 +48,7 @@ class StreamedHostTier(HostTier):
         self.is_ready = False
         self.stored_at_once = STORED_AT_ONCE
         self._tickets = tickets
-        self._reader = TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock)
+        self._reader = TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock, self._fetch)
         self._clock = clock
         self.choice = self._choice = LoadChoice(cost, clock)
         self._storing: dict[int, int] = {}  # ticket -> bytes
@@ -87,9 +87,6 @@ class StreamedHostTier(HostTier):
         self._storing_bytes += num_bytes
         self.counters.host_stored_bytes += num_bytes
 
-    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
-        return self._reader.num_ready(path, checkpoint, self._fetch)
-
     def _fetch(self, node: Node, checkpoint: Checkpoint | None, ticket: int) -> Move:
         kind, unit, _ = unit_of(self.layout, node, checkpoint)
         return Move(kind, unit, 0, MoveRoute.FETCH, ticket)
@@ -97,32 +94,13 @@ class StreamedHostTier(HostTier):
     def is_open(self) -> bool:
         return not self._choice.is_closed
 
-    @property
-    def is_reading(self) -> bool:
-        return self._reader.is_waiting
-
     def is_stalled(self) -> bool:
         return self._choice.is_late(max(FETCHED_AT_ONCE, self.layout.slot_bytes), self._reader.waited_s)
-
-    def goes_on(self, left_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
-        progress = self._reader.progress(left_bytes, is_busy=is_busy, has_rate=self._choice.has_rate)
-        return progress is None or self._choice.goes_on(progress, start, end)
 
     def load(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
         self.counters.host_loaded_bytes += unit_of(self.layout, node, checkpoint)[2]
         return self._reader.land(node, checkpoint, unit, windows)
 
-    def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        self._reader.end()
-        super().release(node, checkpoint)
-
-    def apply(self, news: TierNews) -> None:
-        began_s, arrived = self._reader.answered_s, 0
-        for ticket in news.done:
-            if ticket == HOST_READY:
-                self.is_ready = True
-            elif num_bytes := self._reader.arrive(ticket):
-                arrived += num_bytes
-            else:
-                self._storing_bytes -= self._storing.pop(ticket, 0)
-        self._choice.note_load(arrived, self._clock() - began_s)
+    def _end_write(self, ticket: int) -> None:
+        self.is_ready = self.is_ready or ticket == HOST_READY
+        self._storing_bytes -= self._storing.pop(ticket, 0)

@@ -16,6 +16,7 @@ from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.restorable import Restorable, is_private
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.store import PrefixStore
+from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Node, nearest_checkpoint
 from forkpoint.cache.windows import WindowRuns, ids_of
 
@@ -214,6 +215,44 @@ class Tier(RestoreSource):
     def reset(self) -> None:
         """Let nothing stored so far be found again."""
         self.store.reset()
+
+
+class ReadTier(Tier):
+    """A tier whose units the worker reads to buffers, from where a later plan copies them to the arena."""
+
+    _reader: TierReads
+    _clock: Callable[[], float]
+
+    @abstractmethod
+    def _end_write(self, ticket: int) -> object:
+        """Take in that the worker has done what `ticket` names, unless it is no write of this tier."""
+
+    @property
+    def is_reading(self) -> bool:
+        return self._reader.is_waiting
+
+    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
+        return self._reader.num_ready(path, checkpoint)
+
+    def goes_on(self, left_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
+        if self.choice is None:
+            return True
+        progress = self._reader.progress(left_bytes, is_busy=is_busy, has_rate=self.choice.has_rate)
+        return progress is None or self.choice.goes_on(progress, start, end)
+
+    def release(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        self._reader.end()
+        super().release(node, checkpoint)
+
+    def apply(self, news: TierNews) -> None:
+        began_s, arrived = self._reader.answered_s, 0
+        for ticket in news.done:
+            if num_bytes := self._reader.arrive(ticket):
+                arrived += num_bytes
+            else:
+                self._end_write(ticket)
+        if self.choice is not None:
+            self.choice.note_load(arrived, self._clock() - began_s)
 
 
 class HostTier(Tier):

@@ -42,10 +42,14 @@ class TierReads:
         tickets: Iterator[int],
         most_bytes: int,
         clock: Callable[[], float],
+        read: Callable[[Node, Checkpoint | None, int], Move],
     ) -> None:
-        """At most `most_bytes` are read at a time; a larger state is read alone."""
+        """`read` returns the move that reads a node's block, or its checkpoint if one is given, under a ticket.
+
+        At most `most_bytes` are read at a time; a larger state is read alone.
+        """
         self._layout, self._moves, self._tickets = layout, moves, tickets
-        self._most_bytes = most_bytes
+        self._most_bytes, self._read = most_bytes, read
         self._clock = clock
         self._reads: dict[int, TierRead] = {}  # by ticket; those whose contents have not been copied to the arena
         self._tickets_of: dict[Node | Checkpoint, int] = {}
@@ -85,16 +89,8 @@ class TierReads:
     def _begin(self) -> None:
         self._began_s, self._num_arrived_bytes = self._clock(), 0
 
-    def num_ready(
-        self,
-        path: Sequence[Node],
-        checkpoint: Checkpoint | None,
-        read: Callable[[Node, Checkpoint | None, int], Move],
-    ) -> int:
-        """Return how many of these units, in order, have arrived, and start to read those that follow.
-
-        `read` returns the move that reads a unit under a ticket.
-        """
+    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
+        """Return how many of these units, in order, have arrived, and start to read those that follow."""
         wanted: list[tuple[Node, Checkpoint | None]] = []
         if self._layout.has_kv:
             wanted += [(node, None) for node in path]
@@ -115,7 +111,7 @@ class TierReads:
             if not self.is_waiting:
                 self.answered_s = self._clock()
             ticket = next(self._tickets)
-            self._moves.append(read(node, state, ticket))
+            self._moves.append(self._read(node, state, ticket))
             self._reads[ticket] = TierRead(node, state, num_bytes)
             self._tickets_of[state or node] = ticket
             self._num_bytes += num_bytes

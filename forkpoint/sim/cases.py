@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import traceback
 from collections import Counter, deque
@@ -16,6 +15,7 @@ import numpy as np
 
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError, TraceError
+from forkpoint.quick_imports import collection_paused
 from forkpoint.routing.router import Router
 from forkpoint.sim.cost import CostModel, Device
 from forkpoint.sim.named_systems import make_system
@@ -93,13 +93,8 @@ def _simulate(case: Case, progress: Progress | None) -> SimulationResult:
     ]
     cost = CostModel(case.shape, case.device)
     simulator = Simulator(case.trace, replicas, cost, Router(case.router), progress)
-    collecting = gc.isenabled()
-    gc.disable()  # collecting a tree of 100,000 nodes would take longer than everything else
-    try:
+    with collection_paused():  # collecting a tree of 100,000 nodes would take longer than everything else
         return simulator.run()
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _summary(case: Case, result: SimulationResult) -> CaseResult:
