@@ -68,9 +68,6 @@ class OpenRequest:
 
     async def _wait(self) -> None:
         await self._news.wait()
-        self._check()
-
-    def _check(self) -> None:
         if self._error is not None:
             raise self._error
 

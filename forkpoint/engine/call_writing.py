@@ -8,8 +8,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 from forkpoint.engine.tokenizer import Tokenizer
 
-Calls: TypeAlias = Sequence[Mapping[str, Any]]  # each with `id` and `function`: `name`, and `arguments` as a mapping
-CallWriter: TypeAlias = Callable[[Calls], str]
+Call: TypeAlias = Mapping[str, Any]  # with `id` and `function`: `name`, and `arguments` as a mapping
+CallWriter: TypeAlias = Callable[[Sequence[Call]], str]
 NotationName: TypeAlias = Literal[
     "hermes", "qwen_xml", "ling", "lfm2", "olmo3", "kimi", "granite", "nemotron", "jamba", "mistral", "llama"
 ]
@@ -72,85 +72,44 @@ def notation_name(parser: str, tokenizer: Tokenizer | None, template: str) -> No
     return "hermes"
 
 
-def _write_hermes(calls: Calls) -> str:
-    return "\n".join(f"<tool_call>\n{_json(_named(call))}\n</tool_call>" for call in calls)
+def _hermes(call: Call) -> str:
+    return f"<tool_call>\n{_named(call)}\n</tool_call>"
 
 
-def _write_qwen_xml(calls: Calls) -> str:
-    texts = []
-    for call in calls:
-        named = _named(call)
-        parameters = "".join(
-            f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in named["arguments"].items()
-        )
-        texts.append(f"<tool_call>\n<function={named['name']}>\n{parameters}</function>\n</tool_call>")
-    return "\n".join(texts)
+def _qwen_xml(call: Call) -> str:
+    parameters = (
+        f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in call["function"]["arguments"].items()
+    )
+    return f"<tool_call>\n<function={call['function']['name']}>\n{''.join(parameters)}</function>\n</tool_call>"
 
 
-def _write_ling(calls: Calls) -> str:
-    texts = []
-    for call in calls:
-        named = _named(call)
-        pairs = "".join(
-            f"\n<arg_key>{key}</arg_key>\n<arg_value>{_plain(value)}</arg_value>"
-            for key, value in named["arguments"].items()
-        )
-        texts.append(f"<tool_call>{named['name']}{pairs}\n</tool_call>")
-    return "\n".join(texts)
+def _ling(call: Call) -> str:
+    pairs = (
+        f"\n<arg_key>{key}</arg_key>\n<arg_value>{_plain(value)}</arg_value>"
+        for key, value in call["function"]["arguments"].items()
+    )
+    return f"<tool_call>{call['function']['name']}{''.join(pairs)}\n</tool_call>"
 
 
-def _write_lfm2(calls: Calls) -> str:
-    return f"<|tool_call_start|>[{', '.join(map(_python, calls))}]<|tool_call_end|>"
+def _kimi(call: Call) -> str:
+    arguments = _json(call["function"]["arguments"])
+    return f"<|tool_call_begin|>{call['id']}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
 
 
-def _write_olmo3(calls: Calls) -> str:
-    return "<function_calls>" + "\n".join(map(_python, calls)) + "</function_calls>"
+def _llama(call: Call) -> str:
+    return _json({"name": call["function"]["name"], "parameters": call["function"]["arguments"]})
 
 
-def _write_kimi(calls: Calls) -> str:
-    texts = []
-    for call in calls:
-        arguments = _json(call["function"]["arguments"])
-        texts.append(f"<|tool_call_begin|>{call['id']}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>")
-    return "<|tool_calls_section_begin|>" + "".join(texts) + "<|tool_calls_section_end|>"
+def _named(call: Call) -> str:
+    return _json({"name": call["function"]["name"], "arguments": call["function"]["arguments"]})
 
 
-def _write_granite(calls: Calls) -> str:
-    return f"<|tool_call|>{_list(calls)}"
-
-
-def _write_nemotron(calls: Calls) -> str:
-    return f"<TOOLCALL>{_list(calls)}</TOOLCALL>"
-
-
-def _write_jamba(calls: Calls) -> str:
-    return f"<tool_calls>{_list(calls)}</tool_calls>"
-
-
-def _write_mistral(calls: Calls) -> str:
-    return f"[TOOL_CALLS]{_list(calls)}"
-
-
-def _write_llama(calls: Calls) -> str:
-    functions = [call["function"] for call in calls]
-    return "; ".join(_json({"name": one["name"], "parameters": one["arguments"]}) for one in functions)
-
-
-def _list(calls: Calls) -> str:
-    return _json([_named(call) for call in calls])
-
-
-def _named(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-
-
-def _python(call: Mapping[str, Any]) -> str:
-    named = _named(call)
+def _python(call: Call) -> str:
     arguments = [
         f"{key}={value!r}" if key.isidentifier() else f"**{ {key: value}!r}"
-        for key, value in named["arguments"].items()
+        for key, value in call["function"]["arguments"].items()
     ]
-    return f"{named['name']}({', '.join(arguments)})"
+    return f"{call['function']['name']}({', '.join(arguments)})"
 
 
 def _plain(value: object) -> str:
@@ -161,16 +120,20 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _writer(write: Callable[[Call], str], begin: str, between: str, end: str) -> CallWriter:
+    return lambda calls: begin + between.join(map(write, calls)) + end
+
+
 WRITERS: Final[Mapping[NotationName, CallWriter]] = {
-    "hermes": _write_hermes,
-    "qwen_xml": _write_qwen_xml,
-    "ling": _write_ling,
-    "lfm2": _write_lfm2,
-    "olmo3": _write_olmo3,
-    "kimi": _write_kimi,
-    "granite": _write_granite,
-    "nemotron": _write_nemotron,
-    "jamba": _write_jamba,
-    "mistral": _write_mistral,
-    "llama": _write_llama,
+    "hermes": _writer(_hermes, "", "\n", ""),
+    "qwen_xml": _writer(_qwen_xml, "", "\n", ""),
+    "ling": _writer(_ling, "", "\n", ""),
+    "lfm2": _writer(_python, "<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    "olmo3": _writer(_python, "<function_calls>", "\n", "</function_calls>"),
+    "kimi": _writer(_kimi, "<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
+    "granite": _writer(_named, "<|tool_call|>[", ", ", "]"),
+    "nemotron": _writer(_named, "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+    "jamba": _writer(_named, "<tool_calls>[", ", ", "]</tool_calls>"),
+    "mistral": _writer(_named, "[TOOL_CALLS][", ", ", "]"),
+    "llama": _writer(_llama, "", "; ", ""),
 }

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from forkpoint.engine.conversation import content_of, content_texts
+from forkpoint.engine.conversation import Message, content_of, content_texts
 from forkpoint.params import MAX_THINKING_END_CHARS, THINK_END, THINKING_END
 
-Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Message]], str | None]  # None if the template refuses the conversation
 ArgumentForm: TypeAlias = Literal["any", "mapping", "text"]
 CallIds: TypeAlias = Literal["any", "named", "short"]
