@@ -69,13 +69,11 @@ class Slab:
                 raise
         finally:
             os.close(fd)
-        self._fd = _open_direct(path)
-        if self._fd is None:
-            self._fd = os.open(path, flags, 0o600)
+        direct = _open_direct(path)
+        self._fd = os.open(path, flags, 0o600) if direct is None else direct
 
     def write(self, kind: int, unit: int, data: mmap.mmap) -> None:
         """Write a unit; `data` has its stored bytes, whole sectors."""
-        assert self._fd is not None
         offset, view = self.layout.offset(kind, unit), memoryview(data)
         while view:
             written = os.pwrite(self._fd, view, offset)
@@ -83,11 +81,9 @@ class Slab:
 
     def read(self, kind: int, unit: int, data: mmap.mmap) -> bool:
         """Read a unit's stored bytes into `data`. Returns False if the file ends before it."""
-        assert self._fd is not None
         return os.preadv(self._fd, [data], self.layout.offset(kind, unit)) == len(data)
 
     def close(self) -> None:
-        assert self._fd is not None
         os.close(self._fd)
 
 

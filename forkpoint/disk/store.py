@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -45,12 +45,6 @@ class Job:
         return self.removes or (self.kind == kind and unit in (self.unit, self.source))
 
 
-@dataclass(slots=True)
-class _News:
-    done: list[int] = field(default_factory=list)
-    failed: list[int] = field(default_factory=list)
-
-
 class DiskStore:
     """Owns a folder's slab and journal, and the thread that uses them.
 
@@ -78,7 +72,7 @@ class DiskStore:
         self._buffers: dict[int, list[mmap.mmap]] = {BLOCK: [], SLOT: []}  # idle ones
         self._arrived: dict[int, tuple[int, mmap.mmap]] = {}  # ticket -> kind and contents
         self._discarded: set[int] = set()  # tickets of reads whose contents nobody wants
-        self._news = _News()
+        self._done, self._failed = list[int](), list[int]()  # tickets for the next `news`
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="disk", daemon=True)
         self._thread.start()
@@ -103,7 +97,7 @@ class DiskStore:
     def fail_write(self, ticket: int) -> None:
         """Report a write as failed that the caller does not want."""
         with self._changed:
-            self._news.failed.append(ticket)
+            self._failed.append(ticket)
 
     def take(self, ticket: int) -> tuple[int, mmap.mmap]:
         """Return the kind of what a read found and the buffer with it, for `give_back`.
@@ -137,11 +131,10 @@ class DiskStore:
         """
         with self._changed:
             if wait_s:
-                self._changed.wait_for(lambda: self._news.done or self._news.failed, wait_s)
-            news, self._news = self._news, _News()
-        if not news.done and not news.failed:
-            return None
-        return TierNews(tuple(news.done), tuple(news.failed), self.writes)
+                self._changed.wait_for(lambda: self._done or self._failed, wait_s)
+            done, self._done = self._done, []
+            failed, self._failed = self._failed, []
+        return TierNews(tuple(done), tuple(failed), self.writes) if done or failed else None
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Finish the jobs that are queued, as far as the time allows, and close the files."""
@@ -213,7 +206,7 @@ class DiskStore:
                 self._arrived[job.ticket] = job.kind, buffer
             else:
                 self._buffers[job.kind].append(buffer)
-            (self._news.done if is_right else self._news.failed).append(job.ticket)
+            (self._done if is_right else self._failed).append(job.ticket)
             self._changed.notify_all()
 
     def _change(self, job: Job) -> None:
@@ -230,7 +223,7 @@ class DiskStore:
             if job.data is not None:
                 self._buffers[job.kind].append(job.data)
             if job.ticket:
-                (self._news.done if is_done else self._news.failed).append(job.ticket)
+                (self._done if is_done else self._failed).append(job.ticket)
                 self._changed.notify_all()
 
     def _remove(self, name: EntryName | None) -> None:
