@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, TypeVar
@@ -367,6 +368,11 @@ class EngineConfig:
         if self.kv_transfer_config is not None and not self.links_peers:
             return self.kv_transfer_config.cpu_bytes
         return math.ceil((self.kv_offloading_size or 0) * GIB)
+
+    @property
+    def shows_bars(self) -> bool:
+        """Whether bars show how far loading has come."""
+        return self.use_tqdm_on_load and self.log_level != "error" and sys.stderr.isatty()
 
     @property
     def interleave(self) -> int:

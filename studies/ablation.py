@@ -24,14 +24,14 @@ from forkpoint.cache.hazards import HazardModel, KindHazards, ReuseClass, age_bi
 from forkpoint.cache.learnt import PRIORS, ConversationTurn, LearntPolicy, LostShare
 from forkpoint.cache.tree import Checkpoint, Origin
 from forkpoint.cli.simulate import add_simulate_options, make_cases, read_traces, run
-from forkpoint.config import SchedulerConfig
+from forkpoint.config import GIB, SchedulerConfig
 from forkpoint.errors import ForkpointError
 from forkpoint.sim.cases import Case
 from forkpoint.sim.engine_replica import EngineReplica
 from forkpoint.sim.named_systems import engine_options
 from forkpoint.sim.replica import SimulatedReplica
 from forkpoint.sim.shape import ModelShape
-from forkpoint.sim.table import GIB, markdown
+from forkpoint.sim.table import markdown
 from forkpoint.sim.trace import Trace
 
 

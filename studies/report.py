@@ -11,11 +11,11 @@ from types import MappingProxyType
 from typing import Final
 
 from benchmarks.pages import wrapped
-from forkpoint.config import SchedulerConfig
+from forkpoint.config import GIB, SchedulerConfig
 from forkpoint.sim.cases import Case, CaseResult, run_cases
 from forkpoint.sim.cost import Device
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, WEIGHT_BYTES, ModelShape
-from forkpoint.sim.table import GIB, markdown
+from forkpoint.sim.table import markdown
 from forkpoint.sim.trace import Trace
 from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound, num_prompt_tokens
 from studies.plots import Curve, write_plot

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -31,8 +30,7 @@ def with_folders(config: EngineConfig) -> EngineConfig:
     Sets up logging. Raises ModelFolderError, or what `load_config` raises.
     """
     set_up_logging(config.log_level)
-    shown = config.use_tqdm_on_load and config.log_level != "error" and sys.stderr.isatty()
-    weights = config.load_format != "dummy"
+    weights, shown = config.load_format != "dummy", config.shows_bars
     fetch = partial(model_folder, download_dir=config.download_dir, show_bar=shown, overrides=config.hf_overrides)
     model = fetch(config.model, revision=config.revision, weights=weights)
     if config.tokenizer is None or config.skip_tokenizer_init:

@@ -199,30 +199,30 @@ class Values:
     values: Mapping[str, Any]
     where: str
 
-    def integer(self, name: str, default: int | None, high: int, low: int = 1) -> int:
+    def _given(self, name: str, default: object) -> Any:
         value = self.values.get(name)
-        value = default if value is None else value
+        return default if value is None else value
+
+    def integer(self, name: str, default: int | None, high: int, low: int = 1) -> int:
+        value = self._given(name, default)
         if type(value) is not int or not low <= value <= high:
             raise ModelFolderError(f"{self.where} has {name}={shown(value)}; an integer from {low} to {high} is needed")
         return value
 
     def number(self, name: str, default: float) -> float:
-        value = self.values.get(name)
-        value = default if value is None else value
+        value = self._given(name, default)
         if type(value) not in (int, float) or not 0 < value < 1e9:
             raise ModelFolderError(f"{self.where} has {name}={shown(value)}; a positive number is needed")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name)
-        value = default if value is None else value
+        value = self._given(name, default)
         if type(value) is not bool:
             raise ModelFolderError(f"{self.where} has {name}={shown(value)}; true or false is needed")
         return value
 
     def channels(self, name: str, above: float = -1e6, default: Channels = HALVES) -> Channels:
-        value = self.values.get(name)
-        value = list(default) if value is None else value
+        value = self._given(name, list(default))
         fits = isinstance(value, list) and len(value) == 3
         if not fits or not all(type(each) in (int, float) and above < each < 1e6 for each in value):
             raise ModelFolderError(f"{self.where} has {name}={shown(value)}; a list of 3 numbers is needed")
@@ -231,8 +231,7 @@ class Values:
 
     def inner(self, name: str, defaults: Mapping[str, Any] | None = None) -> Values:
         """Return the object of this name (absent: an empty one), with `defaults` for its absent values."""
-        value = self.values.get(name)
-        value = {} if value is None else value
+        value = self._given(name, {})
         if not isinstance(value, dict):
             raise ModelFolderError(f"{self.where} has {name}={shown(value)}; an object is needed")
         given = {key: each for key, each in value.items() if each is not None}

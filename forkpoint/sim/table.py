@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from forkpoint.config import GIB
 from forkpoint.sim.cases import CaseResult
 
-GIB = 1 << 30
 COLUMNS: Final[tuple[tuple[str, Callable[[CaseResult], str]], ...]] = (
     ("trace", lambda r: r.trace),
     ("memory GiB", lambda r: f"{r.memory_bytes / GIB:g}"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch
 from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, STORED_AT_ONCE, DiskFacts
 from forkpoint.cache.layout import WIDEST_STORED, CacheLayout, KVSpec
 from forkpoint.cache.peer_offers import PeerFacts
-from forkpoint.config import EngineConfig, SchedulerConfig
+from forkpoint.config import GIB, EngineConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
@@ -32,7 +31,7 @@ from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.worker.disk import open_disk_tier
-from forkpoint.worker.memory import GIB, bytes_beside_arena, explained_exhaustion
+from forkpoint.worker.memory import bytes_beside_arena, explained_exhaustion
 from forkpoint.worker.peers import open_peer_link
 from forkpoint.worker.sizing import choose_num_host_pages, choose_num_pages
 from forkpoint.worker.trial import run_full_step, try_graphs, try_kernels
@@ -249,7 +248,7 @@ def _state_write_interval(config: EngineConfig, layout: CacheLayout, num_rows: i
 def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) -> Model:
     remedy = "use a smaller model or a device with more memory, or end other programs that hold some of it"
     doing = f"loading the weights ({platform.free_bytes() / GIB:.1f} GiB were free)"
-    progress = WeightsProgress(show_bar=_shows_progress(config))
+    progress = WeightsProgress(show_bar=config.shows_bars)
     with _timed("weights loaded"), explained_exhaustion(doing, remedy), progress:
         return load_model(
             config.model,
@@ -312,10 +311,6 @@ def _timed(what: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     LOGGER.info("%s in %.1f s", what, time.perf_counter() - start)
-
-
-def _shows_progress(config: EngineConfig) -> bool:
-    return config.use_tqdm_on_load and config.log_level != "error" and sys.stderr.isatty()
 
 
 def _log_model(config: EngineConfig, loaded: Loaded) -> None:

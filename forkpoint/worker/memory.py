@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from forkpoint.checks import first_line
-from forkpoint.config import BLOCK_SIZE
+from forkpoint.config import BLOCK_SIZE, GIB
 from forkpoint.errors import ConfigError
 from forkpoint.runtime.dealt_keys import MOST_GATHERED
 from forkpoint.runtime.loaded import Loaded
@@ -18,7 +18,6 @@ from forkpoint.runtime.records import records_bytes
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.worker.trial import encode_largest_image, full_step_pages, run_full_step
 
-GIB = 1 << 30
 SAMPLER_BYTES_PER_LOGIT = 20  # bytes; a few fp32 copies of the logits of all rows, and the counts for penalties
 NUM_TRIALS = 4  # graphs whose size is measured; recording all of them twice would take too long
 GATHERED_COPIES = 3  # of keys: a rank's own part and all parts, apart and in the order of the tokens
