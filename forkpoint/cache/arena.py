@@ -179,7 +179,7 @@ class UnitPool:
 
     def _pop(self, most: int) -> list[int]:
         """Take up to `most` units of the fullest partly used page, which must exist. The caller sets their owner."""
-        page = next(iter(self._by_free[_lowest_bit(self._nonempty)]))
+        page = next(iter(self._by_free[(self._nonempty & -self._nonempty).bit_length() - 1]))
         free = self._free[page]
         self._unfile(page, len(free))
         units = free[: -most - 1 : -1]
@@ -333,7 +333,3 @@ class Arena:
                 assert count == pool.per_page, f"{name}: page {page} has {count} of {pool.per_page} units"
                 seen[page] = name
         assert len(seen) == self.num_pages, f"{self.num_pages - len(seen)} pages are lost"
-
-
-def _lowest_bit(bits: int) -> int:
-    return (bits & -bits).bit_length() - 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -52,9 +51,9 @@ class DiskTier(ReadTier):
         source: MoveRoute,
         tickets: Iterator[int],
         write_limit: int,
-        weighs_loads: bool = False,
-        wall_clock: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.perf_counter,
+        weighs_loads: bool,
+        wall_clock: Callable[[], float],
+        clock: Callable[[], float],
     ) -> None:
         """`source` is the route from the room above. At most `write_limit` bytes are written in a day.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address, ip_network
@@ -87,8 +86,8 @@ class FetchedPrompts(RestoreSource):
         facts: PeerFacts,
         moves: list[Move],
         counters: CacheCounters,
-        clock: Callable[[], float] = time.perf_counter,
-        tickets: Iterator[int] | None = None,
+        clock: Callable[[], float],
+        tickets: Iterator[int] | None,
     ) -> None:
         """`tickets` are those of all tiers, for copies that end later than their plan; None: all end with it."""
         self._reader: TierReads | None = None

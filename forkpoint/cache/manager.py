@@ -57,9 +57,9 @@ class CacheManager:
         self.deterministic = deterministic
         self.enabled = config.enable_prefix_caching and (config.checkpoints or not layout.has_states)
         self.arena = Arena(layout, num_pages)
-        policy = policy or EVICTION.find(config.eviction_policy)()
+        new_policy = EVICTION.find(config.eviction_policy)
         cost = cost or RecomputeCost()
-        self.store = PrefixStore(layout, self.arena, policy, cost, config.num_ghosts)
+        self.store = PrefixStore(layout, self.arena, policy or new_policy(), cost, config.num_ghosts)
         self.filing = Filing(self.store)
         self.boundaries = DecodeBoundaries(self.store, self.filing)
         self.room = ArenaRoom(self.store)
@@ -70,7 +70,6 @@ class CacheManager:
         self.restoring: Restoring | None = None
         tickets = itertools.count(FIRST_TICKET)
         if self.enabled:
-            new_policy = EVICTION.find(config.eviction_policy)
             self.tier, self.disk = build_tiers(
                 tiers, self.store, new_policy, cost, has_private=deterministic, tickets=tickets
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -47,8 +46,8 @@ class PeerExchange:
         facts: PeerFacts,
         moves: list[Move],
         counters: CacheCounters,
-        clock: Callable[[], float] = time.perf_counter,
-        tickets: Iterator[int] | None = None,
+        clock: Callable[[], float],
+        tickets: Iterator[int] | None,
     ) -> None:
         """`tickets`: as in FetchedPrompts."""
         self._layout, self._facts, self._moves, self._counters = layout, facts, moves, counters

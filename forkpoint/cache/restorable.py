@@ -50,7 +50,7 @@ class Restorable:
     kernels computed. Nobody could tell from a prompt's tokens that they are there.
     """
 
-    def __init__(self, room: str, *, has_private: bool, is_open: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, room: str, *, has_private: bool, is_open: Callable[[], bool]) -> None:
         self._room = room
         self._is_open = is_open
         self._is_hidden = False  # what is here is reported as removed

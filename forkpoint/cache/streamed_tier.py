@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -41,7 +40,7 @@ class StreamedHostTier(ReadTier, HostTier):
         *,
         has_private: bool,
         tickets: Iterator[int],
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
     ) -> None:
         """`tickets` are those of all tiers."""
         super().__init__(layout, num_pages, moves, policy, cost, counters, has_private=has_private)
