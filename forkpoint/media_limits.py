@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from forkpoint.checks import Checker, shown
 from forkpoint.errors import ConfigError
 from forkpoint.json_options import json_object
 
+MediaKind: TypeAlias = Literal["image", "video"]
 MAX_IMAGES: Final = 32  # images of a prompt where no limit is given
 MOST_IMAGES: Final = 1024  # the highest limit
 _CHECK: Final = Checker(ConfigError)
@@ -25,7 +26,7 @@ def read_media_limits(name: str, given: Any) -> dict[str, int]:
             raise ConfigError(f'{name}={shown(given)} is not allowed; give image=4,video=1, or JSON: {{"image": 4}}')
         given = {kind: int(count) for kind, _, count in (pair.partition("=") for pair in given.split(","))}
     given, limits = json_object(name, given), {}
-    for kind in ("image", "video"):
+    for kind in get_args(MediaKind):
         if kind in given:
             limit = given[kind]
             if isinstance(limit, Mapping):  # vLLM also takes the sizes with which it measures memory

@@ -17,7 +17,7 @@ from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.image_families.media_io import with_media_io
 from forkpoint.image_families.settings import ImageSettings, View
 from forkpoint.images import ImageSpan, PixelArray
-from forkpoint.media_limits import MAX_IMAGES
+from forkpoint.media_limits import MAX_IMAGES, MediaKind
 from forkpoint.obs.logs import LOGGER
 
 if TYPE_CHECKING:
@@ -66,6 +66,16 @@ class ImageProcessor:
             LOGGER.warning(why_no_images())
             return None
         return cls(settings, config.max_images, config.max_videos)
+
+    @property
+    def modalities(self) -> tuple[MediaKind, ...]:
+        """The kinds of media that a prompt may have."""
+        found: list[MediaKind] = []
+        if self.max_images:
+            found.append("image")
+        if self.max_videos and self.settings.video is not None:
+            found.append("video")
+        return tuple(found)
 
     def check_count(self, num_images: int, num_videos: int = 0) -> None:
         """Raises InvalidPromptError for more images or videos than a prompt may have."""

@@ -170,7 +170,13 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
 
     def card(name: str) -> ModelCard:
         limit = service.engine.inputs.max_model_len
-        return ModelCard(id=name, created=service.created, root=service.engine.config.model, max_model_len=limit)
+        return ModelCard(
+            id=name,
+            created=service.created,
+            root=service.engine.config.model,
+            max_model_len=limit,
+            input_modalities=["text", *service.media],
+        )
 
     @app.get("/v1/models", response_model=ModelList, responses=ERRORS)
     async def models() -> ModelList:

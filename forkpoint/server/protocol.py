@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from forkpoint.checks import MAX_INTEGER
+from forkpoint.media_limits import MediaKind
 from forkpoint.params import MAX_INT32
 from forkpoint.server.errors import HTTPError
 
@@ -229,12 +230,15 @@ class ErrorReply(ReplyModel):
 
 
 class ModelCard(ReplyModel):
+    """A served model. `input_modalities` are the kinds of content that its prompts may have."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "forkpoint"
     root: str
     max_model_len: int
+    input_modalities: list[Literal["text"] | MediaKind]
 
 
 class ModelList(ReplyModel):

@@ -27,7 +27,7 @@ from forkpoint.server.body import Parts
 from forkpoint.server.lanes import Lane
 from forkpoint.server.reader_answers import receive_answer
 from forkpoint.server.reader_process import HEAD, IS_USABLE, EndReader, Failed, StartReader, fork_loader
-from forkpoint.server.texts import Facts, Prepare, Texts
+from forkpoint.server.texts import Facts, LoadedTexts, Prepare, Texts
 
 SMALL_BYTES: Final = 64 * 2**10  # requests of at most this size use the lane with the highest priority
 LARGE_BYTES: Final = 2**20  # larger requests have a lane of their own
@@ -73,7 +73,7 @@ class Readers:
             Lane(niceness, width) for niceness in (SMALL_NICENESS, NICENESS, NICENESS)
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._loaded: asyncio.Future[Any] | None = None
+        self._loaded: asyncio.Future[LoadedTexts] | None = None
         self._is_loading = True
         self._lost = asyncio.Event()
         self._closed = False
@@ -87,7 +87,7 @@ class Readers:
         theirs.close()
         return cls(ours, pid)
 
-    async def loaded(self) -> Any:
+    async def loaded(self) -> LoadedTexts:
         """Return the result of `Texts.load` once the loader has it, or raise its error. Call this once."""
         self._loop = asyncio.get_running_loop()
         self._loaded = self._loop.create_future()

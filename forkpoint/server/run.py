@@ -143,10 +143,11 @@ class ApiServer:
         return OK
 
     async def _writer(self) -> tuple[Tokenizer | None, frozenset[int]]:
-        form, eos_token_ids = await self._readers.loaded()
-        if form is None:
-            return None, eos_token_ids
-        return Tokenizer.writer(form), eos_token_ids
+        loaded = await self._readers.loaded()
+        self._service.media = loaded.media
+        if loaded.tokenizer is None:
+            return None, loaded.eos_token_ids
+        return Tokenizer.writer(loaded.tokenizer), loaded.eos_token_ids
 
     async def _drain(self) -> None:
         """Refuse new requests, and wait until open requests have ended or `shutdown_timeout_s` is over."""

@@ -18,6 +18,7 @@ from starlette.types import Receive
 from forkpoint.config import SchedulerConfig
 from forkpoint.engine.async_engine import AsyncEngine, OpenRequest
 from forkpoint.errors import EngineStoppedError, ForkpointError, QueueFullError
+from forkpoint.media_limits import MediaKind
 from forkpoint.obs.logs import num_lost_lines
 from forkpoint.server.body import Bodies, Parts, transfer_params
 from forkpoint.server.config import ServerConfig
@@ -43,7 +44,8 @@ class Service:
     """Prepares requests and hands them to the engine.
 
     `thread` reads long parts of answers; a single thread leaves the event loop its share of the interpreter.
-    `closing`: no more requests are accepted. Only `ApiServer` sets it.
+    `closing`: no more requests are accepted. `media`: kinds of media that prompts may have, known once the model is
+    loaded. Only `ApiServer` sets these two.
     """
 
     engine: AsyncEngine
@@ -52,6 +54,7 @@ class Service:
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     closing: bool = False
+    media: tuple[MediaKind, ...] = ()
     thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "answers"))
     bodies: Bodies = field(init=False)
     fetcher: Fetcher | None = field(init=False, default=None)  # None: images are not fetched

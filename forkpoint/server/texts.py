@@ -26,6 +26,7 @@ from forkpoint.engine.inputs import InputProcessor, Prompt
 from forkpoint.engine.media_urls import num_media, remote_urls
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ConfigError, InvalidPromptError, PromptTooLongError, QueueFullError, RequestTooLargeError
+from forkpoint.media_limits import MediaKind
 from forkpoint.params import THINK_END, THINKING_END, SamplingParams
 from forkpoint.server.body import parse
 from forkpoint.server.calls.reader import Notation
@@ -47,6 +48,19 @@ class Facts:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTexts:
+    """What the API process needs of the tokenizer and the processor of images.
+
+    `tokenizer` is its `tokenizers` form as JSON; None without a tokenizer. `eos_token_ids` end a completion. `media`
+    are the kinds of media that prompts may have.
+    """
+
+    tokenizer: str | None
+    eos_token_ids: frozenset[int]
+    media: tuple[MediaKind, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +112,10 @@ class Texts:
         self.sampling: Mapping[str, Any] = {}  # defaults of the sampling parameters
         self.notices = Notices()
 
-    def load(self) -> tuple[str | None, frozenset[int]]:
+    def load(self) -> LoadedTexts:
         """Load the tokenizer and the chat template. Keeps the process from importing torch.
 
-        Returns the tokenizer in its `tokenizers` form as JSON (None without a tokenizer), and the ids that end a
-        completion, both for the API process. Raises ModelFolderError or ConfigError.
+        Raises ModelFolderError or ConfigError.
         """
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
         if not self.engine.skip_tokenizer_init:
@@ -121,7 +134,8 @@ class Texts:
         self.sampling = sampling_defaults(self.engine)
         log_sampling_defaults(self.engine, self.sampling)
         ends = eos_token_ids(self.engine.model, self.tokenizer, self.engine.hf_overrides)
-        return self.tokenizer.backend.to_str() if self.tokenizer is not None else None, ends
+        tokenizer = self.tokenizer.backend.to_str() if self.tokenizer is not None else None
+        return LoadedTexts(tokenizer, ends, self.images.modalities if self.images is not None else ())
 
     def begin(self, facts: Facts) -> None:
         size, length, ends = facts.vocab_size, facts.max_model_len, facts.eos_token_ids

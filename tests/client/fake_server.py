@@ -55,7 +55,8 @@ class FakeServer:
         self.aborted = 0
         self.open = 0
         self.max_open = 0
-        self.models: list[dict[str, Any]] = [{"id": MODEL, "object": "model", "root": MODEL, "max_model_len": 4096}]
+        card = {"id": MODEL, "object": "model", "root": MODEL, "max_model_len": 4096}
+        self.models: list[dict[str, Any]] = [{**card, "input_modalities": ["text", "image"]}]
         self.key: str | None = None  # asked for by /v1/models
         self.page: Path | None = None  # the folder of the chat page
         self.url = ""

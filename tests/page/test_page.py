@@ -342,7 +342,7 @@ def test_a_server_that_hides_its_models_asks_for_the_key(page: Page, server: Fak
 
 
 def test_models_to_choose_from(page: Page, server: FakeServer) -> None:
-    server.models = [{"id": "a/first"}, {"id": "b/second"}]
+    server.models = [{"id": name, "input_modalities": ["text"]} for name in ("a/first", "b/second")]
     page.reload()
     page.get_by_label("Model").select_option("b/second")
     say(page, "hello")

@@ -129,6 +129,27 @@ def test_an_edited_question_keeps_its_pictures(page: Page, server: FakeServer) -
     assert sent_images(server) == sent_images(server, 0) != [[]]
 
 
+def test_a_model_without_images_is_offered_none(page: Page, server: FakeServer) -> None:
+    button, note = (
+        page.get_by_role("button", name="Add images"),
+        page.get_by_role("alert").get_by_text("reads no images"),
+    )
+    expect(button).to_be_visible()
+    for card in server.models:
+        card["input_modalities"] = ["text"]
+    page.reload()
+    expect(page.get_by_label("Model")).to_be_visible()
+    expect(button).to_be_hidden()
+    for event in ("paste", "drop"):
+        put(page, event)
+        expect(note).to_be_visible()
+        expect(page.locator("#pictures").get_by_role("img")).to_have_count(0)
+        say(page, "what is this?")
+        expect(note).to_be_hidden()
+    answered(page, 2)
+    assert sent_images(server) == [[], [], []]
+
+
 def test_large_pictures_are_made_smaller_and_others_are_refused(page: Page, server: FakeServer) -> None:
     image: Any = pytest.importorskip("PIL.Image")
     file = io.BytesIO()
@@ -137,6 +158,8 @@ def test_large_pictures_are_made_smaller_and_others_are_refused(page: Page, serv
     expect(page.locator("#pictures").get_by_role("img")).to_have_count(1)
     put(page, "drop", name="broken.png", data=base64.b64encode(b"x").decode())
     expect(page.get_by_role("alert").get_by_text("broken.png cannot be read as an image.")).to_be_visible()
+    put(page, "drop", name="notes.pdf", kind="application/pdf", data=base64.b64encode(b"%PDF-1.7").decode())
+    expect(page.get_by_role("alert").get_by_text("notes.pdf cannot be read as an image.")).to_be_visible()
     say(page, "what is this?")
     answered(page)
     ((url,),) = sent_images(server)

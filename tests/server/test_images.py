@@ -369,3 +369,8 @@ def test_what_is_refused_is_answered_400_and_the_server_goes_on(server: RunningS
     )
     assert typed["usage"]["prompt_tokens_details"]["image_tokens"] == 0
     assert good[40:80] not in server.log
+
+
+def test_the_model_card_says_what_a_prompt_may_have(http: httpx2.Client) -> None:
+    (card,) = http.get("/v1/models").json()["data"]
+    assert card["input_modalities"] == ["text", "image", "video"]

@@ -183,6 +183,7 @@ def test_the_small_endpoints(http: httpx2.Client, tiny_model: Path) -> None:
     assert [http.get(f"/v1/models/{card['id']}").json() for card in models] == models
     assert http.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
     assert all(card["max_model_len"] == 512 and card["root"] == str(tiny_model) for card in models)
+    assert all(card["input_modalities"] == ["text"] for card in models)
     assert http.post("/v1/completions", json={"model": "alias", "prompt": "x"}).json()["model"] == "alias"
     page = http.get("/")
     assert page.status_code == 200 and page.headers["Content-Type"].startswith("text/html")

@@ -333,6 +333,7 @@ class App {
         ...data.map(({ id }) => element("option", { value: id, textContent: id.split("/").at(-1), title: id })),
       );
       if (data.some(({ id }) => id === before)) model.value = before;
+      pictures.offer(data.some((card) => card.input_modalities.includes("image")));
       model.hidden = false;
       banner.hidden = true;
     } catch (error) {

@@ -14,13 +14,20 @@ export class Pictures {
     this.changed = changed;
     this.urls = [];
     this.reading = 0; // files that are not read yet
+    this.areRefused = false; // because the model reads none
     this.note = "";
   }
   get isEmpty() {
     return !this.urls.length;
   }
+  /* `canRead`: whether the model reads images. */
+  offer(canRead) {
+    this.areRefused = !canRead;
+    $("add-pictures").hidden = !canRead;
+  }
   async add(files) {
-    this.note = "";
+    this.note = this.areRefused ? "This model reads no images." : "";
+    if (this.areRefused) return this.#draw();
     this.reading += files.length;
     this.#draw();
     for (const file of files) {
@@ -53,7 +60,7 @@ export class Pictures {
     document.addEventListener("drop", (event) => {
       if (!event.dataTransfer.types.includes("Files")) return;
       event.preventDefault(); // the browser would leave the page for the file
-      this.add(imageFiles(event.dataTransfer));
+      this.add([...event.dataTransfer.files]);
     });
   }
   /* Hands over the pictures, and forgets them. */
