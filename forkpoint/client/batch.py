@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from forkpoint.checks import member
-from forkpoint.client.protocol import Usage, refusal
+from forkpoint.client.protocol import NO_KEY, Usage, refusal
 from forkpoint.client.server import CHAT, COMPLETIONS, Reply, Server
 from forkpoint.errors import ConfigError, ServerError, ServerUnreachableError
 
@@ -180,7 +180,8 @@ async def run_batch(
     """Send `requests`, at most `max_concurrency` at once, and call `on_answer` with each answer as it comes.
 
     Once `stop` is set no more are sent, and this returns when open ones have ended. Raises ServerUnreachableError if no
-    connection can be opened, and what `on_answer` raises; open requests then get no answer.
+    connection can be opened, ServerRefusedError if the API key is refused, and what `on_answer` raises; open requests
+    then get no answer.
     """
     waiting = iter(requests)
 
@@ -207,6 +208,8 @@ async def _answer(server: Server, request: BatchRequest) -> BatchAnswer:
         raise
     except ServerError as error:
         return _line(request, None, {"code": "no_answer", "message": str(error)})
+    if reply.status == NO_KEY:  # all other requests would be refused, too
+        reply.raise_for_status()
     if reply.status >= 400:
         return _line(request, reply, {"code": "refused", "message": str(refusal(reply.status, reply.body))})
     return _line(request, reply, None)

@@ -11,6 +11,8 @@ from typing import Any, Final
 from forkpoint.checks import member
 from forkpoint.errors import BrokenAnswerError, ServerRefusedError
 
+API_KEY_VARIABLE: Final = "FORKPOINT_API_KEY"
+NO_KEY: Final = 401  # the status for a missing or unknown API key
 LINE_END: Final = re.compile(rb"\r\n|\n|\r")  # line endings of server-sent events
 
 
@@ -78,8 +80,12 @@ def read_chunk(data: str) -> list[Delta]:
 def refusal(status: int | None, document: object) -> ServerRefusedError:
     """Return the error that a response body describes; a bare `detail` or another shape is shown unchanged.
 
-    Its status is `status`, or the error's own integer `code` if that is None.
+    Its status is `status`, or the error's own integer `code` if that is None. A refused API key is answered with the
+    option that gives one, since the server's own text is about HTTP headers.
     """
+    if status == NO_KEY:
+        text = f"no API key that it knows was sent; give one with --api-key or in the environment's {API_KEY_VARIABLE}"
+        return ServerRefusedError(text, status=status)
     if not isinstance(document, Mapping):
         return ServerRefusedError(str(document)[:400] or "no reason given", status=status)
     error = document.get("error", document)

@@ -13,10 +13,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from forkpoint.checks import Checker
-from forkpoint.client.protocol import Delta, EventDecoder, read_chunk, refusal
+from forkpoint.client.protocol import API_KEY_VARIABLE, Delta, EventDecoder, read_chunk, refusal
 from forkpoint.errors import BrokenAnswerError, ConfigError, ServerUnreachableError
 
-API_KEY_VARIABLE: Final = "FORKPOINT_API_KEY"
 HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
 DONE: Final = "[DONE]"
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]

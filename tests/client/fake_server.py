@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 
 MODEL = "fake-model"
+NO_KEY = "send the header 'Authorization: Bearer KEY'"
 
 
 @dataclass
@@ -57,7 +58,7 @@ class FakeServer:
         self.max_open = 0
         card = {"id": MODEL, "object": "model", "root": MODEL, "max_model_len": 4096}
         self.models: list[dict[str, Any]] = [{**card, "input_modalities": ["text", "image"]}]
-        self.key: str | None = None  # asked for by /v1/models
+        self.key: str | None = None  # asked for by all paths of the API
         self.page: Path | None = None  # the folder of the chat page
         self.url = ""
 
@@ -79,9 +80,12 @@ class FakeServer:
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
-        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
-            return _error(401, "no key")
+        if self._refuses_key(request):
+            return _error(401, NO_KEY)
         return web.json_response({"object": "list", "data": self.models})
+
+    def _refuses_key(self, request: web.Request) -> bool:
+        return self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}"
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -92,6 +96,8 @@ class FakeServer:
         return web.Response(body=path.read_bytes(), content_type=mimetypes.guess_type(path.name)[0])
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if self._refuses_key(request):
+            return _error(401, NO_KEY)
         try:
             body = await request.json()
         except ValueError:

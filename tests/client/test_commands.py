@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 import os
 import signal
@@ -20,6 +21,7 @@ from forkpoint.bench.run import GROUPS
 from forkpoint.cli.main import main
 from forkpoint.cli.options import option_values
 from forkpoint.cli.parser import build_parser
+from forkpoint.client.server import CHAT
 from tests.client.fake_server import FakeServer, Script
 
 
@@ -92,6 +94,22 @@ def test_chat_goes_on_after_an_error(
     assert "Hello, world!" in shown.out
     contents = [message["content"] for message in server.requests[-1]["messages"]]
     assert contents == ["two", "half ", "three"]  # a refused question is taken back, half an answer is kept
+
+
+@pytest.mark.parametrize("command", [["chat", "-q", "hi"], ["complete", "--prompt", "hi"], ["run-batch"]])
+def test_a_missing_key_is_answered_with_the_option_that_gives_one(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    server.key = "k"
+    if command == ["run-batch"]:
+        (tmp_path / "in").write_text(
+            json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": []}})
+        )
+        command = [*command, "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
+    assert main([*command, "--url", server.url]) == 2
+    assert (
+        "the server answered 401: no API key that it knows was sent; give one with --api-key" in capsys.readouterr().err
+    )
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_it(

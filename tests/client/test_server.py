@@ -84,6 +84,13 @@ def test_a_refusal_carries_the_servers_words(server: FakeServer, document: dict[
     assert raised.value.status == 400
 
 
+def test_a_refused_key_is_answered_with_the_option_that_gives_one(server: FakeServer) -> None:
+    server.key = "right"
+    with pytest.raises(ServerRefusedError, match=r"give one with --api-key .*FORKPOINT_API_KEY") as raised:
+        ask(server.url, api_key="wrong")
+    assert raised.value.status == 401 and "header" not in str(raised.value)
+
+
 def test_an_error_inside_of_a_stream_is_raised(server: FakeServer) -> None:
     server.script = Script(error_after=2)
     with pytest.raises(ServerRefusedError, match="the engine died"):
