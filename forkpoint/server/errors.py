@@ -34,7 +34,15 @@ MESSAGES_TYPES: Final = MappingProxyType(
     }
 )
 # Paths that an error suggests. Clients with a wrong base URL ask without /v1, or with it twice.
-PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models", "/v1/responses")
+PROMPT_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+PATHS: Final = (*PROMPT_PATHS, "/v1/models")
+# Paths that a server has only with a flag.
+PATHS_BY_FLAG: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "--enable-dev-endpoints": ("/reset_prefix_cache", "/check_integrity"),
+        "--kv-events-config": tuple(f"/prefix{path}" for path in PROMPT_PATHS),
+    }
+)
 MAX_PATH: Final = 64  # characters of another path that are compared with these
 CLIENT_LEFT: Final = 499  # nginx's status for a client that left; it appears in the log and the metrics only
 RETRY_AFTER_S: Final = 1  # seconds; the Retry-After header of refusals for lack of room
@@ -120,6 +128,11 @@ def add_error_handlers(app: FastAPI) -> None:
 def _refusal(request: Request, error: HTTPException, headers: Mapping[str, str]) -> HTTPError:
     asked = f"{request.method} {request.url.path}"
     if error.status_code == 404:
+        path = request.url.path.removeprefix(request.scope["root_path"])
+        for flag, paths in PATHS_BY_FLAG.items():
+            if path in paths:
+                text = f"there is no {asked} without {flag}; start the server with it"
+                return HTTPError(404, text, "not_found_error")
         near = get_close_matches(request.url.path[:MAX_PATH], PATHS, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else "/docs lists what there is"
         return HTTPError(404, f"there is no {asked}; {hint}", "not_found_error")

@@ -25,6 +25,7 @@ def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """A server with keys and small limits."""
     flags = ["--api-key", KEY, "another", "--max-body-bytes", str(MAX_BODY_BYTES), "--max-open-requests", "4"]
     flags += ["--max-queue-len", "1", "--max-num-seqs", "1", "--shutdown-timeout-s", "0.1"]
+    flags += ["--max-stored-responses", "0"]
     running = start_server(tiny_model, tmp_path_factory.mktemp("guarded"), *flags)
     try:
         yield running.wait_ready()
@@ -113,6 +114,32 @@ def test_paths_and_methods_that_are_not_there(http: httpx2.Client) -> None:
 def test_a_path_that_is_nearly_right_is_named(http: httpx2.Client, path: str, meant: str) -> None:
     reply = http.post(f"{http.base_url}".rstrip("/") + path, json={})
     assert reply.status_code == 404 and f"there is no POST {path}; did you mean {meant}?" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("path", "flag"),
+    [
+        ("/reset_prefix_cache", "--enable-dev-endpoints"),
+        ("/check_integrity", "--enable-dev-endpoints"),
+        ("/prefix/v1/chat/completions", "--kv-events-config"),
+        ("/prefix/v1/responses", "--kv-events-config"),
+    ],
+)
+def test_a_path_that_a_flag_adds_is_answered_with_the_flag(guarded: RunningServer, path: str, flag: str) -> None:
+    with guarded.client() as http:
+        reply = http.post(path, json={}, headers={"Authorization": f"Bearer {KEY}"})
+    assert reply.status_code == 404
+    assert f"there is no POST {path} without {flag}; start the server with it" in reply.json()["error"]["message"]
+
+
+def test_a_server_that_stores_no_responses_names_the_flag(guarded: RunningServer) -> None:
+    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEY, max_retries=0)
+    with pytest.raises(openai.BadRequestError, match=r"stores no responses.*--max-stored-responses"):
+        client.responses.create(input="x", background=True)
+    with pytest.raises(openai.NotFoundError, match=r"stores no responses.*--max-stored-responses"):
+        client.responses.retrieve("resp_1")
+    with pytest.raises(openai.BadRequestError, match=r"stores no responses.*--max-stored-responses"):
+        client.responses.create(input="x", previous_response_id="resp_1")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"null", b'{"messages": 1e999}', b"[" * 100_000])

@@ -33,6 +33,7 @@ from forkpoint.server.talk import prompt_of
 from forkpoint.server.texts import Texts
 
 JSON = "application/json"
+STORES_NONE = "this server stores no responses (--max-stored-responses, --max-stored-responses-bytes)"
 T = TypeVar("T")
 
 
@@ -84,7 +85,8 @@ class Responses:
         service = self._service
         prepared = await self._read(prepare_response, request)
         if prepared.background and not self._store.keeps_any:
-            raise HTTPError(400, "this server stores no responses, so none can run in the background; leave it out")
+            text = f"{STORES_NONE}, so none can run in the background; leave it out"
+            raise HTTPError(400, text, param="background")
         key = self._key(f"resp_{service.new_id()}")
         generation = await service.open(key.name, prepared, request.receive)
         answer = ResponseAnswer(key.name, prepared, generation, service, self._store, key)
@@ -160,7 +162,8 @@ class Responses:
     def _stored(self, name: str, status: int = 404) -> Stored:
         stored = self._store.get(self._key(name))
         if stored is None:
-            text = f"there is no response {name[:80]!r}; stored responses are dropped for newer ones"
+            why = "stored responses are dropped for newer ones" if self._store.keeps_any else STORES_NONE
+            text = f"there is no response {name[:80]!r}; {why}"
             if status == 404:
                 raise HTTPError(404, text, "not_found_error", code="response_not_found")
             raise HTTPError(status, text, "invalid_request_error", code="previous_response_not_found")
