@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import index
+from typing import Any, Final
 
+from forkpoint.cache.policy_answers import wrong_answer
 from forkpoint.cache.tree import Origin
+from forkpoint.checks import shown
+from forkpoint.errors import ConfigError
+
+PAIRS: Final = "give pairs of an Origin and its positions, such as (Origin.BREAKPOINT, (128, 256))"
+POSITIONS: Final = "give integers, in tokens; they are rounded down to multiples of 64"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +59,32 @@ class CapturePolicy:
         raise NotImplementedError
 
     def candidates(self, context: CaptureContext) -> list[Candidate]:
-        """Return the chunk's positions, rounded down to the grid: each once, with its first reason."""
+        """Return the chunk's positions, rounded down to the grid: each once, with its first reason.
+
+        Raises ConfigError if `positions` gave something else than reasons and integers.
+        """
         chosen: dict[int, Candidate] = {}
-        for origin, positions in self.positions(context):
-            for position in positions:
-                floored = position // context.grid * context.grid
+        for reason in self._each(self.positions(context), "returned"):
+            if not (isinstance(reason, tuple) and len(reason) == 2 and isinstance(reason[0], Origin)):
+                raise self._wrong(f"gave {shown(reason)}", PAIRS)
+            origin, positions = reason
+            for position in self._each(positions, "gave"):
+                try:
+                    floored = index(position) // context.grid * context.grid
+                except TypeError:
+                    raise self._wrong(f"gave the position {shown(position)}", POSITIONS) from None
                 if context.start < floored <= context.end and floored not in chosen:
                     chosen[floored] = Candidate(floored, origin, self.displaces(origin))
         return list(chosen.values())
+
+    def _each(self, given: Any, how: str) -> Iterator[Any]:
+        try:
+            return iter(given)
+        except TypeError:
+            raise self._wrong(f"{how} {shown(given)}", PAIRS) from None
+
+    def _wrong(self, said: str, do: str) -> ConfigError:
+        return wrong_answer(self, "positions() of the capture policy", said, do)
 
     def displaces(self, origin: Origin) -> bool:
         """Return whether a state of that origin may evict others that are worth less."""

@@ -9,9 +9,9 @@ from forkpoint.cache.eviction import EntryFacts, EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lease import StateSave
+from forkpoint.cache.policy_answers import checked_key, checked_next_change
 from forkpoint.cache.tree import INSIDE_PROMPTS, Checkpoint, Node, Origin, nearest_checkpoint
 from forkpoint.config import BLOCK_SIZE
-from forkpoint.errors import ConfigError
 
 INSIDE: Final = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt continues below such a state
 Above: TypeAlias = Checkpoint | StateSave  # the nearest earlier state of the same history
@@ -30,7 +30,8 @@ class EvictionKeys:
         if isinstance(entry, Node):
             num_bytes = self._block_bytes
             saved = self._cost((entry.depth - 1) * BLOCK_SIZE, entry.depth * BLOCK_SIZE)
-            return self._key_of(
+            return checked_key(
+                self._policy,
                 EntryFacts(
                     Origin.BLOCK, saved, num_bytes, num_bytes, entry.last_used, age, entry.num_hits, 0, False, False,
                     None, entry.hash,
@@ -38,7 +39,8 @@ class EvictionKeys:
             )  # fmt: skip
         node, inside = entry.node, bool(entry.node.children)
         saved, num_bytes, kv_bytes, above = self._worth(nearest_checkpoint(node.parent), entry.num_tokens, inside)
-        return self._key_of(
+        return checked_key(
+            self._policy,
             EntryFacts(
                 entry.origin, saved, num_bytes, kv_bytes, entry.last_used, age, entry.num_hits, entry.num_expected,
                 inside, entry.superseded, above, node.hash, entry.note,
@@ -54,8 +56,9 @@ class EvictionKeys:
         """
         inside, now = origin in INSIDE, self._arena.turnover
         saved, num_bytes, kv_bytes, kind = self._worth(above, num_tokens, inside)
-        return self._key_of(
-            EntryFacts(origin, saved, num_bytes, kv_bytes, now, 0.0, 0, 0, inside, False, kind, block_hash, note)
+        return checked_key(
+            self._policy,
+            EntryFacts(origin, saved, num_bytes, kv_bytes, now, 0.0, 0, 0, inside, False, kind, block_hash, note),
         )
 
     def of_copy(self, source: Checkpoint, above: Checkpoint | None, inside: bool) -> float:
@@ -64,23 +67,13 @@ class EvictionKeys:
         `above` is the nearest checkpoint before it here; `inside` says whether the history goes on below it here.
         """
         saved, num_bytes, kv_bytes, kind = self._worth(above, source.num_tokens, inside)
-        return self._key_of(
+        return checked_key(
+            self._policy,
             EntryFacts(
                 source.origin, saved, num_bytes, kv_bytes, self._arena.turnover, 0.0, source.num_hits, 0,
                 inside, source.superseded, kind, source.node.hash, source.note,
             )
         )  # fmt: skip
-
-    def _key_of(self, facts: EntryFacts) -> float:
-        """Return the policy's key. Raises ConfigError if it is NaN or no number, which cannot be put in order."""
-        key = self._policy.key(facts)
-        if not isinstance(key, (float, int)) or key != key:
-            policy = type(self._policy)
-            raise ConfigError(
-                f"key() of the eviction policy {policy.__module__}:{policy.__qualname__} returned {key!r}; "
-                "return a float that is not NaN"
-            )
-        return key
 
     def _worth(self, above: Above | None, end: int, inside: bool) -> tuple[float, int, int, Origin | None]:
         """Return what a checkpoint at `end` saves and holds.
@@ -100,4 +93,4 @@ class EvictionKeys:
 
     def due(self, entry: Checkpoint | Node) -> float:
         """Return when the entry's key may fall by itself, by the cache's clock; inf if it never does."""
-        return entry.last_used + self._policy.next_change(self._arena.turnover - entry.last_used)
+        return entry.last_used + checked_next_change(self._policy, self._arena.turnover - entry.last_used)

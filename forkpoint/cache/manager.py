@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from forkpoint.cache.arena import Arena, Move, MoveRoute
 from forkpoint.cache.boundaries import DecodeBoundaries
@@ -20,7 +21,8 @@ from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
 from forkpoint.cache.peer_offers import Fetch, FetchNews
 from forkpoint.cache.peers import PeerExchange
-from forkpoint.cache.policies import EVICTION
+from forkpoint.cache.policies import new_eviction_policy
+from forkpoint.cache.policy_answers import checked_missed
 from forkpoint.cache.restorable import ARENA, RestorableRooms
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.restoring import Restoring
@@ -57,7 +59,7 @@ class CacheManager:
         self.deterministic = deterministic
         self.enabled = config.enable_prefix_caching and (config.checkpoints or not layout.has_states)
         self.arena = Arena(layout, num_pages)
-        new_policy = EVICTION.find(config.eviction_policy)
+        new_policy = partial(new_eviction_policy, config.eviction_policy)
         cost = cost or RecomputeCost()
         self.store = PrefixStore(layout, self.arena, policy or new_policy(), cost, config.num_ghosts)
         self.filing = Filing(self.store)
@@ -449,7 +451,7 @@ class CacheManager:
         if hit.miss is not None:
             self.store.counters.lost_tokens[hit.miss] += hit.once_num_tokens - hit.num_tokens
         gone = lease.chain.hashes[hit.num_tokens // BLOCK_SIZE : self.layout.usable_prefix(num_tokens) // BLOCK_SIZE]
-        lease.note, ended = self.store.policy.missed(gone, lease.note, self.arena.turnover)
+        lease.note, ended = checked_missed(self.store.policy, gone, lease.note, self.arena.turnover)
         if ended is None:
             return hit.junctions
         lease.num_survived_tokens = hit.kv_num_tokens

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 from forkpoint.cache.capture import CapturePolicy, DefaultCapture, DenseCapture, PromptEndCapture
 from forkpoint.cache.eviction import EvictionPolicy, LRUPolicy
 from forkpoint.cache.learnt import LearntPolicy
+from forkpoint.errors import ConfigError
 from forkpoint.plugins import Registry
+
+Policy = TypeVar("Policy")
 
 EVICTION: Final = Registry[type[EvictionPolicy]](
     "eviction policy", "forkpoint.eviction_policies", {"cost": LearntPolicy, "lru": LRUPolicy}, base=EvictionPolicy
@@ -18,6 +21,25 @@ CAPTURE: Final = Registry[type[CapturePolicy]](
     {"default": DefaultCapture, "dense": DenseCapture, "prompt-end": PromptEndCapture},
     base=CapturePolicy,
 )
+
+
+def new_eviction_policy(name: str) -> EvictionPolicy:
+    """Return a new eviction policy of that name. Raises ConfigError if there is none, or it cannot be made."""
+    return _new(EVICTION.find(name), f"the eviction policy {name!r}", "key", EvictionPolicy.key)
+
+
+def new_capture_policy(name: str) -> CapturePolicy:
+    """Return a new capture policy of that name. Raises ConfigError if there is none, or it cannot be made."""
+    return _new(CAPTURE.find(name), f"the capture policy {name!r}", "positions", CapturePolicy.positions)
+
+
+def _new(policy: type[Policy], what: str, method: str, unwritten: object) -> Policy:
+    if getattr(policy, method) is unwritten:
+        raise ConfigError(f"{what} has no method {method}(); write it as docs/extending.md says")
+    try:
+        return policy()
+    except TypeError as error:
+        raise ConfigError(f"{what} cannot be made without arguments: {error}") from error
 
 
 def register_eviction_policy(name: str, policy: type[EvictionPolicy]) -> None:

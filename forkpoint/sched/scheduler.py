@@ -12,7 +12,7 @@ from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.integrity import check_integrity
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.manager import CacheManager
-from forkpoint.cache.policies import CAPTURE
+from forkpoint.cache.policies import new_capture_policy
 from forkpoint.cache.tiers import NO_TIERS, TierSizes
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.errors import NonFiniteLogitsError, QueueFullError
@@ -76,7 +76,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._issued: deque[IssuedStep] = deque()
         self._running = RunningSet(scheduler.max_num_seqs, self._issued)
-        capture = capture or CAPTURE.find(cache.capture_policy)()
+        capture = capture or new_capture_policy(cache.capture_policy)
         self._encoder: EncoderBudget | None = None
         if has_images:
             self._encoder = EncoderBudget(scheduler.encoder_budget, scheduler.encoder_cache_size)

@@ -10,7 +10,7 @@ from typing import Final
 
 from forkpoint.cache.disk_entries import DiskFacts, no_entries
 from forkpoint.cache.layout import WIDEST_STORED, CacheLayout
-from forkpoint.cache.policies import CAPTURE, EVICTION
+from forkpoint.cache.policies import new_capture_policy, new_eviction_policy
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import GIB, MAX_HOST_GIB, CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
@@ -65,8 +65,8 @@ def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler
         cache=config,
         scheduler=replace(scheduler, max_queue_len=1 << 30),
         cost=shape.recompute_cost,
-        policy=EVICTION.find(chosen["eviction"])(),
-        capture=CAPTURE.find(chosen["capture"])(),
+        policy=new_eviction_policy(chosen["eviction"]),
+        capture=new_capture_policy(chosen["capture"]),
         drafter=_drafter(*(chosen[name] for name in DRAFTS)),
         tiers=TierSizes(_num_pages("host_memory", chosen, stored.page_bytes), _disk(chosen, stored), weighs_disk=True),
         disk_rate=_disk_rate(chosen["disk_rate"]),

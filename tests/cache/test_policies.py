@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from forkpoint.cache.capture import CaptureContext, CapturePolicy
@@ -13,6 +17,7 @@ from forkpoint.cache.policies import CAPTURE, EVICTION
 from forkpoint.cache.tree import Origin
 from forkpoint.cli.main import main
 from forkpoint.config import CacheConfig
+from forkpoint.errors import ConfigError
 from tests.sched.harness import LAYOUTS, Harness, tokens
 
 LENGTH = 3000
@@ -38,6 +43,19 @@ class NotANumber(EvictionPolicy):
 class Nothing(EvictionPolicy):
     def key(self, entry: EntryFacts) -> float:
         return None  # type: ignore[return-value]  # a forgotten return in code without types
+
+
+class Misspelled(EvictionPolicy):
+    def keys(self, entry: EntryFacts) -> float:
+        return 0.0
+
+
+class WithArguments(CapturePolicy):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
+        return ()
 
 
 class Broken(CapturePolicy):
@@ -74,6 +92,85 @@ def test_keys_without_an_order_are_refused(
     assert main(["simulate", "chat:sessions=4", "--memory", "1", "--systems", f"forkpoint:eviction={name}"]) == 2
     says = f"error: key() of the eviction policy {name} returned {value}; return a float that is not NaN"
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        (None, "returned None; give pairs of an Origin and its positions, such as (Origin.BREAKPOINT, (128, 256))"),
+        ([1000], "gave 1000; give pairs"),
+        ([(Origin.INTERVAL, 1000)], "gave 1000; give pairs"),
+        ([("interval", (1000,))], "gave ('interval', (1000,)); give pairs"),
+        ([(Origin.INTERVAL, (1000.0,))], "gave the position 1000.0; give integers, in tokens"),
+        ([(Origin.INTERVAL, (None,))], "gave the position None; give integers"),
+        ([(Origin.INTERVAL, ("64",))], "gave the position '64'; give integers"),
+    ],
+)
+def test_positions_that_are_none_are_refused(answer: Any, shown: str) -> None:
+    class Wrong(CapturePolicy):
+        def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
+            return answer  # type: ignore[no-any-return]
+
+    with pytest.raises(ConfigError) as raised:
+        Wrong().candidates(CaptureContext(0, 2000, 2000, 64))
+    says = str(raised.value)
+    assert says.startswith("positions() of the capture policy tests.cache.test_policies:") and shown in says
+
+
+def test_positions_of_numpy_are_integers() -> None:
+    class OfNumpy(CapturePolicy):
+        def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
+            yield Origin.INTERVAL, np.arange(-64, 2000, 640)
+
+    found = OfNumpy().candidates(CaptureContext(0, 2000, 2000, 64))
+    assert [(candidate.num_tokens, type(candidate.num_tokens)) for candidate in found] == [
+        (at, int) for at in (576, 1216, 1856)
+    ]
+
+
+def test_keys_of_numpy_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TwoClasses, "key", lambda _, entry: np.float32(entry.last_used))
+    layout = LAYOUTS["several blocks a page"]
+    config = CacheConfig(eviction_policy=EVICTION_HERE)
+    harness = Harness(layout=layout, num_pages=layout.num_pages_for(2 * LENGTH, 9) + 1, cache=config)
+    for seed in range(4):
+        harness.ask(f"prompt {seed}", tokens(seed, LENGTH))
+    assert harness.sched.cache.store.counters.blocks_evicted
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "shown"),
+    [
+        ("next_change", None, "return a number above the age"),
+        ("next_change", math.nan, "return a number above the age"),
+        ("next_change", 0.0, "return a number above the age"),
+        ("missed", None, "return the request's note, and a block of `gone` or None"),
+        ("missed", (None, b"other"), "return the request's note, and a block of `gone` or None"),
+    ],
+)
+def test_other_answers_of_eviction_policies_are_checked(
+    method: str, answer: object, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TwoClasses, method, lambda *_: answer)
+    harness = Harness(cache=CacheConfig(eviction_policy=EVICTION_HERE))
+    with pytest.raises(ConfigError) as raised:
+        harness.ask("first", tokens(1, LENGTH))
+    assert str(raised.value).startswith(f"{method}() of the eviction policy {EVICTION_HERE} returned")
+    assert shown in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "shown"),
+    [
+        ("eviction", "Misspelled", "has no method key(); write it as docs/extending.md says"),
+        ("capture", "CapturePolicy", "has no method positions(); write it"),
+        ("capture", "WithArguments", "cannot be made without arguments: "),
+    ],
+)
+def test_a_policy_that_cannot_be_made_is_named(kind: str, policy: str, shown: str) -> None:
+    name = f"{__name__}:{policy}"
+    with pytest.raises(ConfigError, match=re.escape(f"the {kind} policy {name!r} {shown}")):
+        Harness(cache=CacheConfig(**{f"{kind}_policy": name}))
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
