@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import subprocess
 import sys
@@ -43,17 +44,34 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "did not build" in built.reason
 
 
+def test_a_build_works_after_one_that_failed_in_the_same_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch gives the library of each further build another name."""
+    source, library, marker = tmp_path / "one.cpp", tmp_path / "key" / f"{cpu_build.NAME}.so", tmp_path / "complete"
+    if build().module is None:
+        pytest.skip(build().reason)
+    source.write_text("#error wrong\n")
+    with pytest.raises(RuntimeError):
+        cpu_build._compile([source], library, marker)
+    source.write_text('extern "C" int one() { return 1; }\n')
+    cpu_build._compile([source], library, marker)
+    assert marker.exists() and ctypes.CDLL(str(library)).one() == 1
+
+
 def test_a_stopped_build_leaves_nothing_that_the_next_one_reads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The compilers of the stopped one may still run, and write into its folder."""
     library, marker, places = tmp_path / "key" / f"{cpu_build.NAME}.so", tmp_path / "key" / "complete", list[Path]()
 
-    def load(name: str, *_: object, build_directory: str, **__: object) -> None:
+    def load(name: str, *_: object, build_directory: str, **__: object) -> str:
         places.append(Path(build_directory))
-        (places[-1] / f"{name}.so").write_text(f"build {len(places)}")
+        built = places[-1] / f"{name}_v{len(places)}.so"
+        built.write_text(f"build {len(places)}")
         if len(places) == 1:
             raise KeyboardInterrupt
+        return str(built)
 
     monkeypatch.setattr("torch.utils.cpp_extension.load", load)
     with pytest.raises(KeyboardInterrupt):

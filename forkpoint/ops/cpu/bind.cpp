@@ -18,7 +18,7 @@ void keep_freed_memory() {
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(forkpoint_cpu_ops, m) {
   forkpoint::bind_attention(m);
   forkpoint::bind_recurrence(m);
   forkpoint::bind_linear(m);

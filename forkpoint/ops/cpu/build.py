@@ -133,14 +133,15 @@ def _compile(sources: list[Path], library: Path, marker: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
         # The compilers of a build that was stopped may still run and write, so that each build has its own folder.
         with tempfile.TemporaryDirectory(prefix=BUILD, dir=folder, ignore_cleanup_errors=True) as place:
-            cpp_extension.load(
+            built = cpp_extension.load(
                 NAME,
                 [str(p) for p in sources if p.suffix == ".cpp"],
                 extra_cflags=list(FLAGS),
                 extra_ldflags=["-fopenmp"],
                 build_directory=place,
+                is_python_module=False,  # return the path: torch renames the library of a process's later builds
             )
-            os.replace(Path(place) / library.name, library)
+            os.replace(built, library)
         marker.touch()
 
 
