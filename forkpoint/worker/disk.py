@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from forkpoint.config import EngineConfig
 from forkpoint.disk.folder import make_way, own_folder
 from forkpoint.disk.namespace import namespace_of, weights_digest
 from forkpoint.disk.slab import SlabLayout
-from forkpoint.disk.store import DiskStore, open_store
+from forkpoint.disk.store import open_store
 from forkpoint.errors import ConfigError
 from forkpoint.ops.ranks import Ranks
 from forkpoint.runtime.buffers import ArenaBuffer
@@ -39,12 +40,17 @@ def open_disk_tier(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ran
         )
     facts = namespace_facts(config, loaded, ranks)
     folder = own_folder(Path(config.kv_disk_path), namespace_of({**facts, "ranks": ranks.size}))
+    open_own = partial(open_store, folder, slab, config.disk_tier_bytes, namespace_of(facts), ranks.rank, ranks.size)
+    device, store = loaded.platform.device, None
+    # The first ranks decide which of two engines that start at once has the folder, and whether it is in use.
     if not ranks.rank:
         make_way(folder)
-    store: DiskStore | None = open_store(
-        folder, slab, config.disk_tier_bytes, namespace_of(facts), ranks.rank, ranks.size
-    )
-    has_all = ranks.least(int(store is not None), loaded.platform.device)
+        store = open_own()
+    if not ranks.least(int(store is not None or ranks.rank > 0), device):
+        return None
+    if ranks.rank:
+        store = open_own()
+    has_all = ranks.least(int(store is not None), device)
     if store is None or not has_all:
         if store is not None:
             store.close()

@@ -1,0 +1,44 @@
+"""Engines of several ranks that open one folder at the same time."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from forkpoint.cache.disk_entries import DiskFacts
+from forkpoint.config import EngineConfig
+from forkpoint.disk.store import DiskStore
+from forkpoint.worker.disk import open_disk_tier
+from tests.disk.stores import LAYOUT, NUM_PAGES
+from tests.thread_ranks import ThreadRanks
+
+
+def test_one_of_two_engines_that_start_at_once_has_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever rank comes first to its file: the first ranks decide."""
+    monkeypatch.setattr("forkpoint.disk.folder.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("forkpoint.worker.disk.slab_layout", lambda arena: LAYOUT)
+    monkeypatch.setattr("forkpoint.worker.disk.namespace_facts", lambda config, loaded, ranks: {"ranks": ranks.rank})
+    size = 2 * NUM_PAGES * LAYOUT.page_bytes / 2**30
+    config = EngineConfig.from_flat(kv_disk_path=str(tmp_path), kv_disk_size=size)
+    loaded = cast(Any, SimpleNamespace(platform=SimpleNamespace(device="cpu")))
+    stores = list[DiskStore]()
+    arena = cast(Any, SimpleNamespace(use_disk=stores.append))
+
+    def opened(ranks: ThreadRanks) -> DiskFacts | None:
+        return open_disk_tier(config, loaded, arena, ranks)
+
+    engines = [ThreadRanks.all_of(2, gathers=False) for _ in range(2)]
+    (first, second), (others_first, others_second) = engines
+    with ThreadPoolExecutor(4) as threads:
+        early = [threads.submit(opened, ranks) for ranks in (first, others_second)]
+        time.sleep(0.2)
+        late = [threads.submit(opened, ranks) for ranks in (second, others_first)]
+        has_tier = [each.result() is not None for each in (early[0], late[0], late[1], early[1])]
+    for store in stores:
+        store.close()
+    assert has_tier == [True, True, False, False]
