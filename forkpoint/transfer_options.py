@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Self
 
 from forkpoint.checks import MAX_INTEGER, Bounds, Checker, option
@@ -35,6 +36,7 @@ LOOPBACK: Final = "127.0.0.1"
 ONLY_THIS_MACHINE: Final = ("loopback",)  # hosts from which prompts are fetched unless `remote_hosts` names others
 MAX_HOSTS: Final = 1024
 MAX_HOST_CHARS: Final = 253
+MAX_NAME_CHARS: Final = 200  # of an `engine_id`, whose rest is new with every start
 MAX_PORT: Final = 65535
 LEASE_S: Final = 30.0
 FETCH_TIMEOUT_S: Final = 10.0
@@ -87,6 +89,11 @@ class KVTransferConfig(JsonConfig):
         if "kv_connector" not in given:
             raise ConfigError(f"{cls.option_name}={given!r} needs 'kv_connector', as in {EXAMPLE_OF_TRANSFER}")
         return super(KVTransferConfig, cls).read(given)
+
+    def of_this_start(self) -> Self:
+        """Return the options of an engine that starts: no other engine, and no other start, has its `engine_id`."""
+        name = (self.engine_id or "forkpoint")[:MAX_NAME_CHARS]
+        return replace(self, engine_id=f"{name}-{uuid.uuid4().hex}")
 
     @property
     def cpu_bytes(self) -> int:

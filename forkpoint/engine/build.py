@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from forkpoint.cache.eviction import RecomputeCost
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import MIN_CHUNK, EngineConfig
@@ -46,6 +48,8 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
     LOGGER.info("loading %s", config.model)
     if config.speculative_config and config.speculative_config.ignored:
         LOGGER.info("speculative_config: %s changes nothing here", ", ".join(config.speculative_config.ignored))
+    if config.kv_transfer_config is not None:  # once, for all ranks
+        config = replace(config, kv_transfer_config=config.kv_transfer_config.of_this_start())
     is_apart = config.distributed_executor_backend == "mp" or config.tensor_parallel_size > 1
     worker = start_worker(config) if is_apart else build_worker(config)
     facts = worker.facts

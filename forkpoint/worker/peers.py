@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-
 from forkpoint.cache.disk_entries import BLOCK, SLOT
 from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.config import EngineConfig
@@ -24,15 +22,16 @@ def open_peer_link(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ran
     Raises ConfigError if its port cannot be had.
     """
     options = config.kv_transfer_config
-    assert options is not None
+    assert options is not None and options.engine_id is not None
     host, port = options.side_channel
     if port:
         port += ranks.rank
     namespace = namespace_of(namespace_facts(config, loaded, ranks))
     allowed_hosts = options.remote_hosts if options.kv_role != "kv_producer" else ()
-    engine_id = options.engine_id or uuid.uuid4().hex
     max_bytes = int(options.kv_buffer_size) // ranks.size
-    facts = PeerFacts(namespace, engine_id, host, port, allowed_hosts, max_bytes, options.fetch_timeout_s, ranks.size)
+    facts = PeerFacts(
+        namespace, options.engine_id, host, port, allowed_hosts, max_bytes, options.fetch_timeout_s, ranks.size
+    )
     unit_bytes = {BLOCK: arena.stored_bytes(MoveKind.BLOCK), SLOT: arena.stored_bytes(MoveKind.SLOT)}
     try:
         link: PeerLink = open_link(

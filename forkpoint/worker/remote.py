@@ -11,7 +11,6 @@ import contextlib
 import multiprocessing
 import tempfile
 import time
-import uuid
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -72,9 +71,6 @@ def start_worker(config: EngineConfig) -> Worker:
 
     Raises what `build_worker` raises there, or EngineStoppedError if a process ends.
     """
-    options = config.kv_transfer_config
-    if options is not None and options.links_peers and options.engine_id is None:  # one for all ranks
-        config = replace(config, kv_transfer_config=replace(options, engine_id=uuid.uuid4().hex))
     return start_ranks([config] * config.tensor_parallel_size)
 
 

@@ -71,6 +71,13 @@ def decode(tiny_model: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+@pytest.fixture
 def warnings() -> Iterator[list[str]]:
     """The warnings that the engines log."""
 
@@ -251,14 +258,33 @@ def test_an_offer_that_does_not_fit_is_computed(
     check_computed(hasty, one, token_ids, answer, before, warnings, says)
 
 
-def test_a_dead_peer_is_not_asked_again(one: LLM, prefill: LLM, hasty: LLM, warnings: list[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+def test_a_dead_peer_is_not_asked_again(
+    one: LLM, prefill: LLM, hasty: LLM, warnings: list[str], free_port: int
+) -> None:
     for seed, says in ((90, "refused"), (91, "has not answered")):
         warnings.clear()
         params, before = computed(prefill, prompt(seed)), hasty.get_metrics()["peer_failed_fetches"]
-        answer = ask(hasty, prompt(seed), {**params, "remote_port": port})
+        answer = ask(hasty, prompt(seed), {**params, "remote_port": free_port})
         check_computed(hasty, one, prompt(seed), answer, before, warnings, says)
+
+
+def test_engines_of_one_name_are_told_apart(
+    tiny_model: Path, one: LLM, free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options that name an engine are often those of all engines, and of its next start."""
+    options: dict[str, Any] = {**SHARED, "log_level": "warning"}
+    named = {"kv_connector": "NixlConnector", "engine_id": "name", "kv_connector_extra_config": {}}
+    at_port = {**named, "kv_role": "kv_producer", "kv_connector_extra_config": {"side_channel_port": free_port}}
+    with LLM(str(tiny_model), **options, kv_transfer_config={**named, "kv_role": "kv_consumer"}) as second:
+        with LLM(str(tiny_model), **options, kv_transfer_config=at_port) as first:
+            answer = ask(second, prompt(130), computed(first, prompt(130)))
+            assert answer.cache.num_peer_tokens == 256
+            params, before = computed(first, prompt(131)), second.get_metrics()["peer_failed_fetches"]
+        with LLM(str(tiny_model), **options, kv_transfer_config=at_port) as first:
+            computed(first, prompt(132))
+            answer = ask(second, prompt(131), params)
+            lines = capsys.readouterr().err.splitlines()
+            check_computed(second, one, prompt(131), answer, before, lines, "it has been restarted")
 
 
 def test_an_offer_ends(one: LLM, prefill: LLM, hasty: LLM, warnings: list[str]) -> None:
