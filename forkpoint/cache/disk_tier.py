@@ -15,7 +15,7 @@ from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import TRY_AGAIN_S, LoadChoice
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tier import ReadTier, unit_of, windows_of
+from forkpoint.cache.tier import LateTier, unit_of, windows_of
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Node, Origin
 from forkpoint.cache.windows import WindowRuns
@@ -28,7 +28,7 @@ ORIGINS: Final = tuple(Origin)  # a record's `origin` is an index of it
 LOGGER: Final = logging.getLogger("forkpoint")
 
 
-class DiskTier(ReadTier):
+class DiskTier(LateTier):
     """Keeps what the room above evicts on a disk, which a thread of the worker reads and writes.
 
     Its nodes have no tokens: their hashes alone name them. A failed write or read removes its
@@ -69,13 +69,9 @@ class DiskTier(ReadTier):
         self._write_limit = write_limit
         self._wall_clock = wall_clock
         self._window_start_s, self._window_bytes = facts.window_start_s, facts.window_bytes
-        self._tickets = tickets
-        self._reader = TierReads(layout, moves, tickets, READ_AT_ONCE, clock, self._read)
-        self._clock = clock
+        self._follow(TierReads(layout, moves, tickets, READ_AT_ONCE, clock, self._read), tickets, clock)
         if weighs_loads:
             self.choice = LoadChoice(cost, clock)
-        self._writing: dict[int, tuple[BlockHash, int]] = {}  # ticket -> hash and bytes
-        self._unwritten_bytes = 0
         self._load(facts)
 
     @collection_paused()  # hundreds of thousands of objects that all stay
@@ -144,11 +140,8 @@ class DiskTier(ReadTier):
 
     def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
         kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
-        ticket = next(self._tickets)
-        name, windows = name_of(node, checkpoint), windows_of(checkpoint)
-        self.arena.moves.append(Move(kind, src, unit, self._source, ticket, name, windows=windows))
-        self._writing[ticket] = node.hash, num_bytes
-        self._unwritten_bytes += num_bytes
+        ticket, name = self._begin_write(node, num_bytes), name_of(node, checkpoint)
+        self.arena.moves.append(Move(kind, src, unit, self._source, ticket, name, windows=windows_of(checkpoint)))
         self.counters.disk_stored_bytes += num_bytes
         self._window_bytes += num_bytes
 
@@ -211,14 +204,6 @@ class DiskTier(ReadTier):
             elif (block_hash := self._end_write(ticket)) is not None:
                 self.counters.disk_failed_writes += 1
                 self.condemn([block_hash])
-
-    def _end_write(self, ticket: int) -> BlockHash | None:
-        """Forget a write that has ended and return its hash; None for a read that nobody waits for."""
-        if ticket not in self._writing:
-            return None
-        block_hash, num_bytes = self._writing.pop(ticket)
-        self._unwritten_bytes -= num_bytes
-        return block_hash
 
     # --- removing
 

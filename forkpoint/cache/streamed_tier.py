@@ -9,10 +9,11 @@ from forkpoint.cache.arena import Move, MoveRoute
 from forkpoint.cache.counters import CacheCounters
 from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, HOST_READY, STORED_AT_ONCE
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
+from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tier import HostTier, ReadTier, unit_of, windows_of
+from forkpoint.cache.tier import HostTier, LateTier, unit_of, windows_of
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.cache.windows import WindowRuns
@@ -21,7 +22,7 @@ AHEAD_AT_ONCE: Final = 64 * 2**20  # bytes that a plan stores before eviction as
 RESERVE_SHARE: Final = 50  # with fewer than 1 / 50 of the arena's pages free, entries are stored ahead
 
 
-class StreamedHostTier(ReadTier, HostTier):
+class StreamedHostTier(LateTier, HostTier):
     """A host tier whose copies are reported by tickets.
 
     A plan copies a stored unit to a buffer of the device. The unit can be given out again at once, in the same plan. A
@@ -46,15 +47,11 @@ class StreamedHostTier(ReadTier, HostTier):
         super().__init__(layout, num_pages, moves, policy, cost, counters, has_private=has_private)
         self.is_ready = False
         self.stored_at_once = STORED_AT_ONCE
-        self._tickets = tickets
-        self._reader = TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock, self._fetch)
-        self._clock = clock
+        self._follow(TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock, self._fetch), tickets, clock)
         self.choice = self._choice = LoadChoice(cost, clock)
-        self._storing: dict[int, int] = {}  # ticket -> bytes
-        self._storing_bytes = 0
 
     def may_store(self, num_bytes: int) -> bool:
-        return self.is_ready and self._storing_bytes + num_bytes <= self.stored_at_once
+        return self.is_ready and self._unwritten_bytes + num_bytes <= self.stored_at_once
 
     def store_ahead(self, store: PrefixStore) -> None:
         """Store a part of what the arena's `store` evicts next, if its memory is nearly used up.
@@ -80,10 +77,8 @@ class StreamedHostTier(ReadTier, HostTier):
 
     def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
         kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
-        ticket = next(self._tickets)
+        ticket = self._begin_write(node, num_bytes)
         self.arena.moves.append(Move(kind, src, unit, MoveRoute.STORE, ticket, windows=windows_of(checkpoint)))
-        self._storing[ticket] = num_bytes
-        self._storing_bytes += num_bytes
         self.counters.host_stored_bytes += num_bytes
 
     def _fetch(self, node: Node, checkpoint: Checkpoint | None, ticket: int) -> Move:
@@ -100,6 +95,6 @@ class StreamedHostTier(ReadTier, HostTier):
         self.counters.host_loaded_bytes += unit_of(self.layout, node, checkpoint)[2]
         return self._reader.land(node, checkpoint, unit, windows)
 
-    def _end_write(self, ticket: int) -> None:
+    def _end_write(self, ticket: int) -> BlockHash | None:
         self.is_ready = self.is_ready or ticket == HOST_READY
-        self._storing_bytes -= self._storing.pop(ticket, 0)
+        return super()._end_write(ticket)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters, CacheStats
@@ -217,15 +217,32 @@ class Tier(RestoreSource):
         self.store.reset()
 
 
-class ReadTier(Tier):
-    """A tier whose units the worker reads to buffers, from where a later plan copies them to the arena."""
+class LateTier(Tier):
+    """A tier whose copies end later than their plan. The worker then reports their tickets.
 
-    _reader: TierReads
-    _clock: Callable[[], float]
+    A unit is read to a buffer of the worker, from where a later plan copies it to the arena.
+    """
 
-    @abstractmethod
-    def _end_write(self, ticket: int) -> object:
-        """Take in that the worker has done what `ticket` names, unless it is no write of this tier."""
+    def _follow(self, reader: TierReads, tickets: Iterator[int], clock: Callable[[], float]) -> None:
+        """Start to follow copies, as the last step of the construction. `tickets` are those of all tiers."""
+        self._reader, self._tickets, self._clock = reader, tickets, clock
+        self._writing: dict[int, tuple[BlockHash, int]] = {}  # ticket -> hash and bytes
+        self._unwritten_bytes = 0
+
+    def _begin_write(self, node: Node, num_bytes: int) -> int:
+        """Return the ticket of a write of a node's block or checkpoint."""
+        ticket = next(self._tickets)
+        self._writing[ticket] = node.hash, num_bytes
+        self._unwritten_bytes += num_bytes
+        return ticket
+
+    def _end_write(self, ticket: int) -> BlockHash | None:
+        """Forget a write that has ended and return its hash; None for a read that nobody waits for."""
+        if ticket not in self._writing:
+            return None
+        block_hash, num_bytes = self._writing.pop(ticket)
+        self._unwritten_bytes -= num_bytes
+        return block_hash
 
     @property
     def is_reading(self) -> bool:
