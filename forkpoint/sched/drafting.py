@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from forkpoint.cache.manager import CacheManager
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import StructuredOutputError
 from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.drafter import Drafter
-from forkpoint.sched.plan import IntArray, StepResult
+from forkpoint.sched.plan import IntArray, StepPlan, StepResult
 from forkpoint.sched.prompt_demand import PromptDemand
 from forkpoint.sched.request import Grammar, Request
 from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
 from forkpoint.sched.stats import DraftStats
-from forkpoint.sched.step_clock import StepClock
 from forkpoint.sched.step_pace import StepPace
 
 MOST_HELD = 1 / 4  # share of decode rows that may miss a step that is planned early
@@ -31,13 +30,11 @@ class DraftPlanner:
         self,
         drafter: Drafter,
         cache: CacheManager,
-        clock: Callable[[], float],
         demand: PromptDemand,
         pace: StepPace | None,
     ) -> None:
         """`pace` limits the prompt tokens of steps with decode rows. None: only the step's budget does."""
-        self._drafter, self._cache, self._clock, self._demand = drafter, cache, StepClock(clock), demand
-        self._pace = pace
+        self._drafter, self._cache, self._demand, self._pace = drafter, cache, demand, pace
         self._num_left = 0  # drafts that the step under construction may still get
         self._num_drafts = self._num_tokens = 0
         self._accepted: Counter[int] = Counter()  # by position in the draft
@@ -121,13 +118,12 @@ class DraftPlanner:
         self._num_left -= len(drafts)
         return drafts, masks[: len(drafts)]
 
-    def begin(self, issued: IssuedStep) -> None:
-        """Note the time at which a step was planned, and whether it computes prompts."""
-        self._clock.begin(issued.plan.step)
-        self._demand.planned(issued.plan)
+    def begin(self, plan: StepPlan) -> None:
+        """Note whether a step computes prompts."""
+        self._demand.planned(plan)
 
-    def count_accepted(self, issued: IssuedStep, result: StepResult) -> None:
-        """Count the drafts of a step whose result is there, accepted or not, and how long it took.
+    def count_accepted(self, issued: IssuedStep, result: StepResult, seconds: float) -> None:
+        """Count the drafts of a step whose result is there after so many seconds, accepted or not.
 
         The requests' counters grow, and the drafter learns both.
         """
@@ -143,10 +139,8 @@ class DraftPlanner:
                     self._num_tokens += num_drafts
                     self._accepted.update(range(num_accepted))
                     self._drafter.judged(scheduled.request, num_drafts, num_accepted)
-        elapsed_s: float | None = self._clock.end(issued.plan.step)
-        if issued.plan.num_decodes < len(rows):  # prompts took a part of the time
-            elapsed_s = None
-        self._drafter.stepped(result.num_tokens, len(result.token_ids), elapsed_s)
+        computes_prompts = issued.plan.num_decodes < len(rows)  # which took a part of the time
+        self._drafter.stepped(result.num_tokens, len(result.token_ids), None if computes_prompts else seconds)
 
     def forget(self, request: Request) -> None:
         self._drafter.forget(request)

@@ -93,7 +93,8 @@ class IssuedStep:
     """A step in flight: what to do when its result arrives, or to undo when it fails.
 
     `requests` are those of the plan's rows, `sampled` those whose rows sample. `readers` are the checkpoints that its
-    rows read. `filed` entered the tree since the plan before: this plan, or an earlier one, computes it.
+    rows read. `filed` entered the tree since the plan before: this plan, or an earlier one, computes it. The scheduler
+    sets `planned_s`, the time at which it was planned.
     """
 
     plan: StepPlan
@@ -101,6 +102,7 @@ class IssuedStep:
     sampled: list[ScheduledRequest]
     readers: list[Checkpoint]
     filed: list[Node | Checkpoint]
+    planned_s: float = 0.0
 
 
 def num_written(first_decode: IntArray, start: IntArray, pending: IntArray, interval: int) -> IntArray:

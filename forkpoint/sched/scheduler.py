@@ -26,7 +26,7 @@ from forkpoint.sched.drafting import DraftPlanner
 from forkpoint.sched.encoder_budget import EncoderBudget
 from forkpoint.sched.handover import Handover
 from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult, TokenLogprobs
-from forkpoint.sched.prefill_timer import PrefillTimer
+from forkpoint.sched.prefill_times import note_prefill
 from forkpoint.sched.prompt_demand import PromptDemand
 from forkpoint.sched.prompt_scores import take_prompt_logprobs
 from forkpoint.sched.queue import WaitingQueue
@@ -86,17 +86,14 @@ class Scheduler:
         self._departures = Departures(self.cache, self._running, self._admission, state_write_interval)
         self._pace: StepPace | None = None
         if scheduler.max_inter_token_latency_ms is not None:
-            self._pace = StepPace(scheduler.max_inter_token_latency_ms / 1000, clock)
+            self._pace = StepPace(scheduler.max_inter_token_latency_ms / 1000)
         self._drafting: DraftPlanner | None = None
         if drafter is not None:
             demand = PromptDemand(self._waiting, self._running)
-            self._drafting = DraftPlanner(drafter, self.cache, clock, demand, self._pace)
+            self._drafting = DraftPlanner(drafter, self.cache, demand, self._pace)
         self._handover = Handover(self.cache)
-        self._timers: list[PrefillTimer | StepPace] = []
-        if self.cache.load_choices:
-            self._timers.append(PrefillTimer(self.cache.load_choices, tiers.clock))
-        if self._pace is not None:
-            self._timers.append(self._pace)
+        self._load_choices = self.cache.load_choices
+        self._clock, self._ended_s = clock, 0.0  # when the last step ended
         self._requests: dict[str, ScheduledRequest] = {}
         self._retries = Retries()
         self._steps = itertools.count()
@@ -239,9 +236,8 @@ class Scheduler:
             dropped_images = self._encoder.drain_dropped()
         issued = builder.finish(removed, flushes, dropped_images, waits_for_tiers=waits)
         if self._drafting is not None:
-            self._drafting.begin(issued)
-        for timer in self._timers:
-            timer.begin(issued.plan)
+            self._drafting.begin(issued.plan)
+        issued.planned_s = self._clock()
         self._issued.append(issued)
         self._num_steps += 1
         return issued.plan
@@ -372,15 +368,19 @@ class Scheduler:
         """
         issued = self._issued.popleft()
         assert issued.plan.step == result.step, f"result of step {result.step}, expected {issued.plan.step}"
-        for timer in self._timers:
-            timer.end(issued.plan)
+        began_s, self._ended_s = max(self._ended_s, issued.planned_s), self._clock()
+        seconds = self._ended_s - began_s  # for which the device worked on the step
+        if self._pace is not None:
+            self._pace.add(issued.plan, seconds)
+        if self._load_choices:
+            note_prefill(issued.plan, seconds, self._load_choices)
         if result.tier_news is not None or result.fetched is not None:
             self.cache.apply_news(result.tier_news, result.fetched)
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)
         sampled, ends = confirm_tokens(issued, result)
         if self._drafting is not None:
-            self._drafting.count_accepted(issued, result)
+            self._drafting.count_accepted(issued, result, seconds)
         updates: list[RequestUpdate] = []
         if result.prompt_logprobs:
             updates += take_prompt_logprobs(issued, result)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.sched.plan import StepPlan
-from forkpoint.sched.step_clock import StepClock
 
 MARGIN: Final = 0.8  # share of the limit that steps are planned for, because durations vary
 MEMORY: Final = 0.9  # factor on the weight of earlier steps for each new step
@@ -29,19 +27,14 @@ class StepPace:
     While all steps have about as many prompt tokens, which says nothing about the slope, the last slope is kept.
     """
 
-    def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, limit_s: float) -> None:
         """`limit_s` is the longest that a step with decode rows should take."""
-        self._limit_s, self._clock = MARGIN * limit_s, StepClock(clock)
+        self._limit_s = MARGIN * limit_s
         self._sums = [0.0] * 5  # weighted sums of 1, x, y, xx and xy: x prompt tokens in y seconds
         self._slope = 0.0  # 0: not known yet
 
-    def begin(self, plan: StepPlan) -> None:
-        """Note that a step was planned."""
-        self._clock.begin(plan.step)
-
-    def end(self, plan: StepPlan) -> None:
+    def add(self, plan: StepPlan, seconds: float) -> None:
         """Take in the duration of a step that has ended. Steps that only wait or copy are ignored."""
-        seconds = self._clock.end(plan.step)
         if not plan.num_tokens:
             return
         tokens = float(plan.rows.num_tokens[plan.num_decodes :].sum())

@@ -425,6 +425,7 @@ def start(
         config,
         deterministic=options.deterministic,
         drafter=drafter,
+        clock=lambda: 0.0,
         tiers=TierSizes(num_host_pages, disk, streams=device.has_copy_streams, clock=lambda: 0.0),
         state_write_interval=interval,
     )

@@ -114,6 +114,7 @@ class Harness:
             config,
             deterministic=self.deterministic,
             drafter=drafter,
+            clock=clock,
             tiers=TierSizes(self.num_host_pages, disk, peers=self.peers, streams=self.host_streams, clock=clock),
             state_write_interval=self.state_write_interval,
         )

@@ -17,20 +17,16 @@ class Steps:
     """Steps that each compute as many prompt tokens as the pace allows, next to one decode row."""
 
     def __init__(self, token_s: float) -> None:
-        self.now_s = 0.0
-        self.pace = StepPace(LIMIT_S, lambda: self.now_s)
-        self._token_s, self._num_steps = token_s, 0
+        self.pace = StepPace(LIMIT_S)
+        self._token_s = token_s
 
     def run(self, count: int, held_up_s: float = 0.0) -> int:
         """Return the tokens that the next step may compute."""
         for _ in range(count):
             tokens = self.pace.num_tokens
             rows = SimpleNamespace(num_tokens=np.array([1, tokens]))
-            plan: Any = SimpleNamespace(step=self._num_steps, num_tokens=1 + tokens, num_decodes=1, rows=rows)
-            self._num_steps += 1
-            self.pace.begin(plan)
-            self.now_s += BASE_S + self._token_s * tokens + held_up_s
-            self.pace.end(plan)
+            plan: Any = SimpleNamespace(num_tokens=1 + tokens, num_decodes=1, rows=rows)
+            self.pace.add(plan, BASE_S + self._token_s * tokens + held_up_s)
         return self.pace.num_tokens
 
 
