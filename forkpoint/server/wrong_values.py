@@ -67,8 +67,15 @@ def _nearest(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     by_kind: dict[object, list[Mapping[str, Any]]] = defaultdict(list)
     for error in errors:
         if error["loc"][:1] == errors[0]["loc"][:1]:
-            by_kind[error["loc"][1:2]].append(error)
+            by_kind[_alternative(error)].append(error)
     return min(by_kind.values(), key=lambda found: (len(found), -len(found[0]["loc"]), -_num_right(found[0])))[0]
+
+
+def _alternative(error: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """Return the path to the first alternative of a union that the error lies in; without one, to a list's element."""
+    path = error["loc"]
+    kinds = (number for number, part in enumerate(path) if isinstance(part, str) and KIND.fullmatch(part))
+    return tuple(path[: next(kinds, 1) + 1])
 
 
 def _num_right(error: Mapping[str, Any]) -> int:

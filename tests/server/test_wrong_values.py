@@ -37,6 +37,11 @@ CASES: list[tuple[Any, Any, str]] = [
         {"messages": [{"role": "user", "content": 5}]},
         "messages.0.content=5 is not allowed; give a string, or a",
     ),
+    (
+        ChatBody,
+        {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "text", "text": "x"}, "y"]}]},
+        "messages.1.content.1='y' is not allowed; give an object",
+    ),
     (ChatBody, {**CHAT, "tool_choice": {"type": "function"}}, "tool_choice.function is missing; give it"),
     (ChatBody, {**CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs=1 is not allowed; give an object"),
     (ChatBody, {**CHAT, "stop_token_ids": [1] * 5000}, "give a list with a length of at most 4096"),
