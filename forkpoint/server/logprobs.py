@@ -23,6 +23,7 @@ class TokenLogprob(TopLogprob):
 
 class ChatLogprobs(ReplyModel):
     content: list[TokenLogprob] | None
+    refusal: None = None
 
 
 class TextLogprobs(ReplyModel):
@@ -71,7 +72,7 @@ def chat_logprobs(entries: Sequence[Mapping[int, Logprob]], num_top: int) -> dic
     for entry in entries:
         top = [_top_logprob(one) for one in sorted(entry.values(), key=lambda one: one.rank) if one.rank <= num_top]
         content.append({**_top_logprob(next(iter(entry.values()))), "top_logprobs": top})
-    return {"content": content}
+    return {"content": content, "refusal": None}
 
 
 def text_logprobs(

@@ -187,11 +187,18 @@ class PromptTokensDetails(ReplyModel):
     image_tokens: int
 
 
+class CompletionTokensDetails(ReplyModel):
+    reasoning_tokens: int
+
+
 class CompletionUsage(ReplyModel):
+    """Token counts. Only chat completions tell reasoning apart, so that others have no `completion_tokens_details`."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class CacheInfo(ReplyModel):

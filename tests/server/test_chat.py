@@ -11,6 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from forkpoint import LLM, SamplingParams
+from tests.server.running import RunningServer
 
 SYSTEM = "You answer briefly. " * 12
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12}
@@ -39,6 +40,26 @@ def test_answers_are_those_of_the_engine(client: openai.OpenAI, oracle: LLM) -> 
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert answer.usage.completion_tokens == 12
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
+
+
+def test_an_answer_has_all_fields_that_openai_requires(http: httpx2.Client) -> None:
+    body = {**GREEDY, "messages": conversation("What is a fork?"), "logprobs": True}
+    [choice] = http.post("/v1/chat/completions", json=body).json()["choices"]
+    assert {"role", "content", "refusal"} <= choice["message"].keys() and choice["message"]["refusal"] is None
+    assert choice["logprobs"].keys() == {"content", "refusal"} and choice["logprobs"]["refusal"] is None
+
+
+def test_usage_counts_the_tokens_of_reasoning(thinker: RunningServer) -> None:
+    client = openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="one", max_retries=0)
+    asked: dict[str, Any] = {"messages": conversation("Think"), **GREEDY}
+    usages = [client.chat.completions.create(**asked).usage]
+    usages += [
+        chunk.usage
+        for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        if chunk.usage
+    ]
+    details = [usage.completion_tokens_details for usage in usages if usage is not None]
+    assert [found.reasoning_tokens for found in details if found is not None] == [12, 12]
 
 
 def test_a_later_turn_reuses_the_earlier_ones(client: openai.OpenAI) -> None:

@@ -26,10 +26,14 @@ class ToolCall(ReplyModel):
 
 
 class AnswerMessage(ReplyModel):
-    """The message of an answer. `reasoning` and `reasoning_content` are equal; clients expect one or the other."""
+    """The message of an answer. `reasoning` and `reasoning_content` are equal; clients expect one or the other.
+
+    `refusal` is always null: OpenAI's documents require the field.
+    """
 
     role: str
     content: str | None = None
+    refusal: None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -73,6 +77,10 @@ class ChatAnswer(CompletionAnswer[PreparedTurn]):
     def __post_init__(self) -> None:
         self._talk = Talk(self.prepared, self.generation, self.service.thread)
         self._role = self.service.config.response_role
+
+    def usage(self) -> dict[str, Any]:
+        details = {"reasoning_tokens": self._talk.num_reasoning_tokens}
+        return {**super().usage(), "completion_tokens_details": details}
 
     async def choices(self) -> AsyncIterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
         delta = {"role": self._role, "content": ""}
