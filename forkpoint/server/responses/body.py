@@ -13,7 +13,7 @@ from forkpoint.params import MAX_STOP_TOKEN_IDS
 from forkpoint.server.chat.body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
-from forkpoint.server.protocol import Body, Many, MaxTokens, TokenId
+from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, TokenId
 from forkpoint.server.responses.items import is_reference, messages_of, referred, resolved
 from forkpoint.server.responses.tools import AnyTool, FunctionTool, ToolChoice, Tools, chat_choice
 from forkpoint.server.sampling import SampledBody
@@ -139,7 +139,11 @@ def chat_fields(body: CountBody, conversation: Sequence[dict[str, Any]], tools: 
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         note("requests have text.verbosity, which is ignored; ask for long or short texts in the instructions")
     if not fields["messages"]:
-        raise HTTPError(400, "input is empty; give a text or at least one item", param="input")
+        if not body.input:
+            raise HTTPError(400, "input is empty; give a text or at least one item", param="input")
+        kinds = ", ".join(sorted({str(item.get("type"))[:MAX_SHOWN] for item in body.input if isinstance(item, dict)}))
+        text = f"no item of input is understood ({kinds}); add messages, or calls of functions and their outputs"
+        raise HTTPError(400, text, param="input")
     return {name: value for name, value in fields.items() if value is not None}
 
 
