@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -176,11 +177,16 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
             root=service.engine.config.model,
             max_model_len=limit,
             input_modalities=["text", *service.media],
+            display_name=name,
+            created_at=datetime.fromtimestamp(service.created, UTC).isoformat(),
+            max_input_tokens=limit,
+            max_tokens=limit,
         )
 
+    @app.get("/v1/models/", include_in_schema=False)  # otherwise this would be the model without a name
     @app.get("/v1/models", response_model=ModelList, responses=ERRORS)
     async def models() -> ModelList:
-        return ModelList(data=[card(name) for name in names])
+        return ModelList(data=[card(name) for name in names], first_id=names[0], last_id=names[-1])
 
     @app.get("/v1/models/{name:path}", response_model=ModelCard, responses=ERRORS)
     async def model(name: str) -> ModelCard:

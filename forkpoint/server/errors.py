@@ -11,6 +11,7 @@ from typing import Final
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from forkpoint.errors import (
     EngineNotReadyError,
@@ -83,13 +84,18 @@ class HTTPError(Exception):
         kind = MESSAGES_TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
-    def body_for(self, path: str) -> dict[str, object]:
-        """Return the error's body in the form of the API that `path` belongs to."""
-        return self.messages_body() if "/v1/messages" in path else self.body()
+    def body_for(self, scope: Scope) -> dict[str, object]:
+        """Return the error's body in the form that the client of the request `scope` reads."""
+        return self.messages_body() if is_anthropic(scope) else self.body()
 
     @property
     def headers(self) -> dict[str, str]:
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether a request is one of Anthropic's API, by its path or by the header that its clients send."""
+    return "/v1/messages" in scope["path"] or any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def too_large(most_bytes: int) -> HTTPError:
@@ -119,7 +125,7 @@ def add_error_handlers(app: FastAPI) -> None:
             answer = _refusal(request, error, headers)
         else:
             answer = to_http(error, f"{request.method} {request.url.path}")
-        return JSONResponse(answer.body_for(request.url.path), answer.status, headers | answer.headers)
+        return JSONResponse(answer.body_for(request.scope), answer.status, headers | answer.headers)
 
     for kind in (HTTPError, ForkpointError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)

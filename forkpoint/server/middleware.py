@@ -18,7 +18,7 @@ from forkpoint.checks import is_loopback
 from forkpoint.obs.logs import LOGGER
 from forkpoint.server.body import is_json
 from forkpoint.server.config import ServerConfig
-from forkpoint.server.errors import HTTPError, too_large
+from forkpoint.server.errors import HTTPError, is_anthropic, too_large
 from forkpoint.server.metrics import Metrics
 from forkpoint.server.page import FOLDER as PAGE_FOLDER
 
@@ -27,6 +27,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json",
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.%]+)\]|(?P<name>[^:\[\]@/?#\s]+))(?::\d*)?")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # requests with these change nothing
 REQUEST_ID = b"x-request-id"
+ANTHROPICS_REQUEST_ID = b"request-id"  # the header in which Anthropic's clients look for it
 MAX_REQUEST_ID_LENGTH = 128  # characters; longer ids are cut
 KEY: Final[ContextVar[bytes]] = ContextVar("key")  # the API key of the current request; empty if it needs none
 
@@ -34,7 +35,7 @@ KEY: Final[ContextVar[bytes]] = ContextVar("key")  # the API key of the current 
 class Gate:
     """Answers 403 to foreign hosts and pages, 401 without a known key, and 413 if Content-Length is too large.
 
-    Adds X-Request-Id to every answer, and counts the answers.
+    Adds X-Request-Id to every answer (and Request-Id to those of Anthropic's API), and counts the answers.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
@@ -52,6 +53,7 @@ class Gate:
         scope["root_path"] = self._config.root_path
         headers = dict(scope["headers"])
         request_id = headers.get(REQUEST_ID, b"")[:MAX_REQUEST_ID_LENGTH] or uuid.uuid4().hex.encode()
+        id_headers = (REQUEST_ID, ANTHROPICS_REQUEST_ID) if is_anthropic(scope) else (REQUEST_ID,)
         started = time.perf_counter()
         status = 0
 
@@ -59,7 +61,7 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id)]
+                message["headers"] = [*message.get("headers", ()), *((name, request_id) for name in id_headers)]
             await send(message)
 
         try:
@@ -67,7 +69,7 @@ class Gate:
             await self._app(scope, receive, send_with_id)
         except HTTPError as error:
             if not status:
-                refusal = JSONResponse(error.body_for(scope["path"]), error.status, error.headers)
+                refusal = JSONResponse(error.body_for(scope), error.status, error.headers)
                 await refusal(scope, receive, send_with_id)
         finally:
             # The declared path of the route, not the requested one: clients could create labels without end.

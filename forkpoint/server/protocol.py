@@ -237,7 +237,11 @@ class ErrorReply(ReplyModel):
 
 
 class ModelCard(ReplyModel):
-    """A served model. `input_modalities` are the kinds of content that its prompts may have."""
+    """A served model, with the fields of OpenAI's API, of vLLM's and of Anthropic's.
+
+    `created` is in seconds, `created_at` in the form of RFC 3339. `input_modalities` are the kinds of content that its
+    prompts may have.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -246,11 +250,22 @@ class ModelCard(ReplyModel):
     root: str
     max_model_len: int
     input_modalities: list[Literal["text"] | MediaKind]
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
 
 
 class ModelList(ReplyModel):
+    """All served models. `has_more`, `first_id` and `last_id` are for Anthropic's clients, which read in pages."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    has_more: Literal[False] = False
+    first_id: str
+    last_id: str
 
 
 class VersionReply(ReplyModel):

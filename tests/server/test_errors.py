@@ -164,6 +164,7 @@ def test_the_client_raises_its_typed_errors(client: openai.OpenAI) -> None:
 
 
 def test_unknown_paths_and_methods(http: httpx2.Client) -> None:
+    assert http.get("/v1/models/").json() == http.get("/v1/models").json()
     missing = http.get("/v1/nothing")
     assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
     assert http.get("/v1/completions").status_code == 405

@@ -60,6 +60,25 @@ def test_answers_are_those_of_the_engine(client: anthropic.Anthropic, oracle: LL
         assert answer.usage.output_tokens == 12 and answer.usage.cache_creation_input_tokens == 0
 
 
+def test_models_and_requests_have_what_the_client_reads(client: anthropic.Anthropic) -> None:
+    models = list(client.models.list())
+    assert [(model.id, model.type, model.display_name) for model in models] == [
+        (name, "model", name) for name in ("tiny", "alias")
+    ]
+    assert client.models.retrieve("alias") == models[1]
+    assert models[0].max_input_tokens == 512 and models[0].created_at.tzinfo is not None
+    assert client.models.list().has_more is False and client.models.list().last_id == "alias"
+    named = client.messages.with_raw_response.create(**ask("x"), extra_headers={"X-Request-Id": "abc"})
+    assert named.parse()._request_id == "abc"
+    for wrong in (
+        lambda: client.messages.create(**ask("x", stop_sequences=[""])),
+        lambda: client.models.retrieve("no"),
+    ):
+        with pytest.raises(anthropic.APIStatusError) as refused:
+            wrong()
+        assert len(refused.value.request_id or "") == 32 and refused.value.body["type"] == "error"  # type: ignore[index]
+
+
 def test_a_later_turn_reads_from_the_cache(client: anthropic.Anthropic) -> None:
     first = client.messages.create(**ask("Tell me about rivers, " * 8, system="Rivers. " * 12, **GREEDY))
     messages: list[Any] = [
