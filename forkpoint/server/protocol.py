@@ -57,6 +57,9 @@ T = TypeVar("T")
 Many = Annotated[list[T], FirstError()]  # a list that may be long; checking stops at its first wrong element
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_INTEGER)]  # above MAX_INT32 there is no limit
+TransferParams = Annotated[
+    dict[str, Any] | None, Field(description="from a proxy that splits requests between prefill and decode engines")
+]
 
 
 class RequestBody(Body):

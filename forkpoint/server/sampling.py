@@ -20,7 +20,7 @@ from forkpoint.params import (
     StructuredOutputsParams,
 )
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.protocol import Body, Many, RequestBody, TokenId, at_most
+from forkpoint.server.protocol import Body, Many, RequestBody, TokenId, TransferParams, at_most
 from forkpoint.server.texts import Texts
 
 MAX_REQUEST_ID_LENGTH: Final = 128  # characters, as for the header X-Request-Id
@@ -121,9 +121,7 @@ class SamplingBody(SampledBody):
     guided_regex: str | None = None
     guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
-    kv_transfer_params: dict[str, Any] | None = Field(
-        None, description="from a proxy that splits requests between prefill and decode engines"
-    )
+    kv_transfer_params: TransferParams = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> SamplingBody:

@@ -11,7 +11,7 @@ from forkpoint.server.chat.body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.history import chat_messages, not_understood, text_of
 from forkpoint.server.notices import Note
-from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, RequestBody
+from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, RequestBody, TransferParams
 from forkpoint.server.sampling import bounded
 
 
@@ -74,9 +74,7 @@ class MessagesBody(CountTokensBody):
     top_p: float | None = bounded("top_p")
     top_k: int | None = bounded("top_k")
     cache_salt: str | None = Field(None, description="prompts share cached prefixes only under the same salt")
-    kv_transfer_params: dict[str, Any] | None = Field(
-        None, description="from a proxy that splits requests between prefill and decode engines"
-    )
+    kv_transfer_params: TransferParams = None
 
     @property
     def shows_thinking(self) -> bool:

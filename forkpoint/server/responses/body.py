@@ -13,7 +13,7 @@ from forkpoint.params import MAX_STOP_TOKEN_IDS
 from forkpoint.server.chat.body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
-from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, TokenId
+from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, TokenId, TransferParams
 from forkpoint.server.responses.items import is_reference, messages_of, referred, resolved
 from forkpoint.server.responses.tools import AnyTool, FunctionTool, ToolChoice, Tools, chat_choice
 from forkpoint.server.sampling import SampledBody
@@ -63,9 +63,7 @@ class ResponsesBody(CountBody):
     include_reasoning: bool | None = Field(None, description="false: the answer leaves reasoning out")
     include: Many[str] | None = Field(None, description="parts that this server does not have are left out")
     metadata: dict[str, Any] | None = None
-    kv_transfer_params: dict[str, Any] | None = Field(
-        None, description="from a proxy that splits requests between prefill and decode engines"
-    )
+    kv_transfer_params: TransferParams = None
     user: str | None = None
     service_tier: str | None = None
 
