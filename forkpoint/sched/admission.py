@@ -134,7 +134,7 @@ class Admission:
                 return hit
             if restoring.current is not None and not self._drop_later_restore(scheduled):
                 return None
-            if not self._cache.room.fits(hit, request.num_tokens + 1, self._running.num_requests, spare_slots=1):
+            if not self._cache.room.fits(hit, request.num_tokens + 1, len(self._running.requests), spare_slots=1):
                 return hit
             restoring.begin(lease, scheduled.order, *found, hit)
         restore = restoring.current
@@ -155,7 +155,7 @@ class Admission:
             return
         if not restoring.is_for(lease):
             hit = self.lookup(scheduled)
-            has_room = self._cache.room.fits(hit, request.num_tokens + 1, self._running.num_requests, spare_slots=1)
+            has_room = self._cache.room.fits(hit, request.num_tokens + 1, len(self._running.requests), spare_slots=1)
             if restoring.current is not None or not has_room:
                 return
             peers.begin_landing(lease, hit.num_tokens)
@@ -185,7 +185,7 @@ class Admission:
         """Return False, without a lookup, if the request has to wait for others to leave whatever a lookup finds."""
         if builder.budget < BLOCK_SIZE or not self._others_hold_pages(scheduled):
             return True
-        return self._cache.room.may_fit(scheduled.lease, scheduled.request.num_tokens + 1, self._running.num_requests)
+        return self._cache.room.may_fit(scheduled.lease, scheduled.request.num_tokens + 1, len(self._running.requests))
 
     def _admit(self, builder: PlanBuilder, scheduled: ScheduledRequest, hit: PrefixHit) -> bool:
         """Give a request a row that starts after `hit`, and plan its first tokens. Without memory for that, start at 0.
@@ -194,7 +194,7 @@ class Admission:
         holds none.
         """
         request, lease = scheduled.request, scheduled.lease
-        if not self._cache.room.fits(hit, request.num_tokens + 1, self._running.num_requests):
+        if not self._cache.room.fits(hit, request.num_tokens + 1, len(self._running.requests)):
             if self._drop_later_restore(scheduled):
                 return self._admit(builder, scheduled, hit)
             if self._others_hold_pages(scheduled):

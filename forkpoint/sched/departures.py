@@ -36,7 +36,7 @@ class Departures:
         if victim is None or victim.order < scheduled.order:
             return False
         if victim is scheduled:
-            if may_preempt_itself and self._running.num_requests > 1:
+            if may_preempt_itself and len(self._running.requests) > 1:
                 self.preempt(scheduled)
             return False
         self.preempt(victim)

@@ -25,10 +25,6 @@ class RunningSet:
         self.flushes: list[StateFlush] = []
         self._issued = issued
 
-    @property
-    def num_requests(self) -> int:
-        return len(self.requests)
-
     def start(self, scheduled: ScheduledRequest) -> None:
         """Give a waiting request a row, of which one must be free."""
         scheduled.row = self.free_rows.pop()

@@ -171,7 +171,7 @@ class Scheduler:
         if self._encoder is not None:
             encoder = self._encoder.stats
         return SchedulerStats(
-            num_running=self._running.num_requests,
+            num_running=len(self._running.requests),
             num_waiting=len(self._waiting.requests),
             num_preemptions=self._departures.num_preemptions,
             num_steps=self._num_steps,
@@ -202,7 +202,7 @@ class Scheduler:
         if self._retries.suspects:
             suspect = self._retries.next()
         if self._drafting is not None:
-            self._drafting.begin_plan(self.config.max_num_batched_tokens, self._running.num_requests)
+            self._drafting.begin_plan(self.config.max_num_batched_tokens, len(self._running.requests))
             if self._issued and suspect is None:
                 found = self._drafting.early_rows(self._running.requests)
                 if found is None:
@@ -331,7 +331,7 @@ class Scheduler:
         drafts: IntArray | None = None
         masks: Sequence[IntArray] = ()
         if self._drafting is not None:
-            drafts, masks = self._drafting.plan(builder, scheduled, self._running.num_requests)
+            drafts, masks = self._drafting.plan(builder, scheduled, len(self._running.requests))
         if start % BLOCK_SIZE < lease.num_last_step:  # the last step came to a boundary or passed one
             self.cache.extend(lease, scheduled.tokens_beyond_chain(start))
             if not self.cache.boundaries.cross(lease):
