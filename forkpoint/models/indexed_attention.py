@@ -43,8 +43,7 @@ class IndexedAttentionConfig(AttentionConfig):
         return own + hidden_size * (self.index.num_heads + 1) * self.index.dim
 
     def flops_per_pair(self) -> int:
-        """Return the operations of the index alone, because a token attends to a bounded number of keys."""
-        return 2 * self.index.num_heads * self.index.dim // self.index.rule.size
+        return self.index.flops_per_pair
 
 
 class MeanIndex:

@@ -101,8 +101,7 @@ class IndexedLatentConfig(PartConfig):
         return queries + inner + hidden_size * (2 * index.dim + index.num_heads)
 
     def flops_per_pair(self) -> int:
-        """Return the operations of the index alone, because a token attends to a bounded number of keys."""
-        return 2 * self.index.num_heads * self.index.dim // self.index.rule.size
+        return self.index.flops_per_pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,11 @@ class IndexConfig:
         """Return the spec of a block's index keys: one of `dim` for each pool, divided among the pool's tokens."""
         return TensorSpec("index", (1, self.dim // self.rule.size), dtype)
 
+    @property
+    def flops_per_pair(self) -> int:
+        """The operations for one query token and one key token. Those that attend are bounded, and do not count."""
+        return 2 * self.num_heads * self.dim // self.rule.size
+
 
 class PoolKeys:
     """The stored index keys of layer `layer`."""

@@ -155,27 +155,20 @@ class Lfm2Tower(VisionTower):
         self._layers = [_layer(reader, f"encoder.layers.{layer}", config) for layer in range(config.num_layers)]
         self._norm = reader.sum_norm("post_layernorm", hidden, config.eps)
         projector = TowerReader.find(weights, ops, PROJECTORS, "linear_1.weight")
-        merged = hidden * settings.merge_size**2
         self._before_join: Operator | None = None
         if config.projector_norm:
-            self._before_join = projector.layer_norm("layer_norm", merged, PROJECTOR_EPS)
-        self._join = projector.linear("linear_1", config.projector_size, merged, bias=bias)
+            self._before_join = projector.layer_norm("layer_norm", config.joined_size, PROJECTOR_EPS)
+        self._join = projector.linear("linear_1", config.projector_size, config.joined_size, bias=bias)
         self._out = projector.linear("linear_2", config.out_size, config.projector_size, bias=bias)
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
-        settings = self.config.settings
-        patch, merge = settings.patch_size, settings.merge_size
+        patch = self.config.settings.patch_size
         num_rows, num_columns = (length // patch for length in pixels.shape[:2])
         cut = self.normalised(pixels).view(num_rows, patch, num_columns, patch, 3).transpose(1, 2)
         x = self._patches(cut.reshape(num_rows * num_columns, -1).to(self.dtype))
         x = x + self._resampled_positions(num_rows, num_columns)
-        x = (
-            run_layers(self._layers, x, self._norm)
-            .view(num_rows // merge, merge, num_columns // merge, merge, -1)
-            .transpose(1, 2)
-        )
-        joined = x.reshape((num_rows // merge) * (num_columns // merge), -1)
+        joined = self.joined(run_layers(self._layers, x, self._norm), num_rows, num_columns)
         if self._before_join is not None:
             joined = self._before_join(joined)
         return self._out(F.gelu(self._join(joined)))

@@ -55,6 +55,6 @@ class LingTower(Qwen35Tower):
     """Qwen3.5's tower with other weights in its last two products."""
 
     def _projector(self, reader: TowerReader) -> tuple[Operator, Operator]:
-        merged, out = self.config.hidden_size * self.config.settings.merge_size**2, self.config.out_size
+        merged, out = self.config.joined_size, self.config.out_size
         projector = TowerReader.find(reader.weights, reader.ops, PROJECTORS, "0.weight")
         return projector.linear("0", out, merged), projector.linear("2", out, out)

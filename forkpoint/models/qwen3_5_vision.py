@@ -148,7 +148,7 @@ class Qwen35Tower(VisionTower):
 
     def _projector(self, reader: TowerReader) -> tuple[Operator, Operator]:
         """Read the two products that follow the merger's norm."""
-        merged = self.config.hidden_size * self.config.settings.merge_size**2
+        merged = self.config.joined_size
         join = reader.linear("merger.linear_fc1", merged, merged)
         return join, reader.linear("merger.linear_fc2", self.config.out_size, merged)
 
@@ -165,7 +165,7 @@ class Qwen35Tower(VisionTower):
         x = F.linear(self._cut(pixels, num_rows, num_columns), self._patches, self._patch_bias)
         x = x + self._learned(row, num_rows, column, num_columns)
         normed = run_layers(self._layers, x, self._norm, self._rotation(row, column))
-        joined = normed.view(-1, self.config.hidden_size * merge**2)
+        joined = normed.view(-1, self.config.joined_size)
         return self._out(F.gelu(self._join(joined)))
 
     def _cut(self, pixels: Tensor, num_rows: int, num_columns: int) -> Tensor:

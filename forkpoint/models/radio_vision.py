@@ -142,14 +142,13 @@ class RadioTower(VisionTower):
             reader = TowerReader.find(weights, ops, ("vision_projector.", ""), f"{FINAL_NORM}.weight")
             self._final_norm = reader.layer_norm(FINAL_NORM, hidden, config.eps)
         projector = TowerReader(weights, ops, "mlp1.")
-        merged = hidden * settings.merge_size**2
-        self._projector_norm = projector.get("0.weight", merged)
-        self._join = projector.linear("1", config.projector_size, merged, bias=False)
+        self._projector_norm = projector.get("0.weight", config.joined_size)
+        self._join = projector.linear("1", config.projector_size, config.joined_size, bias=False)
         self._out = projector.linear("3", config.out_size, config.projector_size, bias=False)
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
-        patch, merge = self.config.settings.patch_size, self.config.settings.merge_size
+        patch = self.config.settings.patch_size
         num_rows, num_columns = (length // patch for length in pixels.shape[:2])
         cut = self.normalised(pixels).view(num_rows, patch, num_columns, patch, 3).permute(0, 2, 4, 1, 3)
         x = self._patches(cut.reshape(num_rows * num_columns, -1).to(self.dtype))
@@ -158,8 +157,7 @@ class RadioTower(VisionTower):
         x = x[self.config.num_extra :]
         if self._final_norm is not None:
             x = self._final_norm(x)
-        x = x.view(num_rows // merge, merge, num_columns // merge, merge, -1).transpose(1, 2)
-        joined = x.reshape((num_rows // merge) * (num_columns // merge), -1)
+        joined = self.joined(x, num_rows, num_columns)
         normed = F.rms_norm(joined.float(), joined.shape[1:], self._projector_norm.float(), PROJECTOR_EPS)
         return self._out(F.relu(self._join(normed.to(self.dtype))).square())
 

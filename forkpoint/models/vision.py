@@ -43,6 +43,11 @@ class VisionConfig(ABC):
     axes: tuple[int, ...] = ()
     centred: bool = False
 
+    @property
+    def joined_size(self) -> int:
+        """The number of values of a token's patches together."""
+        return self.hidden_size * self.settings.merge_size**2
+
     @abstractmethod
     def build(self, weights: WeightSource, ops: OpTable) -> VisionTower:
         """Load the tower. Raises ModelFolderError for weights that are missing or of a wrong shape."""
@@ -72,6 +77,12 @@ class VisionTower(ABC):
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return pixels `[..., 3]` in fp32, normalised by channel, on the tower's device."""
         return (pixels.to(self.device).float() / 255 - self._mean) / self._std
+
+    def joined(self, x: Tensor, num_rows: int, num_columns: int) -> Tensor:
+        """Return patches `[rows * columns, hidden]`, row after row, as `[tokens, joined_size]`."""
+        merge = self.config.settings.merge_size
+        x = x.view(num_rows // merge, merge, num_columns // merge, merge, -1).transpose(1, 2)
+        return x.reshape(-1, self.config.joined_size)
 
 
 @dataclass(frozen=True, slots=True)
