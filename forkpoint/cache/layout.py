@@ -180,9 +180,9 @@ class CacheLayout:
     A page holds either `blocks_per_page` blocks or `slots_per_page` slots. Block `b` starts at byte
     `b * block_stride_bytes` of the arena and slot `s` at `s * slot_stride_bytes`. Both strides divide `page_bytes`, so
     every tensor of a layer is one strided view. A layout without attention has `blocks_per_page == 0`, one without
-    states `slots_per_page == 0`. Attention sees a block as `kernel_blocks` blocks of `kernel_block_size` tokens,
-    `kernel_block_stride_bytes` apart, each with what all layers keep of its tokens. The tokens of each block are dealt
-    to `dealt_to` ranks, and the bytes are those of one rank. Blocks of windows are not dealt.
+    states `slots_per_page == 0`. Attention sees a block as `kernel_blocks` equal parts of `kernel_block_size` tokens,
+    each with what all layers keep of its tokens. The tokens of each block are dealt to `dealt_to` ranks, and the bytes
+    are those of one rank. Blocks of windows are not dealt.
 
     Layers with windows have blocks of their own (`windows`), which are a part of the state: a checkpoint holds those
     that its next token attends to. "Blocks" alone are those of layers that attend to all tokens. A layout with windows
@@ -310,10 +310,6 @@ class CacheLayout:
             windows=(),
             groups=groups,
         )
-
-    @property
-    def kernel_block_stride_bytes(self) -> int:
-        return self.block_stride_bytes // self.kernel_blocks
 
     @property
     def state_operators(self) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from forkpoint.cache.arena import Arena, Move, MoveRoute
@@ -52,9 +53,10 @@ class CacheManager:
         deterministic: bool = False,
         cost: RecomputeCost | None = None,
         policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.perf_counter,
         tiers: TierSizes = NO_TIERS,
     ) -> None:
-        """`cost` weighs entries for eviction; `policy` replaces the arena's, which `config` names."""
+        """`cost` weighs entries for eviction; `policy` replaces that of `config` for the arena. `clock` times loads."""
         self.layout = layout
         self.deterministic = deterministic
         self.enabled = config.enable_prefix_caching and (config.checkpoints or not layout.has_states)
@@ -73,12 +75,12 @@ class CacheManager:
         tickets = itertools.count(FIRST_TICKET)
         if self.enabled:
             self.tier, self.disk = build_tiers(
-                tiers, self.store, new_policy, cost, has_private=deterministic, tickets=tickets
+                tiers, self.store, new_policy, cost, has_private=deterministic, tickets=tickets, clock=clock
             )
         self._tiers: list[Tier] = [tier for tier in (self.tier, self.disk) if tier is not None]
         sources: list[RestoreSource] = [*self._tiers]
         if self.enabled and tiers.peers is not None:
-            parts = (self.arena.moves, self.store.counters, tiers.clock, tickets if tiers.streams else None)
+            parts = (self.arena.moves, self.store.counters, clock, tickets if tiers.streams else None)
             self.peers = PeerExchange(layout.in_tiers(), tiers.peers, *parts)
             self.fetched = self.peers.fetched
             sources += [self.fetched] if self.fetched is not None else []

@@ -28,8 +28,8 @@ class TierSizes:
     `num_host_pages` is the size of the host tier in pages of `CacheLayout.in_tiers`, its reserved page included;
     without pages there is no such tier. It `streams` if its copies run beside the steps.
     `disk` is the disk tier that the worker has opened. At most `write_limit` bytes are written to it in a day of
-    `wall_clock`. A disk that does not answer is noticed by `clock`. `peers` is the worker's link to other engines. With
-    `weighs_disk`, a prefix is read from the disk only if that is faster than computing it.
+    `wall_clock`. `peers` is the worker's link to other engines. With `weighs_disk`, a prefix is read from the disk only
+    if that is faster than computing it.
     """
 
     num_host_pages: int = 0
@@ -37,7 +37,6 @@ class TierSizes:
     write_limit: int = NO_LIMIT
     peers: PeerFacts | None = None
     wall_clock: Callable[[], float] = time.time
-    clock: Callable[[], float] = time.perf_counter
     streams: bool = False
     weighs_disk: bool = False
 
@@ -53,6 +52,7 @@ def build_tiers(
     *,
     has_private: bool,
     tickets: Iterator[int],
+    clock: Callable[[], float],
 ) -> tuple[HostTier | None, DiskTier | None]:
     """Build the host and disk tiers that `sizes` names below `store`, the arena's; None for each that it does not.
 
@@ -64,7 +64,7 @@ def build_tiers(
     if sizes.num_host_pages:
         new_host: Callable[..., HostTier] = HostTier
         if sizes.streams:
-            new_host = partial(StreamedHostTier, tickets=tickets, clock=sizes.clock)
+            new_host = partial(StreamedHostTier, tickets=tickets, clock=clock)
         host = new_host(layout, sizes.num_host_pages, moves, new_policy(), cost, counters, has_private=has_private)
         store.keep = host.keep
     if sizes.disk is None:
@@ -82,7 +82,7 @@ def build_tiers(
         write_limit=sizes.write_limit,
         weighs_loads=sizes.weighs_disk,
         wall_clock=sizes.wall_clock,
-        clock=sizes.clock,
+        clock=clock,
     )
     if host is None:
         store.keep = disk.keep

@@ -71,7 +71,7 @@ class Scheduler:
         self._interval = state_write_interval
         self.config = scheduler
         self.cache = CacheManager(
-            layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy, tiers=tiers
+            layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy, clock=clock, tiers=tiers
         )
         self._waiting = WaitingQueue()
         self._issued: deque[IssuedStep] = deque()

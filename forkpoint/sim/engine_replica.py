@@ -53,7 +53,7 @@ class EngineReplica:
         self._now = 0.0
         given = dict(vars(options))
         self._disk = SimulatedDisk(options.layout.in_tiers(), given.pop("disk_rate"))
-        given["tiers"] = replace(options.tiers, wall_clock=lambda: self._now, clock=lambda: self._now)
+        given["tiers"] = replace(options.tiers, wall_clock=lambda: self._now)
         self.sched = Scheduler(**given, clock=lambda: self._now)
         self._requests: dict[str, Request] = {}
         self._outputs: dict[str, list[int]] = {}  # the outputs that the trace gives, by request id

@@ -426,7 +426,7 @@ def start(
         deterministic=options.deterministic,
         drafter=drafter,
         clock=lambda: 0.0,
-        tiers=TierSizes(num_host_pages, disk, streams=device.has_copy_streams, clock=lambda: 0.0),
+        tiers=TierSizes(num_host_pages, disk, streams=device.has_copy_streams),
         state_write_interval=interval,
     )
     if sched.cache.restoring is not None and options.loaded_at_once:

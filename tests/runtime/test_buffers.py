@@ -71,7 +71,8 @@ def test_layers_see_what_they_declare(arena: ArenaBuffer) -> None:
 
 def test_layers_lie_behind_each_other(arena: ArenaBuffer) -> None:
     layout, base = arena.layout, arena.data.data_ptr()
-    block, slot, size = layout.kernel_block_stride_bytes, layout.slot_stride_bytes, layout.kernel_block_size
+    block, slot = layout.block_stride_bytes // layout.kernel_blocks, layout.slot_stride_bytes
+    size = layout.kernel_block_size
     attention, mla, parallel = (arena.layers[NUMBER[name]] for name in ("attention", "mla", "parallel"))
     keys = KEYS.tensors[0].num_bytes(size)
     assert attention["v"][2].data_ptr() == base + 2 * block + keys
@@ -110,7 +111,7 @@ def test_a_move_copies_one_unit_whole(arena: ArenaBuffer, kind: MoveKind) -> Non
     layout, size, stride = arena.layout, arena.layout.slot_bytes, arena.layout.slot_stride_bytes
     if kind is MoveKind.BLOCK:  # up to the end of its last kernel block
         stride = layout.block_stride_bytes
-        size = stride - layout.kernel_block_stride_bytes + layout.block_bytes // layout.kernel_blocks
+        size = stride - stride // layout.kernel_blocks + layout.block_bytes // layout.kernel_blocks
         assert size == layout.block_bytes or layout.kernel_blocks > 1
     arena.move([Move(kind, 1, 3), Move(kind, 2, 1)])
     for start in (1 * stride, 3 * stride):

@@ -115,7 +115,7 @@ class Harness:
             deterministic=self.deterministic,
             drafter=drafter,
             clock=clock,
-            tiers=TierSizes(self.num_host_pages, disk, peers=self.peers, streams=self.host_streams, clock=clock),
+            tiers=TierSizes(self.num_host_pages, disk, peers=self.peers, streams=self.host_streams),
             state_write_interval=self.state_write_interval,
         )
         if self.host_streams:

@@ -118,7 +118,7 @@ def test_simulator_and_engine_decide_alike(
     runner = Watched(layout, num_pages, num_host_pages, num_disk_pages)
     clock = lambda: runner.now_s  # noqa: E731
     disk = DiskFacts(num_disk_pages, no_entries()) if num_disk_pages else None
-    tiers = TierSizes(num_host_pages, disk, clock=clock, weighs_disk=weighs_disk)
+    tiers = TierSizes(num_host_pages, disk, weighs_disk=weighs_disk)
     scheduler = Scheduler(layout, num_pages, CacheConfig(), config, cost=COST, tiers=tiers, clock=clock)
     core = EngineCore(scheduler, runner)
     requests = {}
