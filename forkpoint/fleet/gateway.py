@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -23,6 +24,9 @@ MAX_TRIES: Final = 8
 MAX_STOPPED: Final = 2  # engines that stop while they have a request; it may be the cause, so no further engine gets it
 # seconds after the second failure, increasing by as much after each one; Ray takes seconds to notice a loss
 PAUSE_S: Final = 0.5
+# A request waits so long for a prefill replica to take its prompt. Ray waits for one even if all are busy or gone.
+TAKEN_S: Final = 2.0
+LOST_ERRORS: Final = (RayError, RayServeException)  # of a replica that was lost, or of a deployment that has none
 SENT_TO_ALL: Final = frozenset({"/metrics", "/reset_prefix_cache", "/check_integrity"})
 WITH_PROMPT: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 STORED: Final = "/v1/responses"  # only one replica has what is stored under an id
@@ -59,7 +63,7 @@ class ReplicaAnswer:
         try:
             async for piece in self.rest:
                 yield piece
-        except RayError as error:
+        except LOST_ERRORS as error:
             LOGGER.warning("a replica was lost in the middle of an answer: %s", _last_line(error))
             lost = {"type": "error", "error": {"type": "api_error", "message": LOST, "code": "replica_lost"}}
             yield b"event: error\ndata: " + json.dumps(lost).encode() + b"\n\n"
@@ -114,7 +118,7 @@ class Gateway:
         for number in range(MAX_TRIES):
             try:
                 answer = await self._open(self._replicas, route, forwarded)
-            except RayError as error:
+            except LOST_ERRORS as error:
                 LOGGER.warning("a replica was lost before it answered: %s", _last_line(error))
                 await asyncio.sleep(number * PAUSE_S)
                 continue
@@ -150,18 +154,22 @@ class Gateway:
             return forwarded, None
         pieces = self._prefill.compute_prompt.remote(route, replace(forwarded, body=half))
         try:
-            earlier: dict[str, Any] | None = await anext(pieces)
+            earlier: dict[str, Any] | None = await asyncio.wait_for(anext(pieces), TAKEN_S)
             if earlier is None:
                 offer = offer_of(await _computed(pieces))
                 return replace(forwarded, body=decode_half(forwarded.body, offer)), None
-        except RayError as error:
+        except LOST_ERRORS as error:
             _log_lost_prompt(error)
+            return forwarded, None
+        except TimeoutError:
+            pieces.cancel()
+            LOGGER.warning("no prefill replica takes a prompt within %g s, and another replica computes it", TAKEN_S)
             return forwarded, None
         body = decode_half(forwarded.body, early_offer(earlier, lease))
         return replace(forwarded, body=body), asyncio.create_task(_follow(pieces))
 
     async def _open(self, replicas: DeploymentHandle, route: RoutingHint, forwarded: ForwardedRequest) -> ReplicaAnswer:
-        """Send the request and wait for the head of the answer. Raises RayError if the replica is lost before."""
+        """Send the request and wait for the head of the answer. Raises LOST_ERRORS if the replica is lost before."""
         pieces = replicas.answer.remote(route, forwarded)
         head: Head = await anext(pieces)
         body: bytes = await anext(pieces, b"")
@@ -175,7 +183,7 @@ class Gateway:
         try:
             found: tuple[int, ...] = await self._prefixes.prefix.remote(RoutingHint(), forwarded)
             return found
-        except RayError:
+        except LOST_ERRORS:
             return ()
 
     async def _answer_of_all(self, forwarded: ForwardedRequest) -> Response:
@@ -188,7 +196,7 @@ class Gateway:
             while True:
                 try:
                     answer = await self._open(replicas, RoutingHint(tried=frozenset(answers)), forwarded)
-                except RayError:
+                except LOST_ERRORS:
                     return _lost().response()
                 if answer.head.replica in answers:
                     break
@@ -200,7 +208,7 @@ class Gateway:
 
 
 async def _computed(pieces: Any) -> bytes:
-    """Return the answer of a prefill replica; nothing if that is an error. Raises RayError."""
+    """Return the answer of a prefill replica; nothing if that is an error. Raises LOST_ERRORS."""
     head: Head = await anext(pieces)
     body: bytes = await anext(pieces, b"")
     return body if head.status == 200 else b""
@@ -210,11 +218,11 @@ async def _follow(pieces: Any) -> None:
     """Wait for the answer of a prefill replica. A decode replica that fetches its prompt learns of a failure itself."""
     try:
         await _computed(pieces)
-    except RayError as error:
+    except LOST_ERRORS as error:
         _log_lost_prompt(error)
 
 
-def _log_lost_prompt(error: RayError) -> None:
+def _log_lost_prompt(error: RayError | RayServeException) -> None:
     LOGGER.warning("a prefill replica was lost, and another replica computes its prompt: %s", _last_line(error))
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from tests.engine.conftest import TINY
 pytest.importorskip("ray", reason="ray is not installed: pip install 'forkpoint[ray]'")
 
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from forkpoint.fleet.deploy import check_rays_options
 from forkpoint.fleet.gateway import Gateway
@@ -236,6 +237,20 @@ def test_a_request_that_stops_engines_is_tried_on_two() -> None:
     assert (answer.head.status, replicas.num_asked) == (503, 2)
 
 
+@dataclass(frozen=True)
+class SimpleAnswer:
+    """In the place of Ray's answers in pieces."""
+
+    next: Callable[[], Awaitable[Any]]
+    cancel: Callable[[], None]
+
+    def __aiter__(self) -> SimpleAnswer:
+        return self
+
+    async def __anext__(self) -> Any:
+        return await self.next()
+
+
 class Pair:
     """In the place of both handles: replicas of a pair, which note what they are asked while others answer."""
 
@@ -243,12 +258,24 @@ class Pair:
         self.earlier, self.fails = earlier, fails
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.computed = asyncio.Event()
+        self.num_cancelled = 0
 
     def handle(self, name: str, call: Any) -> Any:
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(**{name: SimpleNamespace(remote=call)}))
+        def remote(*arguments: Any) -> Any:
+            pieces = call(*arguments)
+            return SimpleAnswer(pieces.__anext__, self.cancel)
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(**{name: SimpleNamespace(remote=remote)}))
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
 
     async def prompt(self, route: RoutingHint, asked: ForwardedRequest) -> AsyncIterator[Any]:
         self.asked.append(("prefill", json.loads(asked.body)))
+        if self.fails == "unavailable":
+            raise RayServeException("it could not be deployed")
+        if self.fails == "busy":
+            await self.computed.wait()
         yield self.earlier
         if self.earlier is not None:
             await self.computed.wait()
@@ -266,10 +293,11 @@ class Pair:
         yield b"answer"
 
 
-@pytest.mark.parametrize("fails", ["", "refused", "lost"])
+@pytest.mark.parametrize("fails", ["", "refused", "lost", "unavailable", "busy"])
 @pytest.mark.parametrize("knows", [True, False])
-def test_both_replicas_of_a_pair_are_asked_at_once(knows: bool, fails: str) -> None:
+def test_both_replicas_of_a_pair_are_asked_at_once(knows: bool, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill replica has said where its prompts are fetched. Whatever it answers, the decode replica answers."""
+    monkeypatch.setattr("forkpoint.fleet.gateway.TAKEN_S", 0.1)
 
     async def run() -> tuple[Any, Pair, set[Any]]:
         pair = Pair({"remote_port": 7, "forkpoint": {"lease": 3, "namespace": "n"}} if knows else None, fails)
@@ -290,7 +318,8 @@ def test_both_replicas_of_a_pair_are_asked_at_once(knows: bool, fails: str) -> N
     assert (first, second) == ("prefill", "decode")
     lease = half["kv_transfer_params"]["forkpoint"]["lease"]
     params = whole.get("kv_transfer_params")
-    if knows:  # the decode replica was asked before the prompt was computed
+    assert pair.num_cancelled == (fails == "busy")
+    if knows and fails not in ("unavailable", "busy"):  # the decode replica was asked before the prompt was computed
         assert params == {"remote_port": 7, "forkpoint": {"lease": lease, "namespace": "n", "early": True}}
     else:
         assert params == ({"forkpoint": {"lease": 5}} if not fails else None)
