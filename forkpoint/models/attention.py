@@ -155,6 +155,5 @@ class Attention:
         """Store keys and values `[T, heads * dim]`, and return the normalised and rotated queries `[T, heads, dim]`."""
         q, k, v = (torch.unflatten(x, -1, (-1, self._config.head_dim)) for x in (q, k, v))
         build, cache, slots = self._build, ctx.caches[self._layer], ctx.attention_of(self._config.window).slot_mapping
-        table = self._table if ctx.rope_table is None else ctx.rope_table
-        rotated = (self._head_norm, table, ctx.positions)
+        rotated = (self._head_norm, self._table, ctx.positions)
         return build.ops.qk_norm_rope_write(q, k, v, *rotated, cache["k"], cache["v"], slots, KVScales.of(cache))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.cache.layout import LayerSpec, StateSpec, keys_in_fp8
@@ -187,14 +188,22 @@ class Build:
     defers: bool = False  # parts may leave the last sum of their output to the next norm (`ops.unmade`)
     # (layer, tensor name) -> constants that its fold operator takes after the records. Parts add their own.
     fold_constants: dict[tuple[int, str], Sequence[Tensor]] = field(default_factory=dict)
+    max_image_tokens: int = 0  # tokens of images in a step at most
     _rope_tables: dict[Rotary, Tensor] = field(default_factory=dict)
 
     def rope_table(self, rotary: Rotary) -> Tensor | None:
-        """Return cos and sin `[max_model_len, dim]` fp32, one table for equal `rotary`; None without positions."""
+        """Return cos and sin `[max_model_len, dim]` fp32, one table for equal `rotary`; None without positions.
+
+        Behind the positions of text are lines of 0, which ImageRows fills: for each token of an image that has three
+        positions, and for each such token of the MTP head.
+        """
         if not rotary.dim:
             return None
         if rotary not in self._rope_tables:
-            table = rotary.table(self.config.max_model_len)
+            table, vision = rotary.table(self.config.max_model_len), self.config.vision
+            if vision is not None and vision.axes and rotary == self.config.rotary:
+                heads = 2 if self.config.draft_layer else 1
+                table = F.pad(table, (0, 0, 0, heads * self.max_image_tokens))
             self._rope_tables[rotary] = table.to(self.weights.device)
         return self._rope_tables[rotary]
 

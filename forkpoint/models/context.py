@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -12,26 +12,6 @@ from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, RecordIndex, Seg
 
 # One layer's part of the cache arena: strided views, keyed by the tensor names of the layer's specs.
 LayerCache: TypeAlias = Mapping[str, Tensor]
-
-
-class ImagePositions(NamedTuple):
-    """The time, row and column by which the image tokens of a pass are rotated.
-
-    The MTP head keeps a token's keys where the token before it stands, one further. That differs from the token's own
-    place for the tokens `draft_at`: those of images, and the one after each image.
-    """
-
-    positions: Tensor  # [3, M] int64
-    draft_at: Tensor  # [D] int64: indices among the tokens of the pass
-    draft_positions: Tensor  # [3, D] int64
-
-
-class ImageInputs(NamedTuple):
-    """The image tokens of a pass: where they are, and their embeddings instead of the vocabulary's."""
-
-    at: Tensor  # [M] int64: indices among the tokens of the pass
-    embedded: Tensor  # [M, H] in the model's dtype
-    rope: ImagePositions | None  # None: image tokens are rotated like tokens of text
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +35,8 @@ class ForwardContext:
     record: RecordIndex | None = None
     embedded: Tensor | None = None  # token embeddings `[T, H]`, for families whose layers read them again
     token_ids: Tensor | None = None  # `[T]` int64, for families whose layers read them
-    images: ImageInputs | None = None
     windows: Mapping[int, AttentionIndex] = field(default_factory=dict)
-    rope_table: Tensor | None = None  # [T, R] fp32: cos and sin for this pass alone, instead of the model's table
+    draft_positions: Tensor | None = None  # `positions` of the MTP head, if it may have others
 
     def attention_of(self, window: int | None) -> AttentionIndex:
         """Return where layers with that window keep their keys; those of full attention if it has none of its own."""

@@ -17,11 +17,12 @@ from torch import Tensor
 from forkpoint.cache.layout import LayerSpec
 from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.config import Block, Build, ModelConfig
-from forkpoint.models.context import ForwardContext, ImageInputs
+from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import Cut, padded_span
 from forkpoint.models.field_rules import ROTARY, unknown_fields
 from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.head import OutputHead
+from forkpoint.models.image_rows import ImageRows
 from forkpoint.models.layers import RMSNorm
 from forkpoint.models.mtp import DraftHead, MTPHead
 from forkpoint.models.vision import VisionConfig, VisionTower
@@ -78,6 +79,7 @@ class Model(ABC):
     centred_norms: ClassVar[bool] = False
     field_names: ClassVar[Mapping[str, str]] = {}  # names in config.json -> common names
     vision: VisionTower | None = None
+    images: ImageRows | None = None  # of a model with a vision tower
     # the transformers class whose defaults apply, as "module.Class" in `transformers.models`
     config_class: ClassVar[str] = ""
     defaults: ClassVar[Mapping[str, Any]] = {}  # defaults that the class does not have, under the common names
@@ -93,15 +95,14 @@ class Model(ABC):
     def __init__(self, build: Build) -> None:
         config, weights = build.config, build.weights
         self.config: ModelConfig = config
-        # A token has three positions. Each column of cos and sin is looked up by one of them, which is kept here.
-        axes: tuple[int, ...] = ()
-        if config.vision is not None:
-            self.vision, axes = config.vision.build(weights, build.ops), config.vision.axes
-        self._rope_axes = torch.tensor(axes * 2, dtype=torch.int64, device=weights.device)
-        self._cos_sin = build.rope_table(config.rotary)
         self.layer_specs: tuple[LayerSpec, ...] = config.layer_specs
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", shape)
+        if config.vision is not None:
+            self.vision = config.vision.build(weights, build.ops)
+            self._embedding = F.pad(self._embedding, (0, 0, 0, build.max_image_tokens))
+            lines = build.rope_table(config.rotary), config.max_model_len
+            self.images = ImageRows(self._embedding, config.vocab_size, *lines, config.vision.axes)
         self.fold_constants = build.fold_constants
         self._layers = [self.build_layer(build, layer) for layer in range(len(config.layers))]
         self._finish = self.build_end(build)
@@ -119,7 +120,7 @@ class Model(ABC):
         cut, shape = Cut(padded=config.vocab_size), (end - start, config.hidden_size)
         if not config.tie_word_embeddings:
             return weights.get(HEAD, shape, cut=cut)
-        tied = cut.part(shape, ranks).of(self._embedding)
+        tied = cut.part(shape, ranks).of(self._embedding[: config.vocab_size])
         if not weights.stores(HEAD):
             return tied
         own = weights.get(HEAD, shape, cut=cut)
@@ -208,11 +209,7 @@ class Model(ABC):
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute normed hidden states `[T, H]` from `token_ids[T]` int64. Writes the caches that `ctx` names."""
-        images, draft_ctx = ctx.images, ctx
-        if images is not None and images.rope is not None:
-            draft_ctx = self._with_rope_table(ctx, images.rope.draft_at, images.rope.draft_positions)
-            ctx = self._with_rope_table(ctx, images.at, images.rope.positions)
-        x = self._embed(token_ids, images)
+        x = self._embed(token_ids)
         if self.config.streams is not None:  # all streams begin as the embeddings
             x = x.unsqueeze(1).expand(-1, self.config.streams.count, -1)
         residual: Tensor | None = None
@@ -222,7 +219,9 @@ class Model(ABC):
         if self._drafts is not None:
             # embedded again, because norms may have added to the first embeddings in place
             own = x.flatten(1) if self._drafts.reads_streams else hidden
-            self._drafts.keep(self._embed(token_ids, images), own, draft_ctx)
+            if ctx.draft_positions is not None:
+                ctx = replace(ctx, positions=ctx.draft_positions)
+            self._drafts.keep(self._embed(token_ids), own, ctx)
         return hidden
 
     def draft(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
@@ -235,27 +234,11 @@ class Model(ABC):
         assert self._drafts is not None, "the model was loaded without its MTP layer"
         return self._drafts.draft(self._embed(token_ids), hidden, ctx)
 
-    def _embed(self, token_ids: Tensor, images: ImageInputs | None = None) -> Tensor:
+    def _embed(self, token_ids: Tensor) -> Tensor:
         x = F.embedding(token_ids, self._embedding)
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
-        if images is not None:
-            x = x.index_copy(0, images.at, images.embedded)
         return x
-
-    def _with_rope_table(self, ctx: ForwardContext, at: Tensor, rope: Tensor) -> ForwardContext:
-        """Return the context with a table of cos and sin that has one line for each token of the pass.
-
-        Tokens `at` are rotated by the three positions `rope` `[3, M]`, all others by their one position.
-        """
-        assert self._cos_sin is not None, "images have rotary positions"
-        positions = ctx.positions.expand(3, -1).clone()
-        positions[:, at] = rope
-        lines = positions.index_select(0, self._rope_axes).T  # [T, R]: column r of token t is looked up in this line
-        table = self._cos_sin.gather(0, lines.abs())
-        sin = slice(table.shape[1] // 2, None)
-        table[:, sin] = torch.where(lines[:, sin] < 0, -table[:, sin], table[:, sin])  # cos(-x) is cos(x)
-        return replace(ctx, rope_table=table, positions=torch.arange(len(table), device=table.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits `[R, vocab_size]`, in the model's dtype, from `hidden[R, H]`. Ranks must call it together."""

@@ -147,8 +147,7 @@ class LatentAttention:
     def _write(self, shared: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Store the latents of `x[T, H]`, and return the queries' shared dims `[T, heads, shared_dim]`, rotated."""
         norm, cache = self._norm, ctx.caches[self._layer]["latent"]
-        table = self._cos_sin if ctx.rope_table is None else ctx.rope_table
-        rotation, slots = (table, ctx.positions), ctx.attention.slot_mapping
+        rotation, slots = (self._cos_sin, ctx.positions), ctx.attention.slot_mapping
         return self._ops.latent_write(shared, self._latents(x), norm.weight, norm.eps, *rotation, cache, slots)
 
     def _attend(self, own: Tensor, shared: Tensor, cache: Tensor, index: AttentionIndex) -> Tensor:

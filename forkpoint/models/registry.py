@@ -162,15 +162,17 @@ def load_model(
     ranks: Ranks = ALONE,
     fp8_as_bytes: bool = False,
     on_host: bool = True,
+    max_image_tokens: int = 2048,
     **options: Unpack[ModelOptions],
 ) -> Model:
     """Build this rank's part of a model from a Hugging Face folder.
 
     `load_format` "dummy" needs only config.json and creates random weights from `seed`. `device` (None: torch's
     default) stores the weights, `on_host` if its memory is the host's. With `fp8_as_bytes` matrices in FP8 are stored
-    as bytes (uint8). `progress` is called with the bytes of weights read so far and the total. All of `ranks` must call
-    it together. Raises ModelFolderError and UnsupportedModelError, which name the tensor or field at fault, and
-    ConfigError if the model cannot be split over so many ranks.
+    as bytes (uint8). `progress` is called with the bytes of weights read so far and the total. With a vision tower, a
+    step may have up to `max_image_tokens` tokens of images. All of `ranks` must call it together. Raises
+    ModelFolderError and UnsupportedModelError, which name the tensor or field at fault, and ConfigError if the model
+    cannot be split over so many ranks.
     """
     config, mtp = load_config(path, **options), options.get("mtp", False)
     if config.unknown_fields and ranks.rank == 0:
@@ -184,13 +186,13 @@ def load_model(
     form: dict[str, Any] = {"dtype": torch_dtype, "device": device, "format": config.quantization}
     form |= {"ranks": ranks, "as_bytes": fp8_as_bytes, "on_host": on_host}
     if load_format == "dummy":
-        return _build(config, DummyWeights(seed=seed, **form), ops)
+        return _build(config, DummyWeights(seed=seed, **form), ops, max_image_tokens)
     form |= {"names": MODELS.find(config.architecture).weight_names, "unused": _unused_parts(config, mtp)}
     with closing(FileWeights(folder=Path(path), progress=progress, **form)) as weights:
         if mtp and config.mtp_names and not weights.has(joined := f"{config.mtp_names.join}.weight"):
             raise UnsupportedModelError(f"{path} holds no MTP head ({joined}) to draft with; {NO_MTP}")
         ranks.check_equal({"names and shapes of weights": weights.named_shapes()}, device)
-        model = _build(config, weights, ops)
+        model = _build(config, weights, ops, max_image_tokens)
         weights.finish()
     if on_host:
         return_freed_memory()
@@ -213,6 +215,6 @@ def _unused_parts(config: ModelConfig, mtp: bool) -> dict[str, str]:
     return unused
 
 
-def _build(config: ModelConfig, weights: WeightSource, ops: OpTable) -> Model:
+def _build(config: ModelConfig, weights: WeightSource, ops: OpTable, max_image_tokens: int) -> Model:
     with weights.device:  # the default device for tensors that families create
-        return MODELS.find(config.architecture)(Build(config, weights, ops))
+        return MODELS.find(config.architecture)(Build(config, weights, ops, max_image_tokens=max_image_tokens))

@@ -154,7 +154,7 @@ class DraftGraphs:
             lines = {"lines": padded(np.where(number < counts, row, NO_ROW), NO_ROW)}
         return {
             **lines,
-            **({"rope_shift": padded(images.shift[row], 0)} if images is not None else {}),
+            **({"rope_shift": padded(images.shift[row], 0)} if images is not None and images.has_axes else {}),
             "rows": padded(row, table.num_rows),
             "token_ids": padded(token_ids, 0),
             "slots": padded(slot, 0),

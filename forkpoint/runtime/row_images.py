@@ -2,113 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from forkpoint.images import ImageSpan, PositionArray, rope_positions, rope_shift
-from forkpoint.models.context import ImageInputs, ImagePositions
-from forkpoint.platforms.platform import Platform
+from forkpoint.models.image_rows import ImageRows
 from forkpoint.sched.plan import AddedRow, StepRows
 
 
-class _Found(NamedTuple):
-    """The parts of ImageInputs and ImagePositions, image by image."""
+@dataclass(slots=True)
+class StepImages:
+    """The images of a step.
 
-    at: list[PositionArray]
-    parts: list[Tensor]
-    rope: list[PositionArray]
-    draft_at: list[PositionArray]
-    draft_rope: list[PositionArray]
+    `parts` are images in the order of their tokens in the step, and which of their tokens these are. `rope` are the
+    positions `[3, L]` of the lines of ImageRows. `columns` have an int64 for each token of the step: `token_ids`, and
+    what is added to its position to get the line that rotates it, in the model (`rope_shift`) and in its MTP head
+    (`draft_shift`).
+    """
+
+    parts: list[tuple[ImageSpan, slice]] = field(default_factory=list)
+    rope: PositionArray = field(default_factory=lambda: np.empty((3, 0), np.int64))
+    columns: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row's images. `at` are the places of their tokens, `draft_at` also the place after each image."""
+
+    images: tuple[ImageSpan, ...]
+    at: PositionArray
+    draft_at: PositionArray
+    positions: PositionArray  # [3, end of the last image]
+
+    def parts(self, start: int, end: int) -> list[tuple[ImageSpan, slice]]:
+        """Return the images that have tokens in `[start, end)`, and which of their tokens these are."""
+        spans = ((image, max(start - image.start, 0), end - image.start) for image in self.images)
+        return [(image, slice(a, b)) for image, a, b in spans if a < image.num_tokens and b > 0]
 
 
 class RowImages:
     """The images of the batch's rows.
 
-    With `has_axes`, tokens are rotated by other positions than they are stored at: those of `forkpoint.images`, which
-    says what `centred` means.
+    If `table.has_axes`, tokens are rotated by other positions than they are stored at: those of `forkpoint.images`,
+    which says what `centred` means. The MTP head keeps a token's keys where the token before it stands, one further.
+    That differs from the token's own place in images, and after each image.
     """
 
-    def __init__(self, num_rows: int, has_axes: bool, centred: bool = False) -> None:
-        self._has_axes, self._centred = has_axes, centred
+    def __init__(self, num_rows: int, table: ImageRows, centred: bool = False, drafts: bool = False) -> None:
+        """`drafts`: the model's MTP head is used."""
+        self._table, self._centred, self._has_drafts = table, centred, drafts and table.has_axes
         self.shift = np.zeros(num_rows + 1, np.int64)  # of a row's tokens after its last image; the last: padding's
         self._ends = np.zeros(num_rows + 1, np.int64)  # where a row's last image ends; 0: it has none
-        self._images: dict[int, tuple[ImageSpan, ...]] = {}  # of rows that have some
-        self._positions: dict[int, PositionArray] = {}  # the same rows' positions up to there
+        self._rows: dict[int, _Row] = {}  # those that have images
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no row has images. All tokens are rotated by their own positions then."""
-        return not self._images
+    def has_axes(self) -> bool:
+        """Whether tokens are rotated by other positions than they are stored at."""
+        return self._table.has_axes
 
     def add(self, added: AddedRow) -> None:
         """Remember the images of a row that enters the batch."""
-        if added.images:
-            row, end = added.row, added.images[-1].end
-            self._images[row], self._ends[row] = added.images, end
-            self._positions[row] = np.broadcast_to(np.arange(end), (3, end))
-            if self._has_axes:
-                self._positions[row] = rope_positions(added.images, self._centred)
-                self.shift[row] = rope_shift(added.images, self._centred)
+        images, row = added.images, added.row
+        if images:
+            at = np.concatenate([np.arange(image.start, image.end) for image in images])
+            draft_at = np.union1d(at, [image.end for image in images])
+            self._rows[row] = _Row(images, at, draft_at, rope_positions(images, self._centred))
+            self._ends[row] = images[-1].end
+            if self.has_axes:
+                self.shift[row] = rope_shift(images, self._centred)
 
     def remove(self, row: int) -> None:
         """Forget a row that leaves the batch."""
         self.shift[row] = self._ends[row] = 0
-        self._images.pop(row, None)
-        self._positions.pop(row, None)
+        self._rows.pop(row, None)
 
-    def shifts(self, rows: StepRows) -> npt.NDArray[np.int64]:
-        """Return for each token `[T]` what to add to its position before rotation; images' tokens: to get the time."""
-        shifts = np.repeat(self.shift[rows.row], rows.num_tokens)
-        if self._images:
-            for row, start, begin, count in self._before_last_image(rows):
-                time = self._positions[row][0, start : start + count]
-                shifts[begin : begin + len(time)] = time - np.arange(start, start + len(time))
-        return shifts
+    def step(self, rows: StepRows, recorded: bool) -> StepImages:
+        """Return the images of a step.
 
-    def inputs(
-        self, rows: StepRows, embeddings: Callable[[ImageSpan], Tensor], platform: Platform
-    ) -> ImageInputs | None:
-        """Return what a step with image tokens needs; None for a step without them.
-
-        `embeddings` returns those of all tokens of an image.
+        It has `token_ids` if the batch has images. It has the other columns then too, or if it is `recorded`.
         """
-        if not self._images:
-            return None
-        found = _Found([], [], [], [], [])
-        for row, start, begin, count in self._before_last_image(rows):
-            positions, offset = self._positions[row], begin - start  # from a position to an index in the step
-            for image in self._images[row]:
-                own = np.arange(max(start, image.start), min(start + count, image.end))
-                if len(own):
-                    found.at.append(own + offset)
-                    found.parts.append(embeddings(image)[own[0] - image.start : own[-1] + 1 - image.start])
-                    found.rope.append(positions[:, own])
-                own = np.arange(max(start, image.start), min(start + count, image.end + 1))
-                found.draft_at.append(own + offset)
-                found.draft_rope.append(positions[:, np.maximum(own - 1, 0)] + 1)
-        if not found.at:
-            return None
-        upload = platform.upload
-        rope: ImagePositions | None = None
-        if self._has_axes:
-            rope = ImagePositions(
-                upload(np.concatenate(found.rope, axis=1)),
-                upload(np.concatenate(found.draft_at)),
-                upload(np.concatenate(found.draft_rope, axis=1)),
-            )
-        return ImageInputs(upload(np.concatenate(found.at)), torch.cat(found.parts), rope)
+        found = StepImages()
+        if not self._rows and not recorded:
+            return found
+        shift = np.repeat(self.shift[rows.row], rows.num_tokens)
+        if self.has_axes:
+            found.columns["rope_shift"] = shift
+        if self._has_drafts:
+            found.columns["draft_shift"] = shift.copy()
+        if self._rows:
+            found.columns["token_ids"] = rows.tokens.astype(np.int64)
+            self._fill(found, rows)
+        return found
 
-    def _before_last_image(self, rows: StepRows) -> list[tuple[int, int, int, int]]:
-        """Return the rows of a step that start at or before the end of their last image.
-
-        Each is (row, first position, first token in the step, number of tokens).
-        """
+    def _fill(self, found: StepImages, rows: StepRows) -> None:
+        """Enter the images of rows that start at or before the end of their last image."""
         firsts = np.cumsum(rows.num_tokens) - rows.num_tokens
         which = np.flatnonzero((rows.start <= self._ends[rows.row]) & (self._ends[rows.row] > 0))
-        columns = (rows.row, rows.start, firsts, rows.num_tokens)
-        return list(zip(*(column[which].tolist() for column in columns), strict=True))
+        next_id, next_line, rope = self._table.first_id, self._table.first_line, list[PositionArray]()
+        columns = (rows.row[which], rows.start[which], firsts[which], rows.num_tokens[which])
+        for number, start, first, count in zip(*(column.tolist() for column in columns), strict=True):
+            row, end, offset = self._rows[number], start + count, first - start  # from a place to an index in the step
+            found.parts += row.parts(start, end)
+            at = row.at[slice(*np.searchsorted(row.at, (start, end)))]
+            found.columns["token_ids"][at + offset] = np.arange(next_id, next_id + len(at))
+            next_id += len(at)
+            text = np.arange(start, min(end, row.images[-1].end))  # and the images among it, which come next
+            for name, draft, places in (("rope_shift", 0, row.at), ("draft_shift", 1, row.draft_at)):
+                if name not in found.columns:
+                    continue
+                column = found.columns[name]
+                column[text + offset] = row.positions[0, text] - text
+                own = places[slice(*np.searchsorted(places, (start, end)))]
+                column[own + offset] = np.arange(next_line, next_line + len(own)) - own
+                rope.append(row.positions[:, np.maximum(own - draft, 0)] + draft)
+                next_line += len(own)
+        if rope:
+            found.rope = np.concatenate(rope, axis=1)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from forkpoint.errors import StepFailedError
-from forkpoint.models.context import ImageInputs
 from forkpoint.ops.deal import ALL
 from forkpoint.ops.metadata import KeySplits
 from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, WindowColumns
@@ -26,7 +25,7 @@ from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, Scores, score
 from forkpoint.runtime.news import NewsOfCopies
 from forkpoint.runtime.records import TokenRecords
-from forkpoint.runtime.row_images import RowImages
+from forkpoint.runtime.row_images import RowImages, StepImages
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
 from forkpoint.runtime.state_operators import StateOperators
@@ -77,10 +76,10 @@ class ModelRunner:
         longest = max_model_len or model.config.max_model_len
         images: RowImages | None = None
         self._encoded: EncodedImages | None = None
-        if model.vision is not None:
-            vision = model.vision.config
-            images = RowImages(num_rows, has_axes=bool(vision.axes), centred=vision.centred)
-            self._encoded = EncodedImages(model.vision, platform)
+        if model.vision is not None and model.images is not None:
+            assert model.images.most_tokens >= loaded.sched.max_num_batched_tokens, "a step's images have no room"
+            images = RowImages(num_rows, model.images, model.vision.config.centred, bool(model.config.draft_layer))
+            self._encoded = EncodedImages(model.vision, model.images, platform)
         dealt = loaded.dealt_keys()
         deal = ALL if dealt is None else dealt.deal
         self.batch = Batch(layout, num_rows, longest, model.config.vocab_size, platform, images, deal)
@@ -208,12 +207,13 @@ class ModelRunner:
         if exact.num_segments:
             asking = self._asking(plan, exact.num_decodes)
         shape: StepShape | None = None
-        images: ImageInputs | None = None
-        if self.batch.images is not None and self._encoded is not None:  # runs the vision tower for new images
-            images = self.batch.images.inputs(plan.rows, self._encoded.get, self.platform)
-        if self._shapes is not None and not asking and images is None:
+        if self._shapes is not None and not asking:
             shape = self._shapes.find(exact)
-        arrays = self._builder.build(plan, shape or exact, recorded=shape is not None)
+        images: StepImages | None = None
+        if self.batch.images is not None and self._encoded is not None:
+            images = self.batch.images.step(plan.rows, recorded=shape is not None)
+            self._encoded.place(images)
+        arrays = self._builder.build(plan, shape or exact, shape is not None, images)
         copied = 0
         if self._states.copies:
             copied = self._states.place(arrays, self._ops, self.platform)
@@ -222,7 +222,7 @@ class ModelRunner:
         if shape is not None:
             outputs = self._graphs.replay(shape, arrays, self._issue)
         else:
-            hidden, outputs = self._without_graph(plan, exact, arrays, images, plain)
+            hidden, outputs = self._without_graph(plan, exact, arrays, plain)
             prompts = [(extent[0].row, self._prompt_scores(*extent, hidden)) for extent in asking]
         sampled: Sampled | None = None
         if outputs is not None:
@@ -246,7 +246,7 @@ class ModelRunner:
         return RunningStep(partial_result, mark, rows, answers, verified, logprobs, prompts, news)
 
     def _without_graph(
-        self, plan: StepPlan, shape: StepShape, arrays: Arrays, images: ImageInputs | None, plain: bool
+        self, plan: StepPlan, shape: StepShape, arrays: Arrays, plain: bool
     ) -> tuple[Tensor, StepOutputs | None]:
         """Run the forward pass kernel by kernel.
 
@@ -257,7 +257,7 @@ class ModelRunner:
         lens = most
         if plan.rows.optimistic.any():  # only the device has the lengths
             lens = ((), ())
-        hidden = self._forward(tensors, shape, lens, images, most)
+        hidden = self._forward(tensors, shape, lens, most)
         if not len(plan.sampled_rows):
             return hidden, None
         return hidden, self._heads(hidden, tensors, plain)
@@ -280,7 +280,6 @@ class ModelRunner:
         tensors: Tensors,
         shape: StepShape,
         host_lens: HostLens = ((), ()),
-        images: ImageInputs | None = None,
         most_lens: HostLens = ((), ()),
     ) -> Tensor:
         """Run the model. Without `host_lens` only the device has the rows' lengths, and `most_lens` are bounds."""
@@ -296,7 +295,9 @@ class ModelRunner:
         if "token_lines" in tensors:
             context = self._builder.located(context, tensors, most_lens)
         if "rope_shift" in tensors:  # after the positions were corrected
-            context = replace(context, positions=tensors["positions"] + tensors["rope_shift"], images=images)
+            context = replace(context, positions=tensors["positions"] + tensors["rope_shift"])
+        if "draft_shift" in tensors:
+            context = replace(context, draft_positions=tensors["positions"] + tensors["draft_shift"])
         return self._model.forward(tensors["token_ids"], context)
 
     def _heads(self, hidden: Tensor, tensors: Tensors, greedy: bool = True) -> StepOutputs:

@@ -30,13 +30,13 @@ from forkpoint.platforms.packing import Arrays, Tensors
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.dealt_keys import DealtKeys, HostLens
 from forkpoint.runtime.records import Columns, TokenRecords
-from forkpoint.runtime.row_images import RowImages
+from forkpoint.runtime.row_images import RowImages, StepImages
 from forkpoint.runtime.state_operators import KINDS, Sources
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, StepRows
 
 # Columns with an entry for each decode token, then one for each token of the segments or for each segment.
 _WITH_SEGMENTS: Final = frozenset(
-    {"token_ids", "positions", "slot_mapping", "rope_shift", "token_lines", "kv_lens", "table_rows"}
+    {"token_ids", "positions", "slot_mapping", "rope_shift", "draft_shift", "token_lines", "kv_lens", "table_rows"}
 )
 
 
@@ -92,8 +92,8 @@ class StepBuilder:
         """`splits` makes the work lists of a device's kernels; None: there are none.
 
         `copies`: some operators need their states copied first. `records` is given if drafts are verified or states are
-        written every few tokens only. `most_drafts` of a row come from DraftGraphs; 0: none do. `images` of rows change
-        the positions by which tokens are rotated. `tables` are those of each window, `table` among them. `dealt` is
+        written every few tokens only. `most_drafts` of a row come from DraftGraphs; 0: none do. `images` are those of
+        rows, None if the model reads none. `tables` are those of each window, `table` among them. `dealt` is
         given if the tokens of `table` are dealt to ranks.
         """
         self._windows = {width: each for width, each in tables.items() if width is not None and each is not table}
@@ -105,14 +105,15 @@ class StepBuilder:
 
     def padding(self, shape: StepShape) -> Arrays:
         """Return a step of nothing but padding, whose arrays are as large as those of any step of the shape."""
-        arrays = self.build(StepPlan(0), shape, recorded=True)
-        most = 0
+        plan, most = StepPlan(0), 0
+        images = StepImages() if self._images is None else self._images.step(plan.rows, recorded=True)
+        arrays = self.build(plan, shape, True, images)
         if self._splits is not None:
             most = self._splits.most(shape.num_decodes, self._table.max_entries_per_row)
         arrays["parts"] = np.full((most, 3), NO_ROW, np.int32)
         return arrays
 
-    def build(self, plan: StepPlan, shape: StepShape, recorded: bool) -> Arrays:
+    def build(self, plan: StepPlan, shape: StepShape, recorded: bool, images: StepImages | None = None) -> Arrays:
         """Return the arrays that `context` reads, and `token_ids`, `token_rows`, `sampled`, `sampled_rows`.
 
         They are padded to `shape`. In a `recorded` step all arrays except `parts` have the sizes that `padding` gives
@@ -139,8 +140,8 @@ class StepBuilder:
             "sampled": (last + gap * (last >= decodes), num_rows, 0),
             "sampled_rows": (sampled_rows, num_rows, spare),
         }
-        if self._images is not None and (recorded or not self._images.is_empty):
-            columns["rope_shift"] = (self._images.shifts(rows), num_tokens, 0)
+        if images is not None:
+            columns |= {name: (values, num_tokens, 0) for name, values in images.columns.items()}
         if self._windows or self._dealt is not None:
             columns["token_lines"] = (table_rows.astype(np.int64), num_tokens, NO_ROW)
         columns |= self._segments(rows, plan.num_decodes, shape)

@@ -54,7 +54,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     sched = platform.defaults.with_options(config.scheduler)
     _check_device(config, sched.max_num_seqs, platform)
     ranks = _meet(config, ops, platform, rank, place)
-    model = _load(config, ops, platform, ranks)
+    model = _load(config, ops, platform, ranks, sched.max_num_batched_tokens)
     layout = _make_layout(config, model, platform)
     drafts = _max_num_drafts(config, layout, ops)
     has_graphs = platform.has_graphs and not any(is_torch(ops, name) for name in model.waiting)
@@ -245,7 +245,7 @@ def _state_write_interval(config: EngineConfig, layout: CacheLayout, num_rows: i
     return platform.traits(platform.device).state_write_interval
 
 
-def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) -> Model:
+def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks, max_image_tokens: int) -> Model:
     remedy = "use a smaller model or a device with more memory, or end other programs that hold some of it"
     doing = f"loading the weights ({platform.free_bytes() / GIB:.1f} GiB were free)"
     progress = WeightsProgress(show_bar=config.shows_bars)
@@ -268,6 +268,7 @@ def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) 
             ranks=ranks,
             fp8_as_bytes=not platform.traits(platform.device).has_fp8,
             on_host=platform.shares_memory,
+            max_image_tokens=max_image_tokens,
         )
 
 

@@ -62,6 +62,18 @@ def test_dummy_weights_make_a_tower(folder: Path) -> None:
     assert model.vision is not None and model.vision(torch.zeros(64, 96, 3, dtype=torch.uint8)).shape == (6, 64)
 
 
+@pytest.mark.parametrize(("mtp", "heads"), [(False, 1), (True, 2)])
+def test_tables_have_room_for_the_images_of_a_step(tmp_path: Path, mtp: bool, heads: int) -> None:
+    """It is a part of the weights, after which the arena is sized. Without a tower there is none."""
+    write_vision_checkpoint(tmp_path, mtp=True)
+    kept: dict[str, Any] = {"ops": torch_table(), "mtp": mtp, "max_model_len": 100, "max_image_tokens": 70}
+    seeing, blind = (load_model(tmp_path, vision=each, **kept) for each in (read_image_settings(tmp_path), None))
+    assert seeing.images is not None and blind.images is None
+    vocab_size, (ids, lines) = seeing.config.vocab_size, (seeing.images._embedding, seeing.images._cos_sin)
+    assert lines is not None and len(ids) == vocab_size + 70 and len(lines) == 100 + heads * 70
+    assert blind._embedding.equal(ids[:vocab_size]) and not ids[vocab_size:].any() and not lines[100:].any()
+
+
 def test_older_folders_name_the_tower_otherwise(folder: Path) -> None:
     path = folder / "model.safetensors"
     weights = {name.replace("model.visual.", "visual."): weight for name, weight in load_file(path).items()}
