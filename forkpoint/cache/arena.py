@@ -8,8 +8,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.layout import CacheLayout
@@ -17,13 +16,13 @@ from forkpoint.errors import ConfigError
 
 
 @enum.unique
-class MoveKind(enum.Enum):
+class MoveKind(enum.StrEnum):
     BLOCK = "block"
     SLOT = "slot"
 
 
 @enum.unique
-class MoveRoute(enum.Enum):
+class MoveRoute(enum.StrEnum):
     """The rooms between which a unit is copied: the arena, the host tier's memory, the disk tier, other engines.
 
     A unit comes from the disk in two moves: a read into a buffer of the worker, named by its ticket, and a copy from
@@ -56,8 +55,7 @@ class MoveRoute(enum.Enum):
     FORGET = "forget"  # no copy: nobody wants what a fetch brings
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """The copy of one unit from `src` to `dst`.
 
     A move within a room is a part of its compaction: every table that names `src` has to name `dst` afterwards. A move

@@ -81,13 +81,10 @@ class Admission:
                     return
                 if not self._may_fit(builder, scheduled):
                     return
-            hit = self.lookup(scheduled)
-            if self._cache.restoring is not None and only is None:
-                found = self._restored(scheduled, hit)
-                if found is None:
-                    passed_over += 1
-                    continue
-                hit = found
+            hit = self._restored(scheduled) if only is None else self.lookup(scheduled)
+            if hit is None:
+                passed_over += 1
+                continue
             start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
             too_small = start < prefill_end and self._chunks.end(request, start, prefill_end, builder.budget) <= start
             if soon - start >= MIN_GAIN_TO_WAIT or too_small:
@@ -116,19 +113,19 @@ class Admission:
             builder.replace_prefix(scheduled)
             scheduled.record_hit(hit, gained=hit.num_tokens - start)
 
-    def _restored(self, scheduled: ScheduledRequest, hit: PrefixHit) -> PrefixHit | None:
-        """Return `hit`, or the longer hit that a restore from a tier has completed by now.
+    def _restored(self, scheduled: ScheduledRequest) -> PrefixHit | None:
+        """Return the arena's hit, or the longer one that a restore from a tier has completed by now.
 
         Begins the restore, or takes its next step. Returns None if the request has to wait for its own restore or for
         one that comes first. A restore that was dropped for lack of memory is not tried again in this run of the
         request.
         """
         restoring, request, lease = self._cache.restoring, scheduled.request, scheduled.lease
-        assert restoring is not None
-        if not scheduled.restores or request.wants_prompt_logprobs:
-            return hit
+        if restoring is None or not scheduled.restores or request.wants_prompt_logprobs:
+            return self.lookup(scheduled)
         is_busy = bool(self._running.requests)
         if not restoring.is_for(lease):
+            hit = self.lookup(scheduled)
             found = restoring.find(lease, request.num_tokens, hit)
             if found is None or not restoring.pays(*found, hit, is_busy=is_busy):
                 return hit
@@ -143,8 +140,8 @@ class Admission:
         if restoring.is_for(lease):
             return None
         assert restore is not None
-        hit, scheduled.restores = self.lookup(scheduled), restore.tier.has_lost(restore.source)
-        return self._restored(scheduled, hit)  # the tier may have a shorter prefix that is sound
+        scheduled.restores = restore.tier.has_lost(restore.source)
+        return self._restored(scheduled)  # the tier may have a shorter prefix that is sound
 
     def _land(self, scheduled: ScheduledRequest, peers: FetchedPrompts) -> None:
         """Restore what has arrived of a prompt that another engine still sends, unless another prefix is restored."""
