@@ -10,9 +10,9 @@ from torch import Tensor
 
 from forkpoint.platforms.platform import Mark
 
-# Bytes of one copy. The device's copy engine serves other copies in between, such as those of a step's inputs: 4 MiB
-# take 80 us over PCIe 5. The host's addresses that are multiples of it separate pieces that were pinned apart.
-PIECE_BYTES: Final = 1 << 22
+# Bytes of one copy. The device's copy engine serves other copies in between, such as those of a step's inputs: 8 MiB
+# take 160 us over PCIe 5. The host's addresses that are multiples of it separate pieces that were pinned apart.
+PIECE_BYTES: Final = 1 << 23
 
 
 class DeviceCopyStream:

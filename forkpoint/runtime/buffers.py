@@ -105,16 +105,21 @@ class ArenaBuffer:
 
         Unless the memory is `sound`, nothing goes to the disk or to other engines: such writes fail.
         """
+        self.note(moves, sound)
+        self.issue()
+
+    def note(self, moves: Sequence[Move], sound: bool = True) -> None:
+        """Run moves as `move` does, without beginning the copies that end later than the plan."""
         for route, group in groupby(moves, key=attrgetter("route")):
             same: Sequence[Move] = list(group)
-            if route is MoveRoute.STORE:
+            if route is MoveRoute.FETCH:
+                self.copies.fetch(same)
+            elif route is MoveRoute.STORE:
                 self.copies.store(same)
-                continue
-            if route is MoveRoute.LAND:
-                same = self.copies.land(same)
-            for move in same:
-                self._run(move, sound)
-        self.issue()
+            else:
+                for move in self.copies.land(same) if route is MoveRoute.LAND else same:
+                    self._run(move, sound)
+            self.copies.fill()
 
     def _run(self, move: Move, sound: bool) -> None:
         if move.route is MoveRoute.ARENA:

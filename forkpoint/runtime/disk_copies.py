@@ -51,7 +51,7 @@ class DirectDisk:
         buffer, memory = self._disk.buffer(name.kind), self._memory
         target = as_tensor(buffer)[: memory.unit_bytes(move.kind)]
         if move.route is MoveRoute.HOST_TO_DISK:
-            target.copy_(memory.in_host(move, move.src))
+            target.copy_(memory.in_host(move, move.src)[0].bytes)
         else:
             memory.copy_out(move, target)
         self._disk.submit_write(name, move.dst, buffer, move.ticket)

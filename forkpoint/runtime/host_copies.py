@@ -77,7 +77,7 @@ class TierMemory:
 
         If a prefix is too short to fill it, the memory is set to zeros first.
         """
-        pieces = list(self._pieces(move, move.src))
+        pieces = self._pieces(move, move.src)
         if sum(piece.num_bytes for piece, _ in pieces) < target.num_bytes:
             target.bytes.zero_()
         for piece, start in pieces:
@@ -89,32 +89,30 @@ class TierMemory:
         for target, part in self.copies_in(move, Stretch.of(source)):
             target.bytes.copy_(part.bytes, non_blocking=True)
 
-    def copies_in(self, move: Move, source: Stretch) -> Iterator[tuple[Stretch, Stretch]]:
-        """Yield the copies (target, source) of a tier's unit to the unit `move.dst` of the arena."""
-        for piece, start in self._pieces(move, move.dst):
-            begin = source.start + start
-            yield piece, Stretch(source.memory, begin, begin + piece.num_bytes)
+    def copies_in(self, move: Move, source: Stretch) -> list[tuple[Stretch, Stretch]]:
+        """Return the copies (target, source) of a tier's unit to the unit `move.dst` of the arena."""
+        memory, begin, _ = source
+        return [
+            (piece, Stretch(memory, begin + start, begin + start + piece.num_bytes))
+            for piece, start in self._pieces(move, move.dst)
+        ]
 
-    def _pieces(self, move: Move, unit: int) -> Iterator[tuple[Stretch, int]]:
-        """Yield the parts of a unit of the arena, each with its place in a unit of a tier."""
+    def _pieces(self, move: Move, unit: int) -> list[tuple[Stretch, int]]:
+        """Return the parts of a unit of the arena, each with its place in a unit of a tier."""
         stride, num_bytes = self.arena_places[move.kind]
-        if num_bytes:
-            yield Stretch(self.arena, unit * stride, unit * stride + num_bytes), 0
+        pieces = [(Stretch(self.arena, unit * stride, unit * stride + num_bytes), 0)] if num_bytes else []
         if move.kind is MoveKind.SLOT:
             for (stride, num_bytes, start), blocks in zip(self.windows, move.windows, strict=True):
                 for index, block in enumerate(blocks):
-                    yield Stretch(self.arena, block * stride, block * stride + num_bytes), start + index * num_bytes
+                    own = Stretch(self.arena, block * stride, block * stride + num_bytes)
+                    pieces.append((own, start + index * num_bytes))
+        return pieces
 
-    def in_host(self, move: Move, unit: int) -> Tensor:
-        return self.stretch_of_host(move, unit).bytes
-
-    def stretch_of_host(self, move: Move, unit: int) -> Stretch:
+    def in_host(self, move: Move, unit: int) -> tuple[Stretch, int]:
+        """Return the place of a unit, and its page, which may have held units of the other kind."""
         stride, num_bytes = self.places[move.kind]
-        return Stretch(self.host, unit * stride, unit * stride + num_bytes)
-
-    def host_page(self, move: Move, unit: int) -> int:
-        """Return the page of a unit, which may have held units of the other kind."""
-        return unit * self.places[move.kind][0] // self.page_bytes
+        start = unit * stride
+        return Stretch(self.host, start, start + num_bytes), start // self.page_bytes
 
 
 def _places(layout: CacheLayout) -> dict[MoveKind, tuple[int, int]]:
@@ -131,15 +129,23 @@ class HostCopies(ABC):
 
     @abstractmethod
     def run(self, move: Move) -> bool:
-        """Run a move of another route than LAND and STORE. Returns False if it is of no concern here."""
+        """Run a move of another route than FETCH, LAND and STORE. Returns False if it is of no concern here."""
 
     @abstractmethod
     def store(self, moves: Sequence[Move]) -> None:
         """Run moves of the route STORE."""
 
+    def fetch(self, moves: Sequence[Move]) -> None:
+        """Run moves of the route FETCH."""
+        raise NotImplementedError(f"{type(self).__name__} loads units without a buffer in between")
+
     def land(self, moves: Sequence[Move]) -> Sequence[Move]:
         """Run moves of the route LAND, and return those of no concern here."""
         return moves
+
+    def fill(self) -> None:
+        """Copy what has only been noted from the arena. Call it before anything else may write there."""
+        return
 
     def issue(self) -> None:
         """Issue what `run` has only noted. Call it after the last move of a plan."""
@@ -166,16 +172,17 @@ class DirectCopies(HostCopies):
     def run(self, move: Move) -> bool:
         memory = self._memory
         if move.route is MoveRoute.LOAD:
-            memory.copy_in(move, memory.in_host(move, move.src))
+            memory.copy_in(move, memory.in_host(move, move.src)[0].bytes)
         elif move.route is MoveRoute.HOST:
-            memory.in_host(move, move.dst).copy_(memory.in_host(move, move.src))
+            (target, _), (source, _) = (memory.in_host(move, unit) for unit in (move.dst, move.src))
+            target.bytes.copy_(source.bytes)
         else:
             return False
         return True
 
     def store(self, moves: Sequence[Move]) -> None:
         for move in moves:
-            self._memory.copy_out(move, self._memory.in_host(move, move.dst))
+            self._memory.copy_out(move, self._memory.in_host(move, move.dst)[0].bytes)
 
 
 @dataclass(slots=True)
@@ -274,13 +281,9 @@ class StreamCopies(HostCopies):
         self._pinning.start()
 
     def run(self, move: Move) -> bool:
-        memory = self._memory
-        if move.route is MoveRoute.FETCH:
-            self._fetched[move.ticket] = self._fetch(move, move.ticket)
-        elif move.route is MoveRoute.HOST:
+        if move.route is MoveRoute.HOST:
             # The host's processor would hold up the steps.
-            target, page = memory.stretch_of_host(move, move.dst), memory.host_page(move, move.dst)
-            self.copy_from_host(move, target, page)
+            self.copy_from_host(move, *self._memory.in_host(move, move.dst))
         elif move.ticket not in self._fetched:
             return False
         else:
@@ -289,13 +292,15 @@ class StreamCopies(HostCopies):
         return True
 
     def store(self, moves: Sequence[Move]) -> None:
-        memory = self._memory
         for move in moves:
-            target, page = memory.stretch_of_host(move, move.dst), memory.host_page(move, move.dst)
+            target, page = self._memory.in_host(move, move.dst)
             self._keep_order(self._in, page)
-            if self._note_out(move, target, page, move.ticket) is None:
+            if self.copy_out(move, target, page, move.ticket) is None:
                 self._done.append(move.ticket)
-        self._fill()
+
+    def fetch(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self._fetched[move.ticket] = self._fetch(move, move.ticket)
 
     def land(self, moves: Sequence[Move]) -> Sequence[Move]:
         own = [move for move in moves if move.ticket in self._fetched]
@@ -335,19 +340,11 @@ class StreamCopies(HostCopies):
         for start in range(0, self._num_pinned_bytes, PINNED_AT_ONCE):
             self._platform.unpin(self._memory.host[start:])
 
-    def copy_out(self, move: Move, target: Stretch) -> CopyBatch | None:
-        """Copy the unit `move.src` of the arena, as it is in this place of the plan, to memory of the host.
+    def copy_out(self, move: Move, target: Stretch, page: int | None = None, ticket: int = 0) -> CopyBatch | None:
+        """Copy the unit `move.src` of the arena to memory of the host, which may be `page` of the tier.
 
-        Return the batch of the copy, which `issue` starts; None if the copy is done already.
-        """
-        batch = self._note_out(move, target)
-        self._fill()
-        return batch
-
-    def _note_out(self, move: Move, target: Stretch, page: int | None = None, ticket: int = 0) -> CopyBatch | None:
-        """Note a copy of the unit `move.src` of the arena through a buffer, which `_fill` fills.
-
-        Returns as `copy_out` does.
+        `fill` copies it to a buffer first. Return the batch of the copy, which `issue` starts; None if the copy is done
+        already.
         """
         num_bytes = self._memory.unit_bytes(move.kind)
         try:
@@ -365,8 +362,7 @@ class StreamCopies(HostCopies):
     def _new_buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.arena.device)
 
-    def _fill(self) -> None:
-        """Copy what was noted from the arena to buffers, before anything else may write there."""
+    def fill(self) -> None:
         unfilled, self._unfilled = self._unfilled, []
         for target, source in joined(unfilled, self._memory.padding):
             target.bytes.copy_(source.bytes)
@@ -395,7 +391,7 @@ class StreamCopies(HostCopies):
 
     def _fetch(self, move: Move, ticket: int = 0) -> Stretch:
         """Start to copy a unit of the host to a buffer, and return the buffer."""
-        source, page = self._memory.stretch_of_host(move, move.src), self._memory.host_page(move, move.src)
+        source, page = self._memory.in_host(move, move.src)
         self._keep_order(self._out, page)
         return self._copy_in(source, page, ticket)[0]
 
@@ -403,7 +399,7 @@ class StreamCopies(HostCopies):
         """Copy the unit `move.src` of the host tier to other memory of the host, which may be `page` of the tier."""
         buffer = self._fetch(move)
         self.issue()
-        arrived = self._in.mark_of(self._memory.host_page(move, move.src))
+        arrived = self._in.mark_of(self._memory.in_host(move, move.src)[1])
         if arrived is not None:
             self._out.next.after.append(arrived)
         return self._out.add(target, buffer, page)
@@ -414,7 +410,7 @@ class StreamCopies(HostCopies):
             self.issue()
 
     def _issue_out(self) -> None:
-        self._fill()
+        self.fill()
         self._out.next.after.append(self._platform.mark())  # the buffers are filled by then
         self._out.issue(self._in)
 

@@ -79,19 +79,6 @@ class MovingDisk(Moving):
         self.own(kind, target, (name, self.contents(kind, source, windows)))
         return Move(kind, source, target, MoveRoute.ARENA_TO_DISK, ticket, name, windows=windows)
 
-    def run_moves(self, moves: list[Move]) -> None:
-        disk = self.arena._disk_copies
-        assert disk is not None
-        if moves[0].route is MoveRoute.STORE:
-            self.arena.copies.store(moves)
-            return
-        if moves[0].route is MoveRoute.LAND:
-            left = self.arena.copies.land(moves)
-        else:
-            left = [move for move in moves if not self.arena.copies.run(move)]
-        for move in left:
-            disk.run(move, True)
-
     def take_news(self, wait_s: float = 0.0) -> None:
         news = self.arena.news(wait_s)
         if news is None:
@@ -110,7 +97,7 @@ class MovingDisk(Moving):
         while self.arrived:
             ticket = self.arrived.pop()
             kind, contents = self.reads.pop(ticket)
-            self.run_moves([self.landing(kind, ticket, contents)])
+            self.arena.note([self.landing(kind, ticket, contents)])
             self.check_landed()
 
 

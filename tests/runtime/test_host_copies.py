@@ -135,7 +135,7 @@ class Moving:
             # Run one by one what a plan runs together, because `move` looks at the arena; `issue` comes at the end.
             moves = self.with_neighbours(self.move())
             before = self.arena.data.clone()
-            self.run_moves(moves)
+            self.arena.note(moves)
             self.take_places(moves, before)
             assert torch.equal(self.arena.data, before), "a copy to the arena reaches beyond its units"
             self.check_landed()
@@ -178,15 +178,6 @@ class Moving:
                 places += [self.arena._extent(MoveKind.BLOCK, block, number) for block in blocks]
         for place in places:
             before[place] = self.arena.data[place]
-
-    def run_moves(self, moves: list[Move]) -> None:
-        match moves[0].route:
-            case MoveRoute.LAND:
-                assert not self.arena.copies.land(moves)
-            case MoveRoute.STORE:
-                self.arena.copies.store(moves)
-            case _:
-                assert all(self.arena.copies.run(move) for move in moves)
 
     def check_landed(self) -> None:
         for landed, contents in self.expected:
