@@ -346,7 +346,7 @@ class FetchedPrompts(RestoreSource):
     def _prompt_of(self, node: Node) -> FetchedPrompt | None:
         return next((each for each in self._prompts.values() if node in each.places or node is each.end), None)
 
-    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
+    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None, *, is_busy: bool) -> int:
         wanted: list[Node | Checkpoint] = []
         if self._layout.has_kv:
             wanted += path
@@ -360,8 +360,9 @@ class FetchedPrompts(RestoreSource):
         count = sum(1 for _ in itertools.takewhile(prompt.has, wanted))
         if self._reader is None:
             return count
-        is_whole = count == len(wanted)
-        return self._reader.num_ready(path if is_whole else path[:count], checkpoint if is_whole else None)
+        if count < len(wanted):
+            path, checkpoint = path[:count], None
+        return self._reader.num_ready(path, checkpoint, is_busy=is_busy)
 
     def _stage(self, node: Node, checkpoint: Checkpoint | None, ticket: int) -> Move:
         """Return the copy of an entry that has arrived to a buffer of the device."""

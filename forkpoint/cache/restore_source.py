@@ -29,10 +29,11 @@ class RestoreSource(ABC):
         """
 
     @abstractmethod
-    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
+    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None, *, is_busy: bool) -> int:
         """Return how many of these nodes, from the first on, can be loaded at once; 1 more if `checkpoint` can, too.
 
-        A source that cannot load all of them at once starts to prepare the others.
+        A source that cannot load all of them at once starts to prepare the others, and few of them if the plan has rows
+        of other requests (`is_busy`).
         """
 
     @property

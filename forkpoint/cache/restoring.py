@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
-from forkpoint.cache.disk_entries import FETCHED_AT_ONCE
+from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, LOADED_AT_ONCE
 from forkpoint.cache.layout import NO_BLOCK
 from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.lookup import PrefixHit
@@ -15,10 +14,6 @@ from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.cache.windows import WindowRow
 from forkpoint.config import BLOCK_SIZE
-
-# Bytes that a plan with rows of other requests loads. The copies run before the rows and delay them: by about 10 ms on
-# a CPU, and on a GPU by the time that its host needs to issue them.
-LOADED_AT_ONCE: Final = 64 * 2**20
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +119,7 @@ class Restoring:
                 return False
             num_moves = len(self._store.arena.moves)
             path = self._path(restore.source, restore.node.depth)
-            num_ready = restore.tier.num_ready(path, self._missing_state(restore))
+            num_ready = restore.tier.num_ready(path, self._missing_state(restore), is_busy=is_busy)
             self.has_loaded = self.has_loaded or len(self._store.arena.moves) > num_moves
             if path and (num_ready or not self._store.layout.has_kv):
                 loaded = self._load_blocks(restore, num_ready)

@@ -75,7 +75,7 @@ class Tier(RestoreSource):
         """Store a part of what the arena's `store` evicts next, if that needs time."""
         return
 
-    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
+    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None, *, is_busy: bool) -> int:
         return len(path) + 1
 
     @abstractmethod
@@ -248,8 +248,8 @@ class LateTier(Tier):
     def is_reading(self) -> bool:
         return self._reader.is_waiting
 
-    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
-        return self._reader.num_ready(path, checkpoint)
+    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None, *, is_busy: bool) -> int:
+        return self._reader.num_ready(path, checkpoint, is_busy=is_busy)
 
     def goes_on(self, left_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
         if self.choice is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
+from forkpoint.cache.disk_entries import LOADED_AT_ONCE
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import LoadProgress
 from forkpoint.cache.tree import Checkpoint, Node
@@ -54,6 +55,7 @@ class TierReads:
         self._reads: dict[int, TierRead] = {}  # by ticket; those whose contents have not been copied to the arena
         self._tickets_of: dict[Node | Checkpoint, int] = {}
         self._num_bytes = 0  # of these reads
+        self._num_awaited = 0  # of these reads, those that have not arrived
         self._num_arrived_bytes = 0  # of the present prefix, since `_began_s`
         self._began_s = 0.0
         self._probes = False
@@ -62,7 +64,7 @@ class TierReads:
     @property
     def is_waiting(self) -> bool:
         """Whether the answer to a read is still to come."""
-        return any(not read.has_arrived for read in self._reads.values())
+        return self._num_awaited > 0
 
     @property
     def waited_s(self) -> float:
@@ -89,8 +91,11 @@ class TierReads:
     def _begin(self) -> None:
         self._began_s, self._num_arrived_bytes = self._clock(), 0
 
-    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None) -> int:
-        """Return how many of these units, in order, have arrived, and start to read those that follow."""
+    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None, *, is_busy: bool) -> int:
+        """Return how many of these units, in order, have arrived, and start to read those that follow.
+
+        `is_busy`: the plan has rows of other requests.
+        """
         wanted: list[tuple[Node, Checkpoint | None]] = []
         if self._layout.has_kv:
             wanted += [(node, None) for node in path]
@@ -102,6 +107,8 @@ class TierReads:
         most_bytes = self._most_bytes
         if self._probes:
             most_bytes = min(most_bytes, max(PROBE_BYTES, PROBE_GROWTH * self._num_arrived_bytes))
+        if is_busy:
+            most_bytes = min(most_bytes, self._num_bytes + LOADED_AT_ONCE)
         for node, state in wanted:
             if (state or node) in self._tickets_of:
                 continue
@@ -115,6 +122,7 @@ class TierReads:
             self._reads[ticket] = TierRead(node, state, num_bytes)
             self._tickets_of[state or node] = ticket
             self._num_bytes += num_bytes
+            self._num_awaited += 1
         return sum(1 for _ in itertools.takewhile(self._has_arrived, wanted))
 
     def _has_arrived(self, wanted: tuple[Node, Checkpoint | None]) -> bool:
@@ -123,12 +131,14 @@ class TierReads:
 
     def arrive(self, ticket: int) -> int:
         """Note that a read has ended. Returns its bytes; 0 if the ticket is of no read that is wanted."""
-        if ticket not in self._reads:
+        read = self._reads.get(ticket)
+        if read is None:
             return 0
-        self._reads[ticket].has_arrived = True
+        self._num_awaited -= not read.has_arrived
+        read.has_arrived = True
         self.answered_s = self._clock()
-        self._num_arrived_bytes += self._reads[ticket].num_bytes
-        return self._reads[ticket].num_bytes
+        self._num_arrived_bytes += read.num_bytes
+        return read.num_bytes
 
     def fail(self, ticket: int) -> Node | None:
         """Forget a read that failed and return its node; None if the ticket is of no read that is wanted."""
@@ -160,4 +170,5 @@ class TierReads:
         read = self._reads.pop(ticket)
         del self._tickets_of[read.checkpoint or read.node]
         self._num_bytes -= read.num_bytes
+        self._num_awaited -= not read.has_arrived
         return read

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 
 from forkpoint.cache.arena import MoveRoute
@@ -49,13 +51,15 @@ def test_only_loads_from_a_tier_of_unknown_rate_begin_small(has_rate: bool, monk
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_a_plan_beside_other_requests_loads_little(is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device lands all that has arrived, unless other requests wait for the host to issue the copies."""
-    monkeypatch.setattr("forkpoint.cache.restoring.LOADED_AT_ONCE", ONE_UNIT)
-    harness, landed = tight(host_streams=True), list[int]()
+    """A device fetches much and lands all that has arrived, unless others wait for the host to issue the copies."""
+    for module in ("restoring", "tier_reads"):
+        monkeypatch.setattr(f"forkpoint.cache.{module}.LOADED_AT_ONCE", ONE_UNIT)
+    harness, moved = tight(host_streams=True), defaultdict[MoveRoute, list[int]](list)
     prompt, submit = evicted(harness), HashRunner.submit
 
     def count(runner: HashRunner, plan: StepPlan) -> AnsweredStep:
-        landed.append(sum(move.route is MoveRoute.LAND for move in plan.moves))
+        for route in (MoveRoute.FETCH, MoveRoute.LAND):
+            moved[route].append(sum(move.route is route for move in plan.moves))
         return submit(runner, plan)
 
     monkeypatch.setattr(HashRunner, "submit", count)
@@ -63,4 +67,4 @@ def test_a_plan_beside_other_requests_loads_little(is_busy: bool, monkeypatch: p
         harness.add("stream", tokens(5, 64), 60)
         harness.step()
     assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens > 512
-    assert (max(landed) == 1) is is_busy
+    assert all((max(counts) == 1) is is_busy for counts in moved.values()), moved
