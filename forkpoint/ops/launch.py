@@ -49,8 +49,8 @@ def overlap(device: torch.device, num_rows: int, at_once: bool = False) -> dict[
     """Return the launch options of a kernel over `num_rows` tokens that calls these functions.
 
     Short launches overlap on devices that support it. In long launches, waiting programs would hold resources that the
-    previous launch needs. `at_once`: a kernel with `await_before` lets the next launch start before its own loads; FP8
-    products are slower with it.
+    previous launch needs. `at_once`: a kernel with `await_before` lets the next launch start before its own loads.
+    Large FP8 products are slower with it.
     """
     if num_rows > MOST_ROWS or not traits_of(device).overlaps_launches:
         return {"OVERLAP": False}

@@ -37,6 +37,7 @@ from forkpoint.ops.rounding import ceil_div
 from forkpoint.ops.unmade import Parts
 
 SPLIT_ROWS = 1024  # rows whose partial sums are in memory together at most
+MOST_AT_ONCE = 40_000_000  # elements of an FP8 matrix with which one row lets the next launch start at once
 BESIDE_OUTPUTS, BESIDE_WIDTH, BESIDE_STAGES = tl.constexpr(2), tl.constexpr(1024), tl.constexpr(2)
 
 
@@ -232,7 +233,8 @@ def _row_kernel(
 
 
 def _options(x: Tensor, tile: Tile, weight: UnpackedMatrix) -> dict[str, Any]:
-    at_once = not isinstance(weight, ScaledMatrix)
+    is_small = tile.rows == 1 and weight.shape.numel() <= MOST_AT_ONCE
+    at_once = is_small or not isinstance(weight, ScaledMatrix)
     return overlap(x.device, x.shape[0], at_once) if tile.overlaps else {"OVERLAP": False}
 
 

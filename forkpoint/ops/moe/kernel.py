@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.launch import await_before, overlap, start_next
+from forkpoint.ops.launch import AT_ONCE, await_before, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import Activations
 from forkpoint.ops.linear.kernel import launch_product, launch_rows
 from forkpoint.ops.linear.parts_kernel import make
@@ -30,6 +30,15 @@ PAIR_IN = Tile(1, 8, 128, 1, 6)
 KEPT_ROWS = 128  # places per tile from which kept_kernel.py is used
 PAIR_OUT = Tile(1, 4, 512, 1, 1)
 WIDE_PAIR_OUT = Tile(1, 2, 1024, 4, 1)  # for bfloat16 experts with more than 512 inner columns
+# Up to so many tokens, and bytes of weights in each thread, a program loads all its weights before it waits for the
+# launch before.
+FEW_TOKENS, MOST_HELD_BYTES = 2, 640
+
+
+@triton.jit
+def _down_tile(down, row, outputs, inside, k, columns, INNER: tl.constexpr):
+    at = (row + outputs)[:, None] * INNER + k + columns[None, :]
+    return tl.load(down + at, mask=inside[:, None] & (columns < INNER - k)[None, :], other=0.0)
 
 
 @triton.jit
@@ -50,7 +59,9 @@ def _pair_out_kernel(
     BLOCKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    await_before(OVERLAP)
+    """Compute OUTPUTS outputs of a token: the weighted sum of those of its experts.
+
+    If OVERLAP is AT_ONCE, all weights are loaded before the wait. The launch before has already waited for the ids."""
     pid = tl.program_id(0)
     token = (pid // pieces).to(tl.int64)
     start = pid % pieces * OUTPUTS
@@ -58,6 +69,14 @@ def _pair_out_kernel(
     columns = tl.arange(0, WIDTH)
     inside = outputs < size - start
     acc = tl.zeros((OUTPUTS, WIDTH), tl.float32)
+    if OVERLAP == AT_ONCE:
+        loaded = ()
+        for choice in tl.static_range(CHOICES):
+            row = tl.load(ids + token * CHOICES + choice).to(tl.int64) * size + start
+            for k in tl.static_range(0, INNER, WIDTH):
+                tile = _down_tile(down, row, outputs, inside, k, columns, INNER)
+                loaded = loaded + (tile,)  # type: ignore[assignment] # noqa: RUF005 (Triton has no other form)
+    await_before(OVERLAP)
     # Unrolled, so that the loads of different experts are in flight together.
     for choice in tl.static_range(CHOICES):
         pair = token * CHOICES + choice
@@ -73,8 +92,10 @@ def _pair_out_kernel(
                 scale_row = matrix * tl.cdiv(size, SCALE_ROWS) + start // SCALE_ROWS
                 scale_at = scale_row * scale_columns(INNER, True) + (k + columns) // SCALE_WIDTH
                 value *= tl.load(scales + scale_at, mask=left, other=0.0)
-            at = (row + outputs)[:, None] * INNER + k + columns[None, :]
-            tile = tl.load(down + at, mask=inside[:, None] & left[None, :], other=0.0)
+            if OVERLAP == AT_ONCE:
+                tile = loaded[choice * ((INNER + WIDTH - 1) // WIDTH) + k // WIDTH]
+            else:
+                tile = _down_tile(down, row, outputs, inside, k, columns, INNER)
             tile = widened(tile, tl.float32, False) * value[None, :]
             acc += tile * row_scales[:, None] if SCALE_ROWS and not BLOCKED else tile
     start_next(OVERLAP)
@@ -128,11 +149,14 @@ def paired_experts(
     _, size, inner = packed.down.shape
     hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
-    options = overlap(x.device, num_tokens)
-    gates: dict[str, Any] = {"gated": packed.gated, "squared": not packed.gated, "limits": limits}
-    launch_rows(x, packed.gate_up, hidden, PAIR_IN, options, ids=ids, **gates)
     down, down_scales = matrix_parts(packed.down)
     out_of = WIDE_PAIR_OUT if down_scales is None and inner > PAIR_OUT.width else PAIR_OUT
+    # of a thread
+    held_bytes = top_k * out_of.outputs * inner * down.element_size() // (32 * out_of.num_warps)
+    at_once = num_tokens <= FEW_TOKENS and held_bytes <= MOST_HELD_BYTES
+    options = overlap(x.device, num_tokens, at_once=at_once)
+    gates: dict[str, Any] = {"gated": packed.gated, "squared": not packed.gated, "limits": limits}
+    launch_rows(x, packed.gate_up, hidden, PAIR_IN, options, ids=ids, **gates)
     pieces = ceil_div(size, out_of.outputs)
     operands = (hidden, down, ids, weights, out)
     sizes = {"INNER": inner, "CHOICES": top_k, **out_of.sizes, **scale_options(packed.down), **options}
