@@ -7,6 +7,7 @@ import json as jsonlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
 from forkpoint.checks import Bounds, Checker, checked_fields, is_text, option
@@ -42,6 +43,17 @@ THINK_END: Final = "</think>"
 THINKING_END: Final = f"\n{THINK_END}\n\n"  # the end of thinking as most chat templates write it
 
 _CHECK: Final = Checker(InvalidParamsError, "sampling parameter ")
+# What errors call the descriptions of an output. Each API has a field of its own for the schema.
+OUTPUT_WORDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "json": "the JSON schema",
+        "json_object": "the JSON schema",
+        "regex": "the regular expression",
+        "choice": "the list of choices",
+        "grammar": "the grammar",
+        "structural_tag": "the structural tag",
+    }
+)
 CHOICES: Final = "a list of texts (valid Unicode), not all of them empty"
 LAST_TOKENS: Final = f"None, -1 (as many as have room) or an integer from 1 to {MAX_INT32}"
 

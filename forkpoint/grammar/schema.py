@@ -13,11 +13,15 @@ from forkpoint.checks import listed
 from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar.patterns import ENCODINGS, FORMATS, LIBRARY_FORMATS, NOT_ENFORCED_FORMATS, plain_classes
 from forkpoint.grammar.unions import Unions, children, pointer, values_of
+from forkpoint.params import OUTPUT_WORDS
 
 MAX_DEPTH: Final = 64  # nested brackets
 MAX_EXACT: Final = 2**53  # beyond it not every integer is a number of the library
 MAX_LOCATED: Final = 300  # parts of a schema that are tested to find the wrong one
 _SIGNS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]')
+_WRONG_REGEX: Final = re.compile(
+    r"regex parse error:\n    (?P<line>.*)\n    (?P<indent> *)(?P<marks>\^+)\nerror: (?P<reason>.*)"
+)
 _LINE = r"( |\n( {0,32}|\t{0,8}))"  # white space between two parts of a JSON text
 _OPTIONS: Final = {
     True: {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
@@ -41,7 +45,7 @@ def check_depth(text: str, name: str, signs: re.Pattern[str] = _SIGNS, levels: s
         depth += (sign in ("[", "{", "(")) - (sign in ("]", "}", ")"))
         if depth > MAX_DEPTH:
             raise InvalidParamsError(
-                f"structured_outputs.{name} is nested too deep; at most {MAX_DEPTH} {levels} are allowed"
+                f"{OUTPUT_WORDS[name]} is nested too deep; at most {MAX_DEPTH} {levels} are allowed"
             )
 
 
@@ -55,9 +59,9 @@ def enforceable(text: str, *, compact: bool) -> str:
         root = json.loads(text, parse_constant=_no_constant)
         json.dumps(root, allow_nan=False)
     except (ValueError, RecursionError) as error:
-        raise InvalidParamsError(f"structured_outputs.json is not a JSON schema: {error}") from error
+        raise InvalidParamsError(f"the JSON schema is not JSON: {error}") from error
     if not isinstance(root, dict | bool):
-        raise InvalidParamsError(f"structured_outputs.json is {text[:40]!r}; give a JSON schema, an object")
+        raise InvalidParamsError(f"the JSON schema is {text[:40]!r}; give an object")
     found = _Rewriter(root).schema(root, "")
     if not isinstance(found, dict):
         found = {"allOf": [found]}
@@ -220,20 +224,26 @@ def located(text: str, complaint: Callable[[str], str]) -> NoReturn:
     parts = [(path, part) for path, part in islice(_parts(root, ""), MAX_LOCATED) if blamed(part)]
     path, part = max(parts, key=lambda one: one[0].count("/"), default=("", root))
     if first.startswith("Unsatisfiable"):
-        raise InvalidParamsError(f"structured_outputs.json matches nothing at {path or '/'}: {first}")
+        raise InvalidParamsError(f"the JSON schema matches nothing at {path or '/'}: {first}")
     for keyword in reversed(part):
         if not blamed({key: value for key, value in part.items() if key != keyword}) and keyword not in shared:
             refuse(keyword, path, f"cannot be enforced: {first}")
-    raise InvalidParamsError(f"structured_outputs.json cannot be enforced at {path or '/'}: {first}")
+    raise InvalidParamsError(f"the JSON schema cannot be enforced at {path or '/'}: {first}")
 
 
 def complaint_in_a_line(text: str) -> str:
-    """Return llguidance's error in one line of 300 characters, without the state of its parser."""
+    """Return llguidance's error in one line of 300 characters, without the state of its parser.
+
+    Of a wrong regular expression this is the reason, and the part that llguidance underlines.
+    """
+    if found := _WRONG_REGEX.search(text):
+        start, length = len(found["indent"]), len(found["marks"])
+        text = f"{found['reason']} at {found['line'][start : start + length]!r}"
     return " ".join(text.partition("\n<state>")[0].split())[:300]
 
 
 def refuse(keyword: str, path: str, why: str) -> NoReturn:
-    raise InvalidParamsError(f"structured_outputs.json uses {keyword!r} at {path or '/'}, which {why}")
+    raise InvalidParamsError(f"the JSON schema uses {keyword!r} at {path or '/'}, which {why}")
 
 
 def _add(found: dict[str, Any], keyword: str, value: Any) -> None:

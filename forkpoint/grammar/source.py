@@ -14,7 +14,7 @@ from forkpoint.grammar.gbnf import lark_of_gbnf, literal, regex_literal
 from forkpoint.grammar.schema import check_depth, complaint_in_a_line, enforceable, located
 from forkpoint.grammar.tags import HEADER, grammars_of_tags
 from forkpoint.grammar.thinking import grammar_of_thinking
-from forkpoint.params import StructuredOutputsParams, Thinking
+from forkpoint.params import OUTPUT_WORDS, StructuredOutputsParams, Thinking
 
 MAX_PLAIN_SCHEMA = 2000  # characters
 # Patterns, combinations, references, large numbers, and escapes, which could hide any of them.
@@ -54,7 +54,7 @@ class Description:
         name, text = _named(wanted)
         limit = MAX_REGEX_LENGTH if name == "regex" else MAX_DESCRIPTION_LENGTH
         if len(text) > limit:
-            raise InvalidParamsError(f"structured_outputs.{name} has {len(text)} characters; give at most {limit}")
+            raise InvalidParamsError(f"{OUTPUT_WORDS[name]} has {len(text)} characters; give at most {limit}")
         if name in ("json", "structural_tag"):
             check_depth(text, name)
         if name in ("regex", "grammar"):
@@ -127,7 +127,7 @@ def _complaint_of_schema(schema: str) -> str:
 
 
 def refusal(name: str, complaint: str) -> InvalidParamsError:
-    return InvalidParamsError(f"structured_outputs.{name} cannot be compiled: {complaint_in_a_line(complaint)}")
+    return InvalidParamsError(f"{OUTPUT_WORDS[name]} cannot be compiled: {complaint_in_a_line(complaint)}")
 
 
 def limits() -> Any:

@@ -26,7 +26,7 @@ def grammars_of_tags(text: str, special_ids: Mapping[str, int], *, compact: bool
     try:
         tag = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidParamsError(f"structured_outputs.structural_tag is not JSON: {error}") from error
+        raise InvalidParamsError(f"the structural tag is not JSON: {error}") from error
     writer = _Writer(special_ids, compact)
     try:
         start = writer.format(_format(tag))
@@ -53,7 +53,7 @@ def _format(tag: Any) -> Any:
 
 
 def _refuse(why: str) -> NoReturn:
-    raise InvalidParamsError(f"structured_outputs.structural_tag {why}")
+    raise InvalidParamsError(f"the structural tag {why}")
 
 
 class _Writer:

@@ -10,7 +10,7 @@ from starlette.types import Receive
 
 from forkpoint.engine.async_engine import AsyncEngine
 from forkpoint.errors import InvalidParamsError, RequestFailedError, RequestTooLargeError
-from forkpoint.params import StructuredOutputsParams
+from forkpoint.params import OUTPUT_WORDS, StructuredOutputsParams
 from forkpoint.server.lanes import Lane
 from forkpoint.server.readers import NICENESS, Readers
 from forkpoint.server.sse import unless_left
@@ -49,7 +49,7 @@ class Trials:
             raise _too_slow(name) from error
         except RequestFailedError as error:
             raise InvalidParamsError(
-                f"structured_outputs.{name} could not be compiled: its process ended, perhaps for lack of memory; "
+                f"{OUTPUT_WORDS[name]} could not be compiled: its process ended, perhaps for lack of memory; "
                 "make it smaller"
             ) from error
         self._passed[wanted] = None
@@ -57,9 +57,9 @@ class Trials:
             del self._passed[next(iter(self._passed))]
 
 
-def _too_slow(name: str | None) -> InvalidParamsError:
+def _too_slow(name: str) -> InvalidParamsError:
     return InvalidParamsError(
-        f"structured_outputs.{name} took more than {MAX_COMPILE_S:g} s to compile; make it smaller "
+        f"{OUTPUT_WORDS[name]} took more than {MAX_COMPILE_S:g} s to compile; make it smaller "
         "(fewer alternatives, shorter repetitions, less nesting)"
     )
 
@@ -69,5 +69,6 @@ def compile_once(wanted: StructuredOutputsParams, texts: Texts, data: bytes) -> 
     started_s = time.process_time()
     grammars = texts.inputs.grammars
     grammars.check(wanted)
-    if time.process_time() - started_s > MAX_COMPILE_S:
-        raise _too_slow(grammars.slow_name(wanted))
+    name = grammars.slow_name(wanted)
+    if name is not None and time.process_time() - started_s > MAX_COMPILE_S:
+        raise _too_slow(name)

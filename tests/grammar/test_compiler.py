@@ -25,15 +25,20 @@ def start(compiler: GrammarCompiler, **wanted: Any) -> Grammar | None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"regex": "a^b"}, "regex cannot be compiled: .*lookarounds"),
+        ({"regex": "a^b"}, "the regular expression cannot be compiled: .*lookarounds"),
         ({"grammar": "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(9000))}, "grammar"),
         (
             {"grammar": '%llguidance {}\nstart: "a"'},
             "no rule is written 'name ::= ...', as GBNF has it; give GBNF, not Lark",
         ),
-        ({"regex": "("}, "regex cannot be compiled"),
-        ({"json": {"type": "string", "pattern": "("}}, "uses 'pattern' at /"),
-        ({"json": {"allOf": 3}}, "uses 'allOf' at /"),
+        ({"regex": "("}, r"the regular expression cannot be compiled: unclosed group at '\('$"),
+        ({"regex": "xa{2,1}"}, r"start must be <= the end at '\{2,1\}'$"),
+        (
+            {"json": {"type": "string", "pattern": "("}},
+            r"^the JSON schema uses 'pattern' at /, which cannot be enforced: unclosed group at '\('$",
+        ),
+        ({"json": {"allOf": 3}}, "^the JSON schema uses 'allOf' at /"),
+        ({"structural_tag": "{}"}, "^the structural tag has no 'format'"),
         ({"regex": "(" * 65 + "a" + ")" * 65}, "nested too deep"),
         ({"grammar": "root ::= " + "(" * 65 + '"a"' + ")" * 65}, "nested too deep"),
         ({"structural_tag": "[" * 65 + "]" * 65}, "nested too deep"),

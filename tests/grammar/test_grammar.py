@@ -20,7 +20,7 @@ from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, StructuredOutputError
 from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.grammar.masks import TokenRules
-from forkpoint.params import SamplingParams, StructuredOutputsParams
+from forkpoint.params import OUTPUT_WORDS, SamplingParams, StructuredOutputsParams
 from tests.engine.tokenizers import byte_level, metaspace
 
 SCHEMA = {
@@ -350,7 +350,7 @@ def takes(setup: Setup, text: str, **wanted: Any) -> bool:
 )
 def test_what_cannot_be_compiled_is_refused(wanted: dict[str, Any]) -> None:
     setup = Setup(byte_level())
-    with pytest.raises(InvalidParamsError, match="structured_outputs") as error:
+    with pytest.raises(InvalidParamsError, match=f"^{OUTPUT_WORDS[next(iter(wanted))]} ") as error:
         setup.start(**wanted)
     assert "<state>" not in str(error.value)
     assert len(str(error.value)) < 500

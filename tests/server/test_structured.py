@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
@@ -85,7 +86,7 @@ def test_a_call_and_its_result_can_be_told(client: openai.OpenAI) -> None:
         ({"structured_outputs": {"regexp": "x"}}, "regexp"),
         ({"structured_outputs": {"regex": "x", "choice": ["x"]}}, "exactly one"),
         ({"structured_outputs": {"regex": "x"}, "response_format": {"type": "json_object"}}, "exclude"),
-        ({"structured_outputs": {"regex": "(((("}}, "regex"),
+        ({"structured_outputs": {"regex": "(((("}}, "regular expression"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "nope"),
         ({"tool_choice": "required"}, "no tools"),
     ],
@@ -93,3 +94,23 @@ def test_a_call_and_its_result_can_be_told(client: openai.OpenAI) -> None:
 def test_contradictions_are_refused(client: openai.OpenAI, extra: dict[str, Any], said: str) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         client.chat.completions.create(extra_body=extra, **ASK)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objekt"}}}},
+        ),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "objekt"}}}}),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": {"type": "objekt"}}}}),
+    ],
+)
+def test_a_wrong_schema_is_called_the_same_in_each_api(http: httpx2.Client, path: str, fields: dict[str, Any]) -> None:
+    """Each has a field of its own for it."""
+    talk = {"input": "x"} if path == "/v1/responses" else {"messages": ASK["messages"], "max_tokens": 4}
+    reply = http.post(path, json={"model": "tiny", **talk, **fields})
+    assert reply.status_code == 400
+    said = "the JSON schema uses 'type' at /, which cannot be enforced: Invalid type: objekt"
+    assert reply.json()["error"]["message"] == said

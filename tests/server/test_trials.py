@@ -42,7 +42,7 @@ def test_what_takes_too_long_is_refused_and_others_go_on(server: RunningServer) 
         for known in ({"regex": "warm up"}, {"choice": ["a", "b"]}, {"json": {"type": "boolean"}}):
             assert ask(server, **known).status_code == 200, "it needs no trial, so it waits for nobody"
         assert not any(one.done() for one in slow), "these were there before the slow ones were given up"
-        assert all("json took more than 2 s to compile" in message(one.result()) for one in slow)
+        assert all("the JSON schema took more than 2 s to compile" in message(one.result()) for one in slow)
 
 
 def test_who_leaves_takes_the_work_along(server: RunningServer) -> None:
@@ -64,7 +64,7 @@ def test_who_leaves_takes_the_work_along(server: RunningServer) -> None:
 def test_one_that_overflows_the_stack_ends_its_process_alone(server: RunningServer) -> None:
     schema = {"$defs": {**DEEP, "d2000": {}}, "$ref": "#/$defs/d0"}
     assert "its process ended" in message(ask(server, json=schema))
-    assert "regex cannot be compiled" in message(ask(server, regex="("))
+    assert "the regular expression cannot be compiled" in message(ask(server, regex="("))
 
 
 def test_a_grammar_that_takes_too_much_of_a_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,5 +73,5 @@ def test_a_grammar_that_takes_too_much_of_a_core_is_refused(monkeypatch: pytest.
     texts: Any = SimpleNamespace(inputs=SimpleNamespace(grammars=compiler))
     compile_once(StructuredOutputsParams(json={}), texts, b"")
     monkeypatch.setattr(trials, "MAX_COMPILE_S", 0.0)
-    with pytest.raises(InvalidParamsError, match=r"structured_outputs\.json took more than 0 s to compile"):
+    with pytest.raises(InvalidParamsError, match=r"the JSON schema took more than 0 s to compile"):
         compile_once(StructuredOutputsParams(json={}), texts, b"")
