@@ -180,14 +180,17 @@ class Server:
 
 
 def base_url(url: str) -> str:
-    """Return `url` without a trailing slash or /v1. Raises ConfigError if it is not the URL of an HTTP server."""
+    """Return `url` without a trailing slash, /v1 or endpoint. Raises ConfigError if it is no URL of an HTTP server."""
     try:
         parts = urlsplit(url)
         ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # of a malformed port or address
         ok = False
     _CHECK.require(ok, "url", url, "http://HOST or https://HOST, with :PORT from 1 to 65535 unless it is the usual one")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+    url = url.rstrip("/")
+    for path in (CHAT, COMPLETIONS, "/v1"):
+        url = url.removesuffix(path)
+    return url.rstrip("/")
 
 
 async def _read(response: aiohttp.ClientResponse) -> Reply:

@@ -151,6 +151,9 @@ def test_urls() -> None:
     for given in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"):
         assert base_url(given) == "http://h:1"
     assert base_url("https://h/prefix/v1") == "https://h/prefix"
+    for path in (CHAT, COMPLETIONS):
+        assert base_url(f"http://h:1{path}") == base_url(f"http://h:1{path}/") == "http://h:1"
+    assert base_url("http://h:1/completions") == "http://h:1/completions"
     assert base_url("http://[::1]:1") == "http://[::1]:1"
 
 
