@@ -48,7 +48,8 @@ def deploy(options: argparse.Namespace) -> int:
         )
     if fleet.num_prefill_replicas:
         engine_of(config, "kv_producer")  # raises for another connector
-    if importlib.util.find_spec("ray") is None:
+    spec = importlib.util.find_spec("ray")
+    if spec is None or spec.origin is None:  # a folder of that name without a module has no origin
         raise ConfigError("replicas run on Ray Serve, which is not installed: pip install 'forkpoint[ray]'")
     if server.uds is not None or server.ssl_certfile is not None:
         raise ConfigError("replicas are served over plain HTTP on a port; leave --uds and --ssl-certfile out")

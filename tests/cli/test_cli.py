@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,15 @@ def test_collect_env_names_the_versions(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["collect-env"]) == 0
     shown = capsys.readouterr().out
     assert all(f"{name}: " in shown for name in ("Python version", "torch", "transformers"))
+
+
+def test_a_folder_named_ray_is_not_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray writes its logs to /tmp/ray, and commands find modules in the working folder."""
+    if any(distributions(name="ray")):
+        pytest.skip("ray is installed")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "ray").mkdir()
+    assert main(["deploy"]) == 2
+    assert "replicas run on Ray Serve, which is not installed" in capsys.readouterr().err
