@@ -231,6 +231,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def json_value(text: str | bytes, default: object = None) -> Any:
+    """Return what a JSON text says; `default` for a text that is no JSON, or is nested too deeply."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return default
+
+
 def member(value: object, name: str) -> Any:
     """Return a member of a JSON value; None if the value is not an object or lacks it."""
     if not isinstance(value, Mapping):

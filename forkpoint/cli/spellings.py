@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from forkpoint.checks import json_value
 from forkpoint.errors import ConfigError
 
 # Flags of vLLM that are called otherwise here.
@@ -82,10 +83,7 @@ def _next_value(name: str, rest: Iterator[str]) -> str:
 
 def _nested(path: str, text: str) -> dict[str, Any]:
     """Return `{"a": {"b": value}}` for the path `a.b`. With `a.b+` the value is a list of the text's parts."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = text
+    value = json_value(text, text)
     if path.endswith("+"):
         path = path.removesuffix("+")
         value = text.split(",")

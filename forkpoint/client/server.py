@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from forkpoint.checks import Checker
+from forkpoint.checks import Checker, json_value
 from forkpoint.client.protocol import API_KEY_VARIABLE, Delta, EventDecoder, read_chunk, refusal
 from forkpoint.errors import BrokenAnswerError, ConfigError, ServerUnreachableError
 
@@ -195,8 +194,4 @@ def base_url(url: str) -> str:
 
 async def _read(response: aiohttp.ClientResponse) -> Reply:
     text = await response.text(errors="replace")
-    try:
-        body: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        body = text
-    return Reply(response.status, body, response.headers.get("X-Request-Id"))
+    return Reply(response.status, json_value(text, text), response.headers.get("X-Request-Id"))

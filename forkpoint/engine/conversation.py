@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from forkpoint.checks import member
+from forkpoint.checks import json_value, member
 from forkpoint.engine.image_processor import why_no_images
 from forkpoint.errors import InvalidPromptError
 
@@ -151,10 +151,7 @@ def _arguments(given: object) -> dict[str, Any] | str:
         return json.dumps(given, ensure_ascii=False, default=str)
     if not given.strip():
         return {}
-    try:
-        read = json.loads(given)
-    except (ValueError, RecursionError):
-        return given
+    read = json_value(given, given)
     if read is None or isinstance(read, dict):
         return read or {}
     return given

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 from forkpoint.cache.peer_offers import LEAST_ASKED_LEASE, MAX_LEASE, OWN_FIELD
+from forkpoint.checks import json_value, member
 from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
 from forkpoint.transfer_options import LINKS, KVTransferConfig
@@ -61,10 +62,7 @@ def prefill_half(body: bytes, lease: int) -> bytes | None:
     None: the request is not split, because it is malformed, has several prompts or parameters of a proxy's own, or asks
     for the log-probabilities of its prompt.
     """
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
+    given = json_value(body)
     if not isinstance(given, dict):
         return None
     asked = {name for name, value in given.items() if value is not None and value is not False}
@@ -83,10 +81,7 @@ def prefill_half(body: bytes, lease: int) -> bytes | None:
 
 def offer_of(answer: bytes) -> dict[str, Any] | None:
     """Return the parameters in a prefill replica's answer with which another replica goes on; None without them."""
-    try:
-        params = json.loads(answer).get(PARAMS)
-    except (ValueError, AttributeError):
-        return None
+    params = member(json_value(answer), PARAMS)
     return params if isinstance(params, dict) and isinstance(params.get(OWN_FIELD), dict) else None
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from forkpoint.checks import listed
+from forkpoint.checks import json_value, listed, member
 from forkpoint.server.errors import UNAVAILABLE, HTTPError, too_large
 from forkpoint.server.sse import encode
 from forkpoint.server.wrong_values import wrong_value
@@ -229,7 +229,4 @@ def transfer_params(data: bytes) -> object:
     """Return the `kv_transfer_params` of a raw body that may be malformed; None if there are none."""
     if b"kv_transfer_params" not in data:
         return None
-    try:
-        return json.loads(data).get("kv_transfer_params")
-    except (ValueError, AttributeError, RecursionError):
-        return None
+    return member(json_value(data), "kv_transfer_params")

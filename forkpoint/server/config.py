@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forkpoint.checks import Checker, is_ipv6, is_text, option
+from forkpoint.checks import Checker, is_ipv6, is_text, json_value, option
 from forkpoint.config import mapping_option
 from forkpoint.errors import ConfigError
 from forkpoint.json_options import json_object
@@ -191,10 +190,7 @@ def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
         if not text.startswith("[") or is_address:
             texts.append(text)
             continue
-        try:
-            listed = json.loads(text)
-        except ValueError:
-            listed = [None]
+        listed = json_value(text, [None])
         _CHECK.require(all(isinstance(item, str) for item in listed), name, text, "texts, or one JSON list of texts")
         texts += listed
     return tuple(texts)

@@ -134,6 +134,7 @@ def test_one_file_may_hold_key_and_certificate(tmp_path: Path) -> None:
         ({"allowed_origins": ("https://chat.example.org/",)}, "without a path"),
         ({"allowed_origins": ("[1]",)}, "one JSON list of texts"),
         ({"allowed_origins": ("[",)}, "one JSON list of texts"),
+        ({"allowed_origins": ("[" * 100_000,)}, "one JSON list of texts"),
         ({"allow_credentials": True}, "allowed_origins too"),
     ],
 )

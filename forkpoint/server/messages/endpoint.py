@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Final, Literal
 
+from forkpoint.checks import json_value
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.api_answer import ApiAnswer
 from forkpoint.server.body import validated
@@ -184,10 +184,5 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
 
 def _whole_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call as an object: an empty one if the call was cut off or they are no object."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    if not isinstance(value, dict):
-        return {}
-    return value
+    value = json_value(text)
+    return value if isinstance(value, dict) else {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from forkpoint.checks import member
+from forkpoint.checks import json_value, member
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many
@@ -172,14 +171,8 @@ def custom_input(arguments: str) -> str:
 
     Arguments that are cut off, or have another form, are returned unchanged.
     """
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        return arguments
-    text = member(value, INPUT)
-    if not isinstance(text, str):
-        return arguments
-    return text
+    text = member(json_value(arguments), INPUT)
+    return text if isinstance(text, str) else arguments
 
 
 def _unpacked(tools: Sequence[Any]) -> list[tuple[NamespaceTool | None, FunctionTool | CustomTool | OtherTool]]:
