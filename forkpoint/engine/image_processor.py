@@ -15,7 +15,7 @@ from forkpoint.config import EngineConfig
 from forkpoint.engine.resized_pictures import Parts, PictureFile, ResizedPictures
 from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.image_families.media_io import with_media_io
-from forkpoint.image_families.settings import ImageSettings, View
+from forkpoint.image_families.settings import ImageSettings, View, check_aspect
 from forkpoint.images import ImageSpan, PixelArray
 from forkpoint.media_limits import MAX_IMAGES, MediaKind
 from forkpoint.obs.logs import LOGGER
@@ -142,6 +142,7 @@ class ImageProcessor:
         upright = decoded_rgb(picture, self.settings.background)
         resized: dict[tuple[int, int], PixelArray] = {}
         parts = list[ImageSpan | int]()
+        check_aspect(upright.height, upright.width)
         for part in self.settings.layout(upright.height, upright.width):
             if isinstance(part, View):
                 size = (part.width, part.height)

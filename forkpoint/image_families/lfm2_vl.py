@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, Self
 
 from forkpoint.checks import read_json
 from forkpoint.errors import ConfigError, InvalidPromptError, ModelFolderError
-from forkpoint.image_families.settings import MAX_SIDE, ImageSettings, Values, View, added_tokens, check_aspect, fitted
+from forkpoint.image_families.settings import MAX_SIDE, ImageSettings, Values, View, added_tokens, fitted
 
 MAX_VIEW_TOKENS: Final = 4096
 MAX_TILES: Final = 100
@@ -86,7 +86,6 @@ class Lfm2VlImages(ImageSettings):
         return found
 
     def layout(self, height: int, width: int) -> list[View | int]:
-        check_aspect(height, width)
         side = self.token_side
         whole = View.whole(*fitted(height, width, side, self.min_pixels, self.max_pixels, least=side))
         parts: list[View | int] = [whole]

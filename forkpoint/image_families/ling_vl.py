@@ -18,7 +18,6 @@ from forkpoint.image_families.settings import (
     Values,
     View,
     added_tokens,
-    check_aspect,
     fitted,
 )
 
@@ -65,7 +64,6 @@ class LingVlImages(ImageSettings):
         )
 
     def layout(self, height: int, width: int) -> list[View | int]:
-        check_aspect(height, width)
         view = View.whole(*fitted(height, width, self.token_side, self.min_pixels, self.max_pixels))
         return [self.start_id, view, self.end_id, self.newline_id]
 

@@ -19,7 +19,6 @@ from forkpoint.image_families.settings import (
     Values,
     View,
     added_tokens,
-    check_aspect,
 )
 
 START, END = "<img>", "</img>"
@@ -81,7 +80,6 @@ class NemotronOmniImages(ImageSettings):
         return replace(self, **{names[name]: count * self.patch_size**2 for name, count in given.items()})
 
     def layout(self, height: int, width: int) -> list[View | int]:
-        check_aspect(height, width)
         rows, columns = self._patches(height, width)
         return [self.start_id, View.whole(rows * self.patch_size, columns * self.patch_size), self.end_id]
 

@@ -14,7 +14,6 @@ from forkpoint.image_families.settings import (
     Values,
     VideoSettings,
     View,
-    check_aspect,
     fitted,
     read_processor,
 )
@@ -77,5 +76,4 @@ class Qwen35Images(ImageSettings):
         return replace(found, video=replace(self.video, max_frame_pixels=found.max_pixels))
 
     def layout(self, height: int, width: int) -> list[View | int]:
-        check_aspect(height, width)
         return [View.whole(*fitted(height, width, self.token_side, self.min_pixels, self.max_pixels))]
