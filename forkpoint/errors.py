@@ -127,3 +127,9 @@ class EngineNotReadyError(ForkpointError):
 
 class BlockTableError(ForkpointError):
     """A row, block or position lies outside a block table."""
+
+
+def text_with_notes(error: BaseException) -> str:
+    """Return an error's message, followed by the notes of one line that were added to it. Others are tracebacks."""
+    notes = getattr(error, "__notes__", ())
+    return "; ".join([str(error), *(note for note in notes if "\n" not in note)])

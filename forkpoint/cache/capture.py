@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, Final
 
-from forkpoint.cache.policy_answers import wrong_answer
+from forkpoint.cache.policy_answers import note_policy, wrong_answer
 from forkpoint.cache.tree import Origin
 from forkpoint.checks import shown
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, ForkpointError
 
+POSITIONS_OF: Final = "positions() of the capture policy"
 PAIRS: Final = "give pairs of an Origin and its positions, such as (Origin.BREAKPOINT, (128, 256))"
 POSITIONS: Final = "give integers, in tokens; they are rounded down to multiples of 64"
 
@@ -63,6 +64,15 @@ class CapturePolicy:
 
         Raises ConfigError if `positions` gave something else than reasons and integers.
         """
+        try:
+            return self._chosen(context)
+        except ForkpointError:
+            raise
+        except Exception as error:
+            note_policy(error, self, POSITIONS_OF)
+            raise
+
+    def _chosen(self, context: CaptureContext) -> list[Candidate]:
         chosen: dict[int, Candidate] = {}
         for reason in self._each(self.positions(context), "returned"):
             if not (isinstance(reason, tuple) and len(reason) == 2 and isinstance(reason[0], Origin)):
@@ -84,7 +94,7 @@ class CapturePolicy:
             raise self._wrong(f"{how} {shown(given)}", PAIRS) from None
 
     def _wrong(self, said: str, do: str) -> ConfigError:
-        return wrong_answer(self, "positions() of the capture policy", said, do)
+        return wrong_answer(self, POSITIONS_OF, said, do)
 
     def displaces(self, origin: Origin) -> bool:
         """Return whether a state of that origin may evict others that are worth less."""

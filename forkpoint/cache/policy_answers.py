@@ -12,20 +12,33 @@ from forkpoint.cache.hashing import BlockHash
 from forkpoint.checks import shown
 from forkpoint.errors import ConfigError
 
+KEY: Final = "key() of the eviction policy"
 NUMBERS: Final = (float, int, np.floating, np.integer)
 
 
 def wrong_answer(policy: object, method: str, said: str, do: str) -> ConfigError:
     """Return the error for a policy's `method` that `said` something that is not allowed; `do` is the advice."""
-    kind = type(policy)
-    return ConfigError(f"{method} {kind.__module__}:{kind.__qualname__} {said}; {do}")
+    return ConfigError(f"{_named(policy, method)} {said}; {do}")
+
+
+def note_policy(error: Exception, policy: object, method: str) -> None:
+    """Add to an error that a policy's `method` has raised where it comes from."""
+    error.add_note(f"raised by {_named(policy, method)}")
+
+
+def _named(policy: object, method: str) -> str:
+    return f"{method} {type(policy).__module__}:{type(policy).__qualname__}"
 
 
 def checked_key(policy: EvictionPolicy, facts: EntryFacts) -> float:
     """Return the policy's key of an entry. Raises ConfigError if it is NaN or no number, which cannot be ordered."""
-    key = policy.key(facts)
+    try:
+        key = policy.key(facts)
+    except Exception as error:
+        note_policy(error, policy, KEY)
+        raise
     if not isinstance(key, NUMBERS) or key != key:
-        raise _wrong(policy, "key", key, "return a float that is not NaN")
+        raise wrong_answer(policy, KEY, f"returned {shown(key)}", "return a float that is not NaN")
     return key
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from forkpoint.errors import ForkpointError
+from forkpoint.errors import ForkpointError, text_with_notes
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 
@@ -94,7 +94,7 @@ def _fail(message: str, options: argparse.Namespace, trace: bool = False) -> int
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return " ".join(text_with_notes(error).split())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from forkpoint import errors
-from forkpoint.errors import EngineStoppedError, ForkpointError
+from forkpoint.errors import EngineStoppedError, ForkpointError, text_with_notes
 from forkpoint.shared_arrays import LEAST_SHARED_BYTES, OpenedMemory, Place, place_of
 
 MAX_ERROR_LENGTH = 1000  # characters; some libraries put whole tensors into their messages
@@ -27,7 +27,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        text = str(error)
+        text = text_with_notes(error)
         if len(text) > MAX_ERROR_LENGTH:
             text = text[:MAX_ERROR_LENGTH] + "..."
         if isinstance(error, ForkpointError):

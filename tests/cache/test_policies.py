@@ -18,6 +18,7 @@ from forkpoint.cache.tree import Origin
 from forkpoint.cli.main import main
 from forkpoint.config import CacheConfig
 from forkpoint.errors import ConfigError
+from forkpoint.worker.codec import Failure
 from tests.sched.harness import LAYOUTS, Harness, tokens
 
 LENGTH = 3000
@@ -179,7 +180,18 @@ def test_a_bug_of_a_policy_is_shown_with_its_traceback(jobs: int, capsys: pytest
     assert main(["simulate", "chat:sessions=4", "--memory", "4,8", "--systems", system, "--jobs", str(jobs)]) == 2
     shown = capsys.readouterr().err
     assert "range(0, context.prompt_end, 0)" in shown, "the line that is wrong"
-    assert shown.splitlines()[-1] == "error: unexpected ValueError: range() arg 3 must not be zero"
+    said = f"raised by positions() of the capture policy {__name__}:Broken"
+    assert shown.splitlines()[-1] == f"error: unexpected ValueError: range() arg 3 must not be zero; {said}"
+
+
+def test_an_error_of_a_policy_names_it_to_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine process sends the error's text alone to the server."""
+    monkeypatch.setattr(TwoClasses, "key", lambda _, entry: 1 / 0)
+    harness = Harness(cache=CacheConfig(eviction_policy=EVICTION_HERE))
+    with pytest.raises(ZeroDivisionError) as raised:
+        harness.ask("first", tokens(1, LENGTH))
+    said = f"ZeroDivisionError: division by zero; raised by key() of the eviction policy {EVICTION_HERE}"
+    assert Failure.of(raised.value).text == said
 
 
 @pytest.mark.parametrize("registry", [EVICTION, CAPTURE], ids=["eviction", "capture"])
