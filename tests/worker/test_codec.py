@@ -37,6 +37,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     if is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         return st.builds(kind, **{field.name: values(hints[field.name]) for field in fields(kind) if field.init})
+    if isinstance(kind, type) and issubclass(kind, tuple):  # a named one
+        return st.builds(kind, **{name: values(hint) for name, hint in get_type_hints(kind).items()})
     if origin is np.ndarray:
         (scalar,) = get_args(inner[1])
         return arrays.arrays(scalar, arrays.array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=3))
