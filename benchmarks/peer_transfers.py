@@ -77,7 +77,7 @@ def offer_prompts(connection: Connection) -> None:
         for name in entries:
             buffer = buffers.take(UNIT_BYTES[name.kind])
             buffer[:] = contents[: len(buffer)].data
-            link.offer(name, buffer, lease)
+            link.offered.add(name, buffer, lease)
 
     while (call := connection.recv()) is not None:
         lease, *chunks = call

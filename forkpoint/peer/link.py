@@ -5,46 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.peer.fetching import Fetching
-from forkpoint.peer.offered import Buffer, Offered
+from forkpoint.peer.offered import Offered
 from forkpoint.peer.server import OfferServer
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """Offers entries, fetches entries, or both. Use `open_link`."""
+    """Offers entries, fetches entries, or both. Without a `server`, nobody gets what is `offered`. Use `open_link`."""
 
     facts: PeerFacts
     fetching: Fetching
-    offered: Offered | None
+    offered: Offered
     server: OfferServer | None
-
-    def offer(self, name: EntryName, data: Buffer, lease: int) -> None:
-        """Let other engines fetch an entry whose bytes nobody changes any more."""
-        assert self.offered is not None
-        self.offered.add(name, data, lease)
-
-    def complete(self, lease: int) -> None:
-        """Note that a lease gets no more entries."""
-        if self.offered is not None:
-            self.offered.complete(lease)
-
-    def end(self, lease: int) -> None:
-        """Let nobody fetch the entries of a lease any more."""
-        if self.offered is not None:
-            self.offered.end(lease)
 
     def use_buffers(self, take: Callable[[int], memoryview], give: Callable[[memoryview], None]) -> None:
         """Fetch into buffers that `take` returns, and give these and offered ones back once nobody needs them."""
-        self.fetching.take, self.fetching.give = take, give
-        if self.offered is not None:
-            self.offered.give = give
-
-    def withdraw(self, block_hash: bytes | None) -> None:
-        if self.offered is not None:
-            self.offered.withdraw(block_hash)
+        self.fetching.take, self.fetching.give, self.offered.give = take, give, give
 
     def close(self) -> None:
         self.fetching.close()
@@ -59,9 +37,8 @@ def open_link(
 
     Raises OSError if that port cannot be had.
     """
-    fetching = Fetching(facts.namespace, unit_bytes, rank)
+    fetching, offered = Fetching(facts.namespace, unit_bytes, rank), Offered(facts.namespace, facts.max_bytes, lease_s)
     if not listens:
-        return PeerLink(replace(facts, port=0), fetching, None, None)
-    offered = Offered(facts.namespace, facts.max_bytes, lease_s)
+        return PeerLink(replace(facts, port=0), fetching, offered, None)
     server = OfferServer(offered, facts.namespace, facts.engine_id, facts.host, facts.port)
     return PeerLink(replace(facts, port=server.port), fetching, offered, server)

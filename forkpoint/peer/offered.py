@@ -143,6 +143,7 @@ class Offered:
         return held.is_complete or key in held.entries
 
     def end(self, lease: int) -> None:
+        """Let nobody fetch the entries of a lease any more."""
         with self._changed:
             self._end(lease)
             self._changed.notify_all()

@@ -31,11 +31,11 @@ class DirectPeers:
         elif move.route is MoveRoute.FORGET:
             self._forget(move.ticket)
         elif move.route is MoveRoute.WITHDRAW and move.ticket:
-            self._follow(partial(self._link.end, move.ticket))
+            self._follow(partial(self._link.offered.end, move.ticket))
         elif move.route is MoveRoute.WITHDRAW:
-            self._follow(partial(self._link.withdraw, None if name is None else name.hash))
+            self._follow(partial(self._link.offered.withdraw, None if name is None else name.hash))
         elif name is None:
-            self._follow(partial(self._link.complete, move.ticket))
+            self._follow(partial(self._link.offered.complete, move.ticket))
         elif sound:
             self._offer(move, name)
 
@@ -49,7 +49,7 @@ class DirectPeers:
     def _offer(self, move: Move, name: EntryName) -> None:
         data = self._buffers.take(self._memory.unit_bytes(move.kind))
         self._memory.copy_out(move, as_tensor(data))
-        self._link.offer(name, data, move.ticket)
+        self._link.offered.add(name, data, move.ticket)
 
     def issue(self) -> None:
         """Begin what `run` has only noted. Call it after the last move of a plan."""
@@ -92,7 +92,7 @@ class StreamedPeers(DirectPeers):
     def _offer(self, move: Move, name: EntryName) -> None:
         data = self._buffers.take(self._memory.unit_bytes(move.kind))
         batch = self._copies.copy_out(move, Stretch.of(as_tensor(data)))
-        self._following.add(partial(self._link.offer, name, data, move.ticket), batch)
+        self._following.add(partial(self._link.offered.add, name, data, move.ticket), batch)
 
     def issue(self) -> None:
         self._following.flush()

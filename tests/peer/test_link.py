@@ -66,7 +66,7 @@ LEASES = iter(range(1, 10**6))
 def offer(link: PeerLink) -> int:
     lease = next(LEASES)
     for name in NAMES:
-        link.offer(name, contents(name), lease)
+        link.offered.add(name, contents(name), lease)
     return lease
 
 
@@ -88,7 +88,6 @@ def fetch(link: PeerLink, port: int, lease: int, names: tuple[EntryName, ...] = 
 def test_a_prompt_is_fetched_once(prefill: PeerLink, decode: PeerLink) -> None:
     lease, port = offer(prefill), prefill.facts.port
     assert fetch(decode, port, lease)
-    assert prefill.offered is not None
     with prefill.offered._changed:  # a message of its own ends the lease
         assert prefill.offered._changed.wait_for(lambda: lease in prefill.offered._ended, 20)
     assert not fetch(decode, port, lease), "its lease has ended"
@@ -217,13 +216,12 @@ def sharing() -> Iterator[tuple[PeerLink, PinnedBuffers]]:
 def share(sharing: tuple[PeerLink, PinnedBuffers]) -> tuple[int, list[memoryview]]:
     """Offer all entries from shared memory. Return their lease and their memory."""
     (link, buffers), lease, held = sharing, next(LEASES), list[memoryview]()
-    assert link.offered is not None
     with link.offered._changed:  # prompts share entries, so the lease before has to end
         assert link.offered._changed.wait_for(lambda: not link.offered._entries, 10)
     for name in NAMES:
         held.append(buffers.take(SIZES[name.kind]))
         held[-1][:] = contents(name)
-        link.offer(name, held[-1], lease)
+        link.offered.add(name, held[-1], lease)
     for name in NAMES:
         entry = link.offered.wait_for(lease, key_of(name), 0)
         assert entry is not None
@@ -300,7 +298,7 @@ def test_entries_are_used_before_the_others_come(
     fetching.start(Fetch(1, HOST, (link.facts.port,), "p", lease, NAMES, 3600.0))
     for end in (2, 4):
         for name in NAMES[end - 2 : end]:
-            link.offer(name, contents(name), lease)
+            link.offered.add(name, contents(name), lease)
         news = fetching.news(20.0)
         assert news is not None and news.arrived == ((1, end),) and not news.done, "it wakes up for two blocks"
         assert fetching.news() is None, "nothing is reported twice"
@@ -308,7 +306,7 @@ def test_entries_are_used_before_the_others_come(
             assert fetching.contents(1, place) == contents(NAMES[place])
     with pytest.raises(AssertionError, match="has not arrived"):
         fetching.contents(1, 4)
-    link.end(lease)
+    link.offered.end(lease)
     news = fetching.news(20.0)
     assert news is not None and news.failed == (1,) and not news.arrived and not given
     assert fetching.contents(1, 3) == contents(NAMES[3])
@@ -321,7 +319,7 @@ def test_what_has_arrived_is_not_fetched_again(
 ) -> None:
     """An engine without the other's memory asks again for the rest alone: the first entries may be in use."""
     lease, _ = share(sharing)
-    entries = list(sharing[0].offered._leases[lease].entries.values())  # type: ignore[union-attr]
+    entries = list(sharing[0].offered._leases[lease].entries.values())
     assert entries[2].place is not None
     entries[2].place = entries[2].place._replace(inode=1)
     asked = list[WantedEntries]()
