@@ -19,7 +19,9 @@ from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.cache.windows import WindowRuns
 
 AHEAD_AT_ONCE: Final = 64 * 2**20  # bytes that a plan stores before eviction asks for it
-RESERVE_SHARE: Final = 50  # with fewer than 1 / 50 of the arena's pages free, entries are stored ahead
+# Entries are stored ahead so that 1 / 50 of the arena's pages is still free when the next one is stored as a whole, but
+# only once less than 1 / 8 is free.
+RESERVE_SHARE, LARGEST_SHARE = 50, 8
 
 
 class StreamedHostTier(LateTier, HostTier):
@@ -58,7 +60,8 @@ class StreamedHostTier(LateTier, HostTier):
 
         A long prefix is thus stored over several plans, and nothing is left to copy when it is evicted.
         """
-        if not self.is_ready or store.arena.num_free_pages > store.arena.num_pages // RESERVE_SHARE:
+        num_pages, num_free = store.arena.num_pages, store.arena.num_free_pages
+        if not self.is_ready or num_free > num_pages // LARGEST_SHARE:
             return
         entry = store.next_victim()
         if entry is None:
@@ -70,9 +73,11 @@ class StreamedHostTier(LateTier, HostTier):
         top, missing = split
         if not missing and (checkpoint is None or top.checkpoint is not None):
             return
+        needed = num_pages // RESERVE_SHARE + len(missing) * self.layout.block_bytes // store.layout.page_bytes
         count = max(1, AHEAD_AT_ONCE // max(1, self.layout.block_bytes))
         self.store.tree.pin(top)
-        self._copy(top, missing[:count], checkpoint, is_whole=len(missing) <= count)
+        if num_free <= needed:
+            self._copy(top, missing[:count], checkpoint, is_whole=len(missing) <= count)
         self.store.unpin(top)
 
     def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
