@@ -17,6 +17,7 @@ from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.peer_offers import Fetch, FetchNews
 from forkpoint.peer.offered import key_of
 from forkpoint.peer.protocol import (
+    COPIES_WAIT_S,
     DONE,
     GONE,
     PART_NUMBER,
@@ -35,6 +36,7 @@ NUM_FETCHES: Final = 8  # fetches at the same time
 MOST_CONNECTIONS: Final = 8  # connections of a fetch; each has a thread, which also computes checksums
 BYTES_OF_CONNECTION: Final = 2**25  # a fetch opens another connection for so many bytes
 PROGRESS_BYTES: Final = 2**25  # a worker without other work wakes up when so many bytes have arrived
+SILENCE_S: Final = COPIES_WAIT_S + 5.0  # without a byte, after which a peer has stopped: it says when it gives up
 END_S: Final = 2.0  # time to tell a peer that its lease has ended
 LOGGER: Final = logging.getLogger("forkpoint")
 
@@ -319,4 +321,4 @@ def _connect(fetch: Fetch, rank: int, until_s: float) -> Iterator[Line]:
     if left_s <= 0:
         raise TimeoutError("it took too long")
     with socket.create_connection((fetch.host, fetch.ports[rank]), left_s) as connection:
-        yield Line(connection, until_s)
+        yield Line(connection, until_s, SILENCE_S)

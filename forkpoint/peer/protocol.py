@@ -9,6 +9,7 @@ once it has everything. A message without keys ends the lease.
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import time
@@ -29,6 +30,7 @@ PIECE_BYTES: Final = 2**24
 # Bytes of an entry that travel together. Several connections carry a state, which is the last entry to be computed.
 PART_BYTES: Final = 2**22
 PART_NUMBER: Final = struct.Struct("<I")
+COPIES_WAIT_S: Final = 10.0  # longest wait for the next entry of a prompt, which may still be computed
 LEAST_WAIT_S: Final = 0.001  # timeout of a system call; 0 would mean to wait for ever
 DONE: Final = b"D"
 GONE, SENT, SHARED = range(3)  # status of a part: there is none, its bytes follow, or they are in shared memory
@@ -96,11 +98,14 @@ def part_sum(namespace: bytes, name: EntryName, part: int, data: memoryview) -> 
 
 
 class Line:
-    """A connection that ends at `until_s`, by `time.monotonic`. Methods raise OSError and PeerError."""
+    """A connection that ends at `until_s`, by `time.monotonic`, or when nothing has come for `silence_s`.
 
-    def __init__(self, connection: socket.socket, until_s: float) -> None:
+    Methods raise OSError and PeerError.
+    """
+
+    def __init__(self, connection: socket.socket, until_s: float, silence_s: float = math.inf) -> None:
         self._socket = connection
-        self._until_s = until_s
+        self._until_s, self._silence_s = until_s, silence_s
         connection.settimeout(None)  # the system watches the time: Python would wake up for every packet
 
     @property
@@ -148,8 +153,8 @@ class Line:
             self._limit(socket.SO_RCVTIMEO)
             try:
                 count = self._socket.recv_into(view[:PIECE_BYTES], 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                continue  # time is up
+            except BlockingIOError as error:
+                raise TimeoutError("it took too long") from error
             if not count:
                 raise PeerError("it ended the connection early")
             view = view[count:]
@@ -166,5 +171,6 @@ class Line:
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("it took too long")
+        left_s = min(left_s, self._silence_s)
         seconds, rest = divmod(max(left_s, LEAST_WAIT_S), 1.0)
         self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(rest * 1e6)))

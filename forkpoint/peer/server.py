@@ -11,6 +11,7 @@ from typing import Final
 
 from forkpoint.peer.offered import Offered, OfferedEntry
 from forkpoint.peer.protocol import (
+    COPIES_WAIT_S,
     DONE,
     GONE,
     PART_NUMBER,
@@ -27,7 +28,6 @@ from forkpoint.peer.protocol import (
 
 MAX_CONNECTIONS: Final = 128  # at once; more are closed, and their engines compute
 CONNECTION_S: Final = 60.0  # the longest time of a connection
-COPIES_WAIT_S: Final = 10.0  # longest wait for the next entry of a prompt, which may still be computed
 EXPIRE_EVERY_S: Final = 1.0
 LOGGER: Final = logging.getLogger("forkpoint")
 

@@ -21,8 +21,10 @@ from forkpoint.peer.protocol import (
     MAGIC,
     MAX_MESSAGE_BYTES,
     PART,
+    SENT,
     HeldEntries,
     Line,
+    PartHead,
     PeerError,
     WantedEntries,
     num_parts,
@@ -36,6 +38,7 @@ SIZES = {BLOCK: 700, SLOT: 3000}
 NAMES = (*(EntryName(BLOCK, bytes([i]) * 16, bytes([i - 1]) * 16, i) for i in range(1, 5)),)
 NAMES = (*NAMES, EntryName(SLOT, bytes([4]) * 16, bytes([3]) * 16, 4, 1, True))
 HOST = "127.0.0.1"
+AGREES = HEAD.pack(MAGIC, 2) + b"\x91\xa0"  # HeldEntries without a refusal
 
 
 def facts(namespace: bytes = b"n" * 16, engine_id: str = "p") -> PeerFacts:
@@ -357,6 +360,19 @@ def test_a_fetch_that_nobody_wants_ends_at_once(prefill: PeerLink, decode: PeerL
     with fetching._changed:
         assert fetching._changed.wait_for(lambda: not fetching._running, 5)
     assert fetching.news() is None
+
+
+@pytest.mark.parametrize("sent", [b"", AGREES, AGREES + PartHead(SENT, bytes(16)).pack() + b"some"], ids=len)
+def test_a_peer_that_has_stopped_is_given_up(decode: PeerLink, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said nothing, or stopped before an entry or in one. A prompt may take long, but not without a word."""
+    monkeypatch.setattr("forkpoint.peer.fetching.SILENCE_S", 0.2)
+    with socket.create_server((HOST, 0)) as listener:
+        decode.fetching.start(Fetch(1, HOST, (listener.getsockname()[1],), "p", 1, NAMES, 3600.0))
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(sent)
+            news = decode.fetching.news(20.0)
+    assert news is not None and news.failed == news.unreachable == (1,)
 
 
 def test_a_peer_that_says_nothing_is_given_up(decode: PeerLink) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from forkpoint.peer.server import COPIES_WAIT_S
+from forkpoint.peer.protocol import COPIES_WAIT_S
 from tests.server.running import start_server
 
 LINK = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"fetch_timeout_s": 30}}
