@@ -151,6 +151,9 @@ def _require_json(request: Request, body: Parts) -> None:
         raise HTTPError(400, f"the body is empty; {JSON_HINT}")
     if not is_json(request.headers.get("content-type", "").encode("latin-1")):
         raise HTTPError(400, f"the Content-Type is {request.headers.get('content-type', '')!r}; {JSON_HINT}")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise HTTPError(400, f"the Content-Encoding is {encoding!r}; send the body without compression")
 
 
 def is_json(content_type: bytes) -> bool:

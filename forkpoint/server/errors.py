@@ -34,9 +34,13 @@ MESSAGES_TYPES: Final = MappingProxyType(
         503: "overloaded_error",
     }
 )
-# Paths that an error suggests. Clients with a wrong base URL ask without /v1, or with it twice.
 PROMPT_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
-PATHS: Final = (*PROMPT_PATHS, "/v1/models")
+# Paths that an error suggests. Clients with a wrong base URL ask without /v1, or with it twice.
+PATHS: Final = (
+    *PROMPT_PATHS,
+    *("/v1/models", "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize", "/detokenize"),
+    *("/health", "/metrics", "/version"),
+)
 # Paths that a server has only with a flag.
 PATHS_BY_FLAG: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

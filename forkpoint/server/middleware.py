@@ -98,9 +98,10 @@ class Gate:
     def _known_key(self, headers: dict[bytes, bytes]) -> bytes:
         given = given_key(headers)
         if not any(hmac.compare_digest(given, key) for key in self._keys):
+            wrong = "does not know the API key that was sent" if given else "needs an API key"
             raise HTTPError(
                 401,
-                "this server needs an API key; send the header 'Authorization: Bearer KEY' with a valid key, "
+                f"this server {wrong}; send the header 'Authorization: Bearer KEY' with a valid key, "
                 "or 'x-api-key: KEY'",
                 "authentication_error",
                 code="invalid_api_key",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 from collections.abc import Iterator
@@ -109,11 +110,23 @@ def test_paths_and_methods_that_are_not_there(http: httpx2.Client) -> None:
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("//v1/completions", "/v1/completions"),
         ("/models", "/v1/models"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/healthz", "/health"),
+        ("/v1/messages/count-tokens", "/v1/messages/count_tokens"),
     ],
 )
 def test_a_path_that_is_nearly_right_is_named(http: httpx2.Client, path: str, meant: str) -> None:
     reply = http.post(f"{http.base_url}".rstrip("/") + path, json={})
     assert reply.status_code == 404 and f"there is no POST {path}; did you mean {meant}?" in reply.text
+
+
+def test_a_compressed_body_is_refused_by_its_encoding(http: httpx2.Client) -> None:
+    body, headers = gzip.compress(b'{"prompt": "x"}'), {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    reply = http.post("/v1/completions", content=body, headers=headers)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == "the Content-Encoding is 'gzip'; send the body without compression"
+    same = {**headers, "Content-Encoding": "identity"}
+    assert http.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 1}', headers=same).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -195,9 +208,14 @@ def test_agents_see_that_a_prompt_is_too_long(http: httpx2.Client, field: str, g
 
 def test_a_key_is_asked_for(guarded: RunningServer) -> None:
     with guarded.client() as http:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+        for headers, said in (
+            ({}, "this server needs an API key; send"),
+            ({"Authorization": "Bearer wrong"}, "this server does not know the API key that was sent; send"),
+            ({"x-api-key": "wrong"}, "this server does not know the API key that was sent; send"),
+            ({"Authorization": KEY}, "this server needs an API key; send"),
+        ):
             reply = http.get("/v1/models", headers=headers)
-            assert reply.status_code == 401
+            assert reply.status_code == 401 and said in reply.json()["error"]["message"]
             assert reply.json()["error"]["code"] == "invalid_api_key"
             assert http.post("/tokenize", json={"prompt": "x"}, headers=headers).status_code == 401
         for path in ("/health", "/metrics", "/version", "/"):
