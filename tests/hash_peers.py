@@ -17,8 +17,9 @@ Entries: TypeAlias = dict[tuple[MoveKind, bytes], Any]
 
 @dataclass(slots=True)
 class HashPeers:
-    """One engine's link. `offered` is shared by all engines: what is held under each lease.
+    """One engine's link. `offered` and `complete` are shared by all engines: what is held under each lease.
 
+    With `engines`, by name, each has its own. Without the one that is asked, a fetch fails.
     Fetches end up to `most_delay` results later, and fail with `fail_chance`. Until then, results say how many of their
     first entries have arrived.
     """
@@ -33,6 +34,7 @@ class HashPeers:
     complete: set[int] = field(default_factory=set)  # leases, of all engines
     _started: dict[int, Fetch] = field(default_factory=dict)  # by ticket; not decided
     _waiting: dict[int, tuple[int, bool]] = field(default_factory=dict)  # ticket -> results before it, whether it fails
+    engines: dict[str, HashPeers] | None = None
     num_landed_early: int = 0  # entries that were copied before their fetch had ended
 
     def move(self, step: int, move: Move, memory: HashMemory, sound: bool) -> None:
@@ -72,24 +74,35 @@ class HashPeers:
 
     def start(self, fetch: Fetch) -> None:
         if not fetch.names:
-            self.offered.pop(fetch.lease, None)
+            source = self._source(fetch)
+            source.offered.pop(fetch.lease, None)
+            if self.engines is not None:
+                source.complete.add(fetch.lease)
             return
         self._started[fetch.ticket] = fetch
 
+    def _source(self, fetch: Fetch) -> HashPeers:
+        """Return the link of the engine that is asked."""
+        if self.engines is None:
+            return self
+        return self.engines.get(fetch.engine_id) or HashPeers(complete={fetch.lease})
+
     def _answer(self, fetch: Fetch) -> None:
         """Decide a fetch if its lease is complete or has all its entries. Let some of its first entries arrive."""
-        entries = self.offered.get(fetch.lease, {})
+        source = self._source(fetch)
+        entries = source.offered.get(fetch.lease, {})
         keys = [(MoveKind.BLOCK if name.kind == BLOCK else MoveKind.SLOT, name.hash) for name in fetch.names]
         there = [(kind, entries[kind, name]) for kind, name in itertools.takewhile(entries.__contains__, keys)]
         is_whole = len(there) == len(keys)
-        if is_whole or fetch.lease in self.complete:
+        if is_whole or fetch.lease in source.complete:
             del self._started[fetch.ticket]
             fails = not is_whole or self.random.random() < self.fail_chance
             self._waiting[fetch.ticket] = self.random.randint(0, self.most_delay), fails
         arrived = self.buffers.setdefault(fetch.ticket, [])
         if len(there) > len(arrived):
             self.buffers[fetch.ticket] = there[: self.random.randint(len(arrived), len(there))]
-        self._whole[fetch.ticket] = there
+        if len(there) >= len(arrived):  # the other engine may have withdrawn what has arrived
+            self._whole[fetch.ticket] = there
 
     def news(self, waits: bool) -> FetchNews | None:
         """Return the fetches that are due. With `waits` at least one of those that are left."""

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from forkpoint.cache.peer_offers import PeerFacts
-from forkpoint.sched.request import Request
 from tests.sched.harness import LAYOUTS, WITH_WINDOWS, Harness, tokens
 
 ASKS = {"do_remote_decode": True}
@@ -259,43 +258,3 @@ def test_the_bytes_on_their_way_are_bounded() -> None:
     assert [request.cache.num_peer_tokens for request in requests] == [640] * 6
     large = offered(first, "large", tokens(9, 704 + 1))
     assert second.ask("large", tokens(9, 705), 2, kv_transfer_params=large).cache.num_peer_tokens == 0
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(3))
-def test_drawn_loads(layout: str, seed: int) -> None:
-    """Both arenas are tight; fetches fail, come late, and requests leave."""
-    rng = random.Random(f"{layout} {seed}")
-    chosen = LAYOUTS[layout]
-    num_pages = chosen.num_pages_for(900, 3) + rng.randint(1, 8)
-    first, second = pair(
-        layout,
-        num_pages,
-        async_scheduling=rng.random() < 0.5,
-        deterministic=False,
-        max_num_seqs=rng.choice([2, 8]),
-        host_streams=seed == 2,
-        disk_delay=rng.choice([0, 3]),
-    )
-    peers = second.runner.peers
-    peers.most_delay, peers.fail_chance, peers.random = rng.choice([0, 2, 9]), rng.choice([0.0, 0.3]), rng
-    stems, asked = [tokens(number, 600) for number in range(3)], list[Request]()
-    for number in range(40):
-        prompt = np.concatenate([rng.choice(stems)[: rng.randint(1, 600)], tokens(100 + number, rng.randint(1, 200))])
-        params = offered(first, f"p{number}", prompt)
-        if rng.random() < 0.1:
-            first.sched.reset_prefix_cache()
-            first.run()
-        asked.append(second.add(f"d{number}", prompt, rng.randint(1, 5), kv_transfer_params=params))
-        for _ in range(rng.randint(0, 6)):
-            second.fail_next = rng.random() < 0.02
-            second.step()
-        if rng.random() < 0.1:
-            second.sched.abort(rng.choice(asked).id)
-        if rng.random() < 0.05:
-            second.sched.reset_prefix_cache()
-    second.run()
-    fetched = second.sched.cache.peers.fetched  # type: ignore[union-attr]
-    assert fetched is not None and not fetched._prompts and not fetched._of and fetched._num_bytes == 0
-    assert not peers.buffers
-    assert second.sched.stats().cache.peer_hit_tokens > 0
