@@ -43,7 +43,8 @@ NINE: dict[str, Any] = {
     "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
 }  # fmt: skip
 
-LEFT_OUT = ["lm_head", "mlp.gate", "mlp.shared_expert_gate"]  # matrices that published folders leave in bfloat16
+# matrices that published folders leave in bfloat16
+LEFT_OUT = ["lm_head", "mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b"]
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "fp8": {
         "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
