@@ -102,8 +102,6 @@ class EngineCore:
             if meanwhile is not None:
                 meanwhile()
             updates = self._finish_oldest()
-            if self.scheduler.cache.peers is not None:
-                self._send_copies(self._runner)
             if self._log is not None:
                 self._log.write_ends(updates)
             if self._submits_early:
@@ -129,11 +127,13 @@ class EngineCore:
                 raise EngineStoppedError(f"step {plan.step} was refused and the engine stops: {error}") from error
             collect_garbage(plan.step)
 
-    def _send_copies(self, runner: Runner) -> None:
-        """Run a plan of copies alone if the last requests have ended and other engines are to get something."""
-        if not self._in_flight and self.scheduler.has_copies_alone:
-            self._submit_steps(runner)
-            self._finish_oldest()
+    def send_copies(self) -> None:
+        """Run plans of copies alone if the last requests have ended and other engines are to get something.
+
+        Whoever reports a step before running the next one need not call it: these plans are steps like others.
+        """
+        while not self._closed and self.scheduler.has_copies_alone:
+            self.step()
 
     def drain(self) -> None:
         """Finish the steps in flight without planning new ones; their updates are lost. Does nothing if closed."""

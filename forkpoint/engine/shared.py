@@ -47,7 +47,10 @@ class SharedEngine:
 
     @contextmanager
     def held(self) -> Iterator[Engine]:
-        """Give this thread exclusive use of the engine, in its turn. Requests of callers that left end after it.
+        """Give this thread exclusive use of the engine, in its turn.
+
+        After it, requests of callers that left end, and other engines get what is left for them, because nobody may
+        step again.
 
         Raises EngineStoppedError in a forked process.
         """
@@ -61,6 +64,7 @@ class SharedEngine:
         try:
             yield self._engine
             self._abort_left()
+            self._engine.core.send_copies()
         finally:
             self._lock.release()
             self._abort_if_free()

@@ -139,7 +139,7 @@ def test_compiling_holds_up_nobody_else(served: tuple[Client, SlowGrammars]) -> 
     assert client.ends[bound] is FinishReason.STOP
     assert len(client.text(bound)) == 9
     assert set(client.text(bound)) <= set("xyz")
-    assert "regex" in client.refused[broken]
+    assert "regular expression" in client.refused[broken]
 
 
 def test_a_sequence_that_ends_while_its_grammar_is_compiled_never_runs(served: tuple[Client, SlowGrammars]) -> None:
