@@ -36,7 +36,8 @@ NUM_FETCHES: Final = 8  # fetches at the same time
 MOST_CONNECTIONS: Final = 8  # connections of a fetch; each has a thread, which also computes checksums
 BYTES_OF_CONNECTION: Final = 2**25  # a fetch opens another connection for so many bytes
 PROGRESS_BYTES: Final = 2**25  # a worker without other work wakes up when so many bytes have arrived
-SILENCE_S: Final = COPIES_WAIT_S + 5.0  # without a byte, after which a peer has stopped: it says when it gives up
+# Seconds without a byte, after which a peer has stopped. One that runs sends an entry, or gives up, in COPIES_WAIT_S.
+SILENCE_S: Final = COPIES_WAIT_S + 5.0
 END_S: Final = 2.0  # time to tell a peer that its lease has ended
 LOGGER: Final = logging.getLogger("forkpoint")
 
@@ -320,5 +321,5 @@ def _connect(fetch: Fetch, rank: int, until_s: float) -> Iterator[Line]:
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("it took too long")
-    with socket.create_connection((fetch.host, fetch.ports[rank]), left_s) as connection:
+    with socket.create_connection((fetch.host, fetch.ports[rank]), min(left_s, SILENCE_S)) as connection:
         yield Line(connection, until_s, SILENCE_S)

@@ -375,6 +375,20 @@ def test_a_peer_that_has_stopped_is_given_up(decode: PeerLink, sent: bytes, monk
     assert news is not None and news.failed == news.unreachable == (1,)
 
 
+def test_a_machine_that_does_not_answer_is_given_up(decode: PeerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full queue of connections drops further ones, as a machine does that is gone."""
+    monkeypatch.setattr("forkpoint.peer.fetching.SILENCE_S", 0.2)
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server((HOST, 0), backlog=0))
+        for _ in range(4):
+            queued = opened.enter_context(socket.socket())
+            queued.setblocking(False)
+            queued.connect_ex(listener.getsockname())
+        decode.fetching.start(Fetch(1, HOST, (listener.getsockname()[1],), "p", 1, NAMES, 3600.0))
+        news = decode.fetching.news(20.0)
+    assert news is not None and news.failed == news.unreachable == (1,)
+
+
 def test_a_peer_that_says_nothing_is_given_up(decode: PeerLink) -> None:
     with socket.create_server((HOST, 0)) as listener:
         decode.fetching.start(Fetch(1, HOST, (listener.getsockname()[1],), "p", 1, NAMES, 0.2))
