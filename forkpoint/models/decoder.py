@@ -99,6 +99,7 @@ class Model(ABC):
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", shape)
         if config.vision is not None:
+            assert config.embedding_scale == 1.0, "the scale is meant for the vocabulary's embeddings alone"
             self.vision = config.vision.build(weights, build.ops)
             self._embedding = F.pad(self._embedding, (0, 0, 0, build.max_image_tokens))
             lines = build.rope_table(config.rotary), config.max_model_len
