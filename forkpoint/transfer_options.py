@@ -36,7 +36,7 @@ LOOPBACK: Final = "127.0.0.1"
 ONLY_THIS_MACHINE: Final = ("loopback",)  # hosts from which prompts are fetched unless `remote_hosts` names others
 MAX_HOSTS: Final = 1024
 MAX_HOST_CHARS: Final = 253
-MAX_NAME_CHARS: Final = 200  # of an `engine_id`, whose rest is new with every start
+MAX_NAME_CHARS: Final = 200  # characters that are kept of the given `engine_id`; what follows is new with every start
 MAX_PORT: Final = 65535
 LEASE_S: Final = 30.0
 FETCH_TIMEOUT_S: Final = 10.0
@@ -91,7 +91,7 @@ class KVTransferConfig(JsonConfig):
         return super(KVTransferConfig, cls).read(given)
 
     def of_this_start(self) -> Self:
-        """Return the options of an engine that starts: no other engine, and no other start, has its `engine_id`."""
+        """Return these options with an `engine_id` that no other engine has, and no other start of this one."""
         name = (self.engine_id or "forkpoint")[:MAX_NAME_CHARS]
         return replace(self, engine_id=f"{name}-{uuid.uuid4().hex}")
 

@@ -19,8 +19,8 @@ from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.cache.windows import WindowRuns
 
 AHEAD_AT_ONCE: Final = 64 * 2**20  # bytes that a plan stores before eviction asks for it
-# Entries are stored ahead so that 1 / 50 of the arena's pages is still free when the next one is stored as a whole, but
-# only once less than 1 / 8 is free.
+# An entry is stored ahead once no more pages are free than it takes and 1 / 50 of the arena's, and at most 1 / 8 of the
+# arena's.
 RESERVE_SHARE, LARGEST_SHARE = 50, 8
 
 

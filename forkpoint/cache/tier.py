@@ -224,7 +224,7 @@ class LateTier(Tier):
     """
 
     def _follow(self, reader: TierReads, tickets: Iterator[int], clock: Callable[[], float]) -> None:
-        """Start to follow copies, as the last step of the construction. `tickets` are those of all tiers."""
+        """Set the reader and the record of writes. Constructors call this. `tickets` are those of all tiers."""
         self._reader, self._tickets, self._clock = reader, tickets, clock
         self._writing: dict[int, tuple[BlockHash, int]] = {}  # ticket -> hash and bytes
         self._unwritten_bytes = 0

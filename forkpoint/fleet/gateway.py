@@ -24,7 +24,8 @@ MAX_TRIES: Final = 8
 MAX_STOPPED: Final = 2  # engines that stop while they have a request; it may be the cause, so no further engine gets it
 # seconds after the second failure, increasing by as much after each one; Ray takes seconds to notice a loss
 PAUSE_S: Final = 0.5
-# A request waits so long for a prefill replica to take its prompt. Ray waits for one even if all are busy or gone.
+# Seconds for which a request waits for a prefill replica to take its prompt. Ray itself waits without a limit, even if
+# all replicas are busy or gone.
 TAKEN_S: Final = 2.0
 LOST_ERRORS: Final = (RayError, RayServeException)  # of a replica that was lost, or of a deployment that has none
 SENT_TO_ALL: Final = frozenset({"/metrics", "/reset_prefix_cache", "/check_integrity"})

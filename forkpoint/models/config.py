@@ -188,14 +188,14 @@ class Build:
     defers: bool = False  # parts may leave the last sum of their output to the next norm (`ops.unmade`)
     # (layer, tensor name) -> constants that its fold operator takes after the records. Parts add their own.
     fold_constants: dict[tuple[int, str], Sequence[Tensor]] = field(default_factory=dict)
-    max_image_tokens: int = 0  # tokens of images in a step at most
+    max_image_tokens: int = 0  # the most image tokens of a step
     _rope_tables: dict[Rotary, Tensor] = field(default_factory=dict)
 
     def rope_table(self, rotary: Rotary) -> Tensor | None:
         """Return cos and sin `[max_model_len, dim]` fp32, one table for equal `rotary`; None without positions.
 
-        Behind the positions of text are lines of 0, which ImageRows fills: for each token of an image that has three
-        positions, and for each such token of the MTP head.
+        If image tokens have three positions, lines of 0 follow, which ImageRows fills: one for each image token of a
+        step, and as many for the MTP head.
         """
         if not rotary.dim:
             return None

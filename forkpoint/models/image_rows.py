@@ -1,4 +1,4 @@
-"""Rows behind a model's tables, where the image tokens of a step find their embeddings and rotations."""
+"""Extra rows of a model's tables, where the image tokens of a step find their embeddings and rotations."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ImageRows:
     def __init__(
         self, embedding: Tensor, first_id: int, cos_sin: Tensor | None, first_line: int, axes: Sequence[int]
     ) -> None:
-        """`embedding` is `[ids, H]`, `cos_sin` `[lines, R]`, both with the rows for images.
+        """`embedding` is `[ids, H]` and `cos_sin` `[lines, R]`. Both include the rows for images.
 
-        `axes` says which of three positions rotates each pair of dims. It is empty if tokens of images are rotated like
-        those of text; then `cos_sin` has no lines for them.
+        `axes` says which of the three positions rotates each pair of dims. It is empty if image tokens are rotated like
+        text. `cos_sin` then has no lines for them.
         """
         self.first_id, self.first_line, self.has_axes = first_id, first_line, bool(axes)
         self.most_tokens = len(embedding) - first_id

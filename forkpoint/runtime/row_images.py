@@ -81,7 +81,7 @@ class RowImages:
     def step(self, rows: StepRows, recorded: bool) -> StepImages:
         """Return the images of a step.
 
-        It has `token_ids` if the batch has images. It has the other columns then too, or if it is `recorded`.
+        The column `token_ids` is there if the batch has images. The other columns are also there in a `recorded` step.
         """
         found = StepImages()
         if not self._rows and not recorded:

@@ -30,8 +30,8 @@ PAIR_IN = Tile(1, 8, 128, 1, 6)
 KEPT_ROWS = 128  # places per tile from which kept_kernel.py is used
 PAIR_OUT = Tile(1, 4, 512, 1, 1)
 WIDE_PAIR_OUT = Tile(1, 2, 1024, 4, 1)  # for bfloat16 experts with more than 512 inner columns
-# Up to so many tokens, and bytes of weights in each thread, a program loads all its weights before it waits for the
-# launch before.
+# A program loads all its weights before it waits for the previous launch, if there are at most so many tokens and the
+# weights are at most so many bytes for each thread.
 FEW_TOKENS, MOST_HELD_BYTES = 2, 640
 
 
@@ -61,7 +61,7 @@ def _pair_out_kernel(
 ):
     """Compute OUTPUTS outputs of a token: the weighted sum of those of its experts.
 
-    If OVERLAP is AT_ONCE, all weights are loaded before the wait. The launch before has already waited for the ids."""
+    If OVERLAP is AT_ONCE, all weights are loaded before the wait. The previous launch has waited for the ids."""
     pid = tl.program_id(0)
     token = (pid // pieces).to(tl.int64)
     start = pid % pieces * OUTPUTS
@@ -151,8 +151,8 @@ def paired_experts(
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     down, down_scales = matrix_parts(packed.down)
     out_of = WIDE_PAIR_OUT if down_scales is None and inner > PAIR_OUT.width else PAIR_OUT
-    # of a thread
-    held_bytes = top_k * out_of.outputs * inner * down.element_size() // (32 * out_of.num_warps)
+    num_threads = 32 * out_of.num_warps
+    held_bytes = top_k * out_of.outputs * inner * down.element_size() // num_threads
     at_once = num_tokens <= FEW_TOKENS and held_bytes <= MOST_HELD_BYTES
     options = overlap(x.device, num_tokens, at_once=at_once)
     gates: dict[str, Any] = {"gated": packed.gated, "squared": not packed.gated, "limits": limits}
