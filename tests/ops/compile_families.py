@@ -158,9 +158,11 @@ def main() -> None:
     compiled("partial", partial_kernel.partial_kernel, 2, HEADS=16, DV=64)
     POINTERS["out"] = "*bf16"
     tiles = NVMMASharedLayout(128, 16, 3)
-    POINTERS.update(dict.fromkeys(("value_tiles", "rope_tiles"), f"tensordesc<bf16[1, 64, 64],{tiles!r}>"))
     sizes = {"HEADS": 16, "R": 64, "P": 64, "FIRST": 1, "STAGES": 2}
-    compiled("attend", latent_step_kernel.latent_step_kernel, 4, **sizes)
+    for block, partial in ((64, False), (32, True)):
+        boxes = f"tensordesc<bf16[1, {block}, 64],{tiles!r}>"
+        POINTERS.update(dict.fromkeys(("value_boxes", "rope_boxes"), boxes))
+        compiled("attend", latent_step_kernel.latent_step_kernel, 4, **sizes, PARTIAL=partial)
     sizes = {"HEADS": 2, "K": 32, "P": 16, "V": 32, "BLOCK_M": 64}
     compiled("expanded", expanded_kernel._expanded_kernel, 8, **sizes)
     sizes = {"H": 2, "K": 32, "V": 32, "BLOCK_K": 32, "BLOCK_V": 32}

@@ -88,15 +88,19 @@ def test_against_plain_softmax(ops: OpTable, dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="runs on the host alone")
 @pytest.mark.parametrize("held", [1, 2])
-def test_steps_in_gluon(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_steps_in_gluon(block: int, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel for Hopper GPUs, which runs on the host: rows of one part and of several, with NaN after the last."""
     traits = DeviceTraits(num_processors=100 if held == 2 else 1, has_warpgroups=True)
-    batch = Batch([1, 64, 333, 1300, 70], [1] * 5, 5, torch.bfloat16, sizes=(5, 128, 64))
+    batch = Batch([1, 64, 333, 1300, 70], [1] * 5, 5, torch.bfloat16, block, (5, 128, 64))
     monkeypatch.setattr(latent_step_kernel, "traits_of", lambda device: traits)
     monkeypatch.setattr(kernel, "_takes_steps", lambda q, cache, rank: True)
     with on_host(latent_step_kernel, "latent_step_kernel") as launched:
         got = batch.run(triton_ops())
     assert launched.num_programs and relative_error(got, batch.plain()) <= 1e-2
+    with on_host(latent_step_kernel, "latent_step_kernel") as launched:
+        check_partial_results(batch, triton_ops(), 0, 1e-2)
+    assert launched.num_programs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,14 +110,18 @@ def test_partial_results(ops: OpTable, dtype: torch.dtype) -> None:
     Drafts do not see the first key.
     """
     batch = Batch([1, 270, 0, 64, 70], [1] * 5, 5, dtype, block=32)
-    first_key = int(dtype == torch.bfloat16)
+    check_partial_results(batch, ops, int(dtype == torch.bfloat16), BOUND[dtype])
+
+
+def check_partial_results(batch: Batch, ops: OpTable, first_key: int, bound: float) -> None:
     index = replace(batch.index, first_key=first_key)
-    found = ops.partial_attention(batch.q, batch.cache, batch.cache[..., :RANK], index, 0.2)
-    assert found.dtype == torch.float32 and found.shape == (5, HEADS, RANK + 1)
+    found = ops.partial_attention(batch.q, batch.cache, batch.cache[..., : batch.rank], index, 0.2)
+    rows, heads, _ = batch.q.shape
+    assert found.dtype == torch.float32 and found.shape == (rows, heads, batch.rank + 1)
     has_keys = [row for row, keys in enumerate(batch.rows) if len(keys) > first_key]
-    without = [row for row in range(5) if row not in has_keys]
+    without = [row for row in range(rows) if row not in has_keys]
     assert found[without, :, :-1].eq(0).all() and found[without, :, -1].eq(NO_KEYS).all()
-    assert relative_error(found[has_keys, :, :-1], batch.plain(first_key)[has_keys]) <= BOUND[dtype]
+    assert relative_error(found[has_keys, :, :-1], batch.plain(first_key)[has_keys]) <= bound
     for row in has_keys:
         totals = (batch.q[row].double() @ batch.rows[row][first_key:].double().T * 0.2).logsumexp(1)
         torch.testing.assert_close(found[row, :, -1].double(), totals, rtol=1e-5, atol=1e-5)
@@ -132,6 +140,9 @@ def test_steps_of_full_width(heads: int, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setitem(globals(), name, value)
     batch = Batch([1, 270, 64, 333, 130, 70], [1, 1, 1, 1, 1, 9], 5, torch.bfloat16)
     assert relative_error(batch.run(triton_ops()), batch.plain()) <= BOUND[torch.bfloat16]
+    check_partial_results(
+        Batch([1, 270, 0, 64, 333], [1] * 5, 5, torch.bfloat16, block=32), triton_ops(), 0, BOUND[torch.bfloat16]
+    )
     if ON_GPU:  # drafts do not see the first key
         batch = Batch([270, 64, 2], [1] * 3, 3, torch.bfloat16)
         got = batch.run(triton_ops(), replace(batch.index, first_key=1))

@@ -128,9 +128,21 @@ def _takes_steps(q: Tensor, cache: Tensor, rank: int) -> bool:
 
     Two of its programs must fit on a processor, and tensor descriptors must be able to describe the tiles."""
     (_, heads, dim), block = q.shape, cache.shape[2]
-    fits = q.element_size() == 2 and heads <= 32 and rank in (64, 128, 256, 512) and dim - rank == 64 and block == TILE
+    fits = q.element_size() == 2 and heads <= 32 and rank in (64, 128, 256, 512) and dim - rank == 64
+    fits = fits and block in (8, 16, 32, TILE)
     aligned = cache.data_ptr() % 16 == 0 and 2 * cache.stride(0) % 16 == 0
     return traits_of(q.device).has_warpgroups and fits and aligned
+
+
+def _launch_steps(call: _Call, sums: Sequence[Tensor], shared_dim: int, **options: Any) -> None:
+    """Launch `latent_step_kernel` over all parts of decode rows."""
+    # imported late, because not every Triton has Gluon
+    from forkpoint.ops.attention.latent_step_kernel import latent_steps
+
+    work, rank = call.work, call.q.shape[2] - shared_dim
+    where = (call.out, *sums, work.parts, work.part_ptr, *call.rows, call.index.num_decodes)
+    options |= {**call.overlap, "FIRST": call.index.first_key}
+    latent_steps(call.q, call.k_cache, rank, work.parts.shape[0], where, call.scale, options)
 
 
 def _takes_warps(call: _Call) -> bool:
@@ -240,6 +252,9 @@ class TritonPagedAttention:
     def _launch_latent_parts(self, call: _Call, sums: Sequence[Tensor], shared_dim: int) -> None:
         """Compute the sums of all parts of rows with one query, of queries and latents in `call`."""
         q, cache, index, work, table = call.q, call.k_cache, call.index, call.work, launch_table(call.q.device)
+        if _takes_steps(q, cache, q.shape[2] - shared_dim):
+            _launch_steps(call, sums, shared_dim, PARTIAL=True)
+            return
         rows, wide = max(16, next_power_of_2(q.shape[1])), q.dtype == torch.float32
         keys = table.latent_keys // 2 if wide or rows > table.latent_rows else table.latent_keys
         sizes = {"HEADS": q.shape[1], "R": q.shape[2] - shared_dim, "P": shared_dim, "BLOCK": cache.shape[2]}
@@ -274,11 +289,7 @@ class TritonPagedAttention:
             # Limits of on-chip memory.
             keys = table.latent_keys // 2 if wide or rows > table.latent_rows else table.latent_keys
             if decode and stepped:
-                # imported late, because not every Triton has Gluon
-                from forkpoint.ops.attention.latent_step_kernel import latent_steps
-
-                where = (out, *sums, work.parts, work.part_ptr, *call.rows, index.num_decodes)
-                latent_steps(q, cache, rank, num_parts, where, call.scale, {**call.overlap, "FIRST": index.first_key})
+                _launch_steps(call, sums, dim - rank, PARTIAL=False)
             elif items.shape[0]:
                 operands = (q, cache, out, *sums, items, work.part_ptr, index.cu_queries, *call.rows)
                 counts = (index.num_decodes, items.shape[0], splits)

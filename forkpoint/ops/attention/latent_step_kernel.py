@@ -1,8 +1,9 @@
 """Decode attention over latents on a Hopper GPU, in Gluon: `latent_kernel` with explicit tiles and waits.
 
 A program keeps tiles of latents in shared memory for both scores and sums, and requests the next tile when the matrix
-units have finished with one. With one tile per program, two programs share a processor: one multiplies while the other
-waits or computes exponentials. Programs with a processor of their own hold two tiles.
+units have finished with one. A tile holds one block of KEYS tokens, or several smaller ones. With one tile per program,
+two programs share a processor: one multiplies while the other waits or computes exponentials. Programs with a processor
+of their own hold two tiles.
 """
 
 from __future__ import annotations
@@ -28,21 +29,42 @@ from forkpoint.ops.metadata import TILE
 from forkpoint.platforms.table import traits_of
 
 KEYS = gl.constexpr(TILE)
+PANEL = 64  # columns of a tile that lie together in shared memory
 
 
 @gluon.jit
-def _ask(value_tiles, rope_tiles, block, wanted, arrived, latent, rope):
-    """Start loading a block's latents into the tiles if it is `wanted`. `arrived` counts the bytes."""
-    mbarrier.expect(arrived, value_tiles.block_type.nbytes + rope_tiles.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(rope_tiles, [block, 0, value_tiles.block_shape[2]], arrived, rope, pred=wanted)
-    tma.async_copy_global_to_shared(value_tiles, [block, 0, 0], arrived, latent, pred=wanted)
+def _blocks(table, first, end, BLOCKS: gl.constexpr):
+    """Return BLOCKS blocks of a row's table from `first` on. From `end` on they are the last one again."""
+    found = ()
+    for i in gl.static_range(BLOCKS):
+        at = gl.maximum(gl.minimum(first + i, end - 1), 0)
+        found = found + (gl.load(table + at),)  # type: ignore[assignment] # noqa: RUF005 (Gluon has no other form)
+    return found
+
+
+@gluon.jit
+def _ask(value_boxes, rope_boxes, blocks, wanted, arrived, values, rope, BLOCKS: gl.constexpr):
+    """Start loading latents of blocks into the tiles if they are `wanted`. `arrived` counts the bytes."""
+    R: gl.constexpr = values.shape[2]
+    BLOCK: gl.constexpr = value_boxes.block_shape[1]
+    WIDTH: gl.constexpr = value_boxes.block_shape[2]
+    COPIES: gl.constexpr = R // WIDTH
+    mbarrier.expect(
+        arrived, BLOCKS * (COPIES * value_boxes.block_type.nbytes + rope_boxes.block_type.nbytes), pred=wanted
+    )
+    for i in gl.static_range(BLOCKS):
+        own = rope.slice(i * BLOCK, BLOCK, 1)
+        tma.async_copy_global_to_shared(rope_boxes, [blocks[i], 0, R], arrived, own, pred=wanted)
+        for c in gl.static_range(COPIES):
+            own = values.slice(i * BLOCK, BLOCK, 1).slice(c * WIDTH, WIDTH, 2)
+            tma.async_copy_global_to_shared(value_boxes, [blocks[i], 0, c * WIDTH], arrived, own, pred=wanted)
 
 
 @gluon.jit(do_not_specialize=["num_decodes", "table_stride"])
 def latent_step_kernel(
     q,
-    value_tiles,
-    rope_tiles,
+    value_boxes,
+    rope_boxes,
     out,
     acc_ptr,
     l_ptr,
@@ -62,21 +84,25 @@ def latent_step_kernel(
     P: gl.constexpr,
     FIRST: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTIAL: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Attend to one of `items`, the parts of decode rows, without keys before FIRST. The columns of products are heads.
 
-    `value_tiles` and `rope_tiles` describe tiles of the cache: the R dims of KEYS latents, and their last P dims. The
-    program holds STAGES tiles."""
+    `value_boxes` and `rope_boxes` describe what one copy reads of the cache: the R dims of a block's latents, or some
+    of them, and their last P dims. The program holds STAGES tiles. With PARTIAL, rows of one part leave sums too."""
     await_inputs(OVERLAP)
     COLUMNS: gl.constexpr = triton.next_power_of_2(HEADS) if HEADS > 16 else 16
+    BLOCK: gl.constexpr = value_boxes.block_shape[1]
+    BLOCKS: gl.constexpr = KEYS // BLOCK  # of a tile
     pid = gl.program_id(0)
     if pid >= gl.load(part_ptr + num_decodes):
         return
     row, low, end = gl.load(items + 3 * pid), gl.load(items + 3 * pid + 1), gl.load(items + 3 * pid + 2)
     kv_len = gl.load(kv_lens + row)
-    alone = gl.load(part_ptr + row + 1) - gl.load(part_ptr + row) == 1
-    end = gl.minimum(end, (kv_len + KEYS - 1) // KEYS)
+    num_parts = gl.load(part_ptr + row + 1) - gl.load(part_ptr + row)
+    end = gl.minimum(end, (kv_len + BLOCK - 1) // BLOCK)
+    last = gl.minimum(kv_len, end * BLOCK)  # the end of the part's keys
     table = block_table + gl.load(table_rows + row).to(gl.int64) * table_stride
     dtype: gl.constexpr = q.dtype.element_ty
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -84,14 +110,15 @@ def latent_step_kernel(
     HELD: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    latents = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, R], value_tiles.layout)
-    rotated = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, P], rope_tiles.layout)
+    latents = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, R], value_boxes.layout)
+    rotated = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, P], rope_boxes.layout)
     for i in gl.static_range(STAGES):
         mbarrier.init(arrived.index(i), count=1)
     fence_async_shared()
     for i in gl.static_range(STAGES):
-        block = gl.load(table + low + i, mask=low + i < end, other=0)
-        _ask(value_tiles, rope_tiles, block, low + i < end, arrived.index(i), latents.index(i), rotated.index(i))
+        first = low + i * BLOCKS
+        blocks, tiles = _blocks(table, first, end, BLOCKS), (latents.index(i), rotated.index(i))
+        _ask(value_boxes, rope_boxes, blocks, first < end, arrived.index(i), *tiles, BLOCKS)
     head = gl.arange(0, COLUMNS, gl.SliceLayout(1, LOADED))
     r, p = gl.arange(0, R, gl.SliceLayout(0, LOADED)), gl.arange(0, P, gl.SliceLayout(0, LOADED))
     q_at = q + row.to(gl.int64) * q_token + head[:, None] * q_head
@@ -105,12 +132,14 @@ def latent_step_kernel(
 
     acc, sums = gl.zeros((R, COLUMNS), gl.float32, SUMS), gl.zeros((KEYS, COLUMNS), gl.float32, SUMS)
     m_i = gl.full((COLUMNS,), LOWEST, gl.float32, gl.SliceLayout(0, SUMS))
-    for j in range(low, end):
-        turn, stored = (j - low) % STAGES, kv_len - j * KEYS
+    for j in range(low, end, BLOCKS):
+        number, stored = (j - low) // BLOCKS, last - j * BLOCK
+        turn = number % STAGES
         here = arrived.index(turn)
         tile, rope = latents.index(turn).reshape([KEYS, R]), rotated.index(turn).reshape([KEYS, P])
-        block = gl.load(table + gl.minimum(j + STAGES, end - 1))
-        mbarrier.wait(here, (j - low) // STAGES & 1)
+        next_first = j + STAGES * BLOCKS
+        blocks = _blocks(table, next_first, end, BLOCKS)
+        mbarrier.wait(here, number // STAGES & 1)
         if stored < KEYS:  # memory after a row's last latent may hold anything
             kept = (gl.arange(0, KEYS, gl.SliceLayout(1, LOADED)) < stored)[:, None]
             for c in gl.static_range(R // P):
@@ -124,7 +153,7 @@ def latent_step_kernel(
         key = gl.arange(0, KEYS, gl.SliceLayout(1, SUMS))
         seen = key < stored
         if FIRST:
-            seen = seen & (j * KEYS + key >= FIRST)
+            seen = seen & (j * BLOCK + key >= FIRST)
         scores = gl.where(seen[:, None], scores, float("-inf"))
         m_new = gl.maximum(m_i, gl.max(scores, axis=0) * scale)
         weights, alpha = gl.exp2(scores * scale - m_new[None, :]), gl.exp2(m_i - m_new)
@@ -133,12 +162,13 @@ def latent_step_kernel(
         fence_async_shared()
         acc = warpgroup_mma(tile.permute((1, 0)), weighted, acc * alpha[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        _ask(value_tiles, rope_tiles, block, j + STAGES < end, here, latents.index(turn), rotated.index(turn))
+        tiles = latents.index(turn), rotated.index(turn)
+        _ask(value_boxes, rope_boxes, blocks, next_first < end, here, *tiles, BLOCKS)
 
     l_i = gl.sum(sums, axis=0)
     column, dim = gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS)), gl.arange(0, R, gl.SliceLayout(1, SUMS))
     inside = (column < HEADS)[None, :]
-    if alone:
+    if num_parts == (0 if PARTIAL else 1):
         out_at = out + (row.to(gl.int64) * HEADS + column)[None, :] * R + dim[:, None]
         gl.store(out_at, (acc / l_i[None, :]).to(dtype), mask=inside)
     else:
@@ -159,11 +189,13 @@ def latent_steps(
 ) -> None:
     """Launch the kernel over `num_parts` parts. `operands` are its arguments from `out` to `num_decodes`.
 
-    `options` are FIRST and those of the launch.
+    `options` are FIRST, PARTIAL and those of the launch.
     """
-    _, heads, dim = q.shape
-    tiles, shape, strides = gl.NVMMASharedLayout(128, 16, 3), [cache.shape[0], TILE, dim], [cache.stride(0), dim, 1]
-    described = (TensorDescriptor(cache, shape, strides, [1, TILE, width], tiles) for width in (rank, dim - rank))
+    (_, heads, dim), block = q.shape, cache.shape[2]
+    tiles, shape, strides = gl.NVMMASharedLayout(128, 16, 3), [cache.shape[0], block, dim], [cache.stride(0), dim, 1]
+    # The panels of a block that is smaller than a tile lie apart, so that each needs a copy of its own.
+    widths = (rank if block == TILE else PANEL, dim - rank)
+    described = (TensorDescriptor(cache, shape, strides, [1, block, width], tiles) for width in widths)
     held = 2 if num_parts <= traits_of(q.device).num_processors else 1
     sizes = {"HEADS": heads, "R": rank, "P": dim - rank, "STAGES": held, "num_warps": 4}
     steps = (operands[-2].stride(0), *q.stride()[:2])
