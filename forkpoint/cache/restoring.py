@@ -132,6 +132,8 @@ class Restoring:
             if not loaded:
                 self.drop()
                 return False
+            if is_busy and restore.tier.is_reading:
+                break  # all that has arrived is loaded, and another round would start as many reads again
         return restore.is_complete
 
     def _goes_on(self, restore: Restore, is_busy: bool) -> bool:

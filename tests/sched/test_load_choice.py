@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import pytest
 
 from forkpoint.cache.arena import MoveRoute
+from forkpoint.cache.disk_entries import TierNews
 from forkpoint.cache.streamed_tier import StreamedHostTier
 from forkpoint.sched.plan import StepPlan
+from tests.hash_disk import HashDisk
 from tests.hash_runner import HashRunner
 from tests.hash_step import AnsweredStep
 from tests.sched.harness import LAYOUTS, tokens
@@ -68,3 +70,29 @@ def test_a_plan_beside_other_requests_loads_little(is_busy: bool, monkeypatch: p
         harness.step()
     assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens > 512
     assert all((max(counts) == 1) is is_busy for counts in moved.values()), moved
+
+
+def test_a_plan_beside_other_requests_starts_few_reads_even_if_few_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that has landed what has arrived could take more, but must not start as many reads once more."""
+    harness, num_fetched = tight(host_streams=True), list[int]()
+    for module in ("restoring", "tier_reads"):
+        monkeypatch.setattr(f"forkpoint.cache.{module}.LOADED_AT_ONCE", 2 * harness.layout.in_tiers().block_bytes)
+    prompt, submit, disk = evicted(harness), HashRunner.submit, type(harness.runner.disk)
+    news, done = disk.news, deque[int]()
+
+    def one_at_a_time(runner: HashDisk, waits: bool) -> TierNews | None:
+        found = news(runner, waits)
+        done.extend(() if found is None else found.done)
+        return TierNews((done.popleft(),)) if done else None
+
+    def count(runner: HashRunner, plan: StepPlan) -> AnsweredStep:
+        num_fetched.append(sum(move.route is MoveRoute.FETCH for move in plan.moves))
+        return submit(runner, plan)
+
+    harness.add("stream", tokens(5, 64), 60)
+    harness.step()
+    harness.runner.disk.most_delay = 0
+    monkeypatch.setattr(disk, "news", one_at_a_time)
+    monkeypatch.setattr(HashRunner, "submit", count)
+    assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens > 512
+    assert max(num_fetched) == 2, num_fetched
