@@ -27,6 +27,7 @@ PAUSE_S: Final = 0.5
 # Seconds for which a request waits for a prefill replica to take its prompt. Ray itself waits without a limit, even if
 # all replicas are busy or gone.
 TAKEN_S: Final = 2.0
+ALL_ANSWER_S: Final = 10.0  # the longest time for one replica's answer to a request that is sent to all
 LOST_ERRORS: Final = (RayError, RayServeException)  # of a replica that was lost, or of a deployment that has none
 SENT_TO_ALL: Final = frozenset({"/metrics", "/reset_prefix_cache", "/check_integrity"})
 WITH_PROMPT: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
@@ -190,14 +191,18 @@ class Gateway:
     async def _answer_of_all(self, forwarded: ForwardedRequest) -> Response:
         """Send the request to each replica. Return their metrics as one text, or the worst answer.
 
-        That is the one with the highest status; 503 if a replica is lost.
+        That is the one with the highest status; 503 if a replica is lost, or if none answers in ALL_ANSWER_S.
         """
         answers: dict[str, ReplicaAnswer] = {}
         for replicas in filter(None, (self._replicas, self._prefill)):
             while True:
+                opened = self._open(replicas, RoutingHint(tried=frozenset(answers)), forwarded)
                 try:
-                    answer = await self._open(replicas, RoutingHint(tried=frozenset(answers)), forwarded)
-                except LOST_ERRORS:
+                    answer = await asyncio.wait_for(opened, ALL_ANSWER_S)
+                except (
+                    *LOST_ERRORS,
+                    TimeoutError,
+                ):  # Ray waits without end for a replica of a deployment that has none
                     return _lost().response()
                 if answer.head.replica in answers:
                     break

@@ -38,7 +38,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from forkpoint.fleet.deploy import check_rays_options
-from forkpoint.fleet.gateway import Gateway
+from forkpoint.fleet.gateway import SENT_TO_ALL, Gateway
 from forkpoint.fleet.messages import ForwardedRequest, Head, RoutingHint
 
 START_S = 240.0
@@ -235,6 +235,20 @@ def test_a_request_that_stops_engines_is_tried_on_two() -> None:
     gateway: Any = Gateway(cast(Any, replicas), asks_prefix=False)
     answer = asyncio.run(gateway._answer(ForwardedRequest("POST", "/v1/completions", "", (), b"{}")))
     assert (answer.head.status, replicas.num_asked) == (503, 2)
+
+
+def test_a_request_to_all_does_not_wait_for_replicas_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forkpoint.fleet.gateway.ALL_ANSWER_S", 0.05)
+
+    async def never(*_: Any) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield None
+
+    handle = SimpleNamespace(options=lambda **_: SimpleNamespace(answer=SimpleNamespace(remote=never)))
+    gateway: Any = Gateway(cast(Any, handle), asks_prefix=False)
+    for path in SENT_TO_ALL:
+        asked = ForwardedRequest("POST", path, "", (), b"")
+        assert asyncio.run(asyncio.wait_for(gateway._answer_of_all(asked), 5)).status_code == 503
 
 
 @dataclass(frozen=True)
