@@ -18,7 +18,7 @@ def check_disk(path: str | None, size: float | None, write_limit: float | None) 
     if not path:
         raise ConfigError("kv_disk_path='' names no folder; give the path of one")
     folder = Path(path)
-    if folder.exists() and not folder.is_dir():
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         raise ConfigError(f"kv_disk_path={path!r} is not a folder; give the path of one")
     if not folder.parent.is_dir():
         raise ConfigError(

@@ -247,6 +247,9 @@ def test_a_disk_tier_needs_a_folder_that_can_be_written(tmp_path: Path, monkeypa
     EngineConfig.from_flat(model="m", kv_disk_path=str(tmp_path / "new"), kv_disk_size=1)
     with pytest.raises(ConfigError, match=r"cannot be made, because .*/missing' is not a folder; create it"):
         EngineConfig.from_flat(model="m", kv_disk_path=str(tmp_path / "missing" / "new"), kv_disk_size=1)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="link' is not a folder; give the path of one"):
+        EngineConfig.from_flat(model="m", kv_disk_path=str(tmp_path / "link"), kv_disk_size=1)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(ConfigError, match="new' cannot be written: permission denied; give another path"):
         EngineConfig.from_flat(model="m", kv_disk_path=str(tmp_path / "new"), kv_disk_size=1)

@@ -346,12 +346,9 @@ def open_store(
         slab = Slab(folder / f"slab.{rank}", layout, num_pages)
     except OSError as error:
         unlock(lock)
-        LOGGER.warning(
-            "the disk tier is off: %s cannot hold %d bytes: %s; free space there, or lower kv_disk_size",
-            folder,
-            max_bytes,
-            error,
-        )
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "; free space there, or lower kv_disk_size" if is_full else ""
+        LOGGER.warning("the disk tier is off: %s cannot hold %d bytes: %s%s", folder, max_bytes, error, hint)
         return None
     try:
         journal = Journal(folder / f"journal.{rank}", namespace)

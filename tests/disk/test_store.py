@@ -283,13 +283,22 @@ def test_a_disk_that_cannot_be_read_is_a_miss(tmp_path: Path, monkeypatch: pytes
     store.close()
 
 
-def test_a_slab_that_does_not_fit_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_that_does_not_fit_takes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def half(fd: int, start: int, num_bytes: int) -> None:
         os.ftruncate(fd, num_bytes // 2)
         no_room()
 
     monkeypatch.setattr(os, "posix_fallocate", half)
     assert opened(tmp_path) is None and (tmp_path / "slab.0").stat().st_size == 0
+    assert "No space left on device; free space there" in caplog.text
+
+
+def test_a_slab_that_is_no_file_is_no_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "slab.0").mkdir()
+    assert opened(tmp_path) is None
+    assert "Is a directory" in caplog.text and "free space" not in caplog.text
 
 
 def test_a_disk_that_is_full_at_the_start_keeps_its_entries(
