@@ -7,19 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from forkpoint.models.config import Build
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.registry import load_config
 from forkpoint.models.weights import FileWeights
+from forkpoint.ops.launch import AT_ONCE
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe import order_kernel
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.parameters import GateLimits, RouteRule
 from forkpoint.ops.select import torch_table
 from tests.checkpoints import write_checkpoint
-from tests.ops.triton_cases import DEVICE, sized, triton_ops
+from tests.ops.triton_cases import DEVICE, ON_GPU, sized, triton_ops
 
 OURS, TORCH = triton_ops(), torch_table()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -144,6 +146,29 @@ def test_experts(
             close(paired_experts(x, packed, weights, ids, limits), want)
         else:
             close(grouped_experts(x, packed, weights, ids, *tiles, limits=limits), want)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter has no order of launches, so that both forms can run there")
+@pytest.mark.parametrize(("inner", "dtype"), [(24, torch.float32), (520, torch.float32), (1032, torch.bfloat16)])
+def test_weights_that_are_loaded_before_the_wait(
+    inner: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from forkpoint.ops.moe import kernel
+
+    x, packed = case(2, 4, inner, 40, dtype)
+    weights, ids = routing(2, 4, 2)
+    want = kernel.paired_experts(x, packed, weights, ids)
+    for wait in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(triton.language.extra.cuda, wait, lambda: None)
+    monkeypatch.setattr(kernel, "MOST_HELD_BYTES", 2**20)
+    asked = list[bool]()
+
+    def overlap(device: torch.device, num_rows: int, at_once: bool) -> dict[str, int]:
+        asked.append(at_once)
+        return {"OVERLAP": AT_ONCE.value}
+
+    monkeypatch.setattr(kernel, "overlap", overlap)
+    assert torch.equal(kernel.paired_experts(x, packed, weights, ids), want) and asked == [True]
 
 
 @pytest.mark.parametrize("tiles", [None, *TILES], ids=["paired", "left", "turned"])
