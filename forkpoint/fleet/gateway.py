@@ -24,10 +24,10 @@ MAX_TRIES: Final = 8
 MAX_STOPPED: Final = 2  # engines that stop while they have a request; it may be the cause, so no further engine gets it
 # seconds after the second failure, increasing by as much after each one; Ray takes seconds to notice a loss
 PAUSE_S: Final = 0.5
-# Seconds for which a request waits for a prefill replica to take its prompt. Ray itself waits without a limit, even if
-# all replicas are busy or gone.
+# Seconds for which a request waits for a prefill replica to take its prompt, and for each answer if it is sent to all.
+# Ray itself waits without a limit, even if all replicas are busy or gone.
 TAKEN_S: Final = 2.0
-ALL_ANSWER_S: Final = 10.0  # the longest time for one replica's answer to a request that is sent to all
+ALL_ANSWER_S: Final = 10.0
 LOST_ERRORS: Final = (RayError, RayServeException)  # of a replica that was lost, or of a deployment that has none
 SENT_TO_ALL: Final = frozenset({"/metrics", "/reset_prefix_cache", "/check_integrity"})
 WITH_PROMPT: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
@@ -199,10 +199,7 @@ class Gateway:
                 opened = self._open(replicas, RoutingHint(tried=frozenset(answers)), forwarded)
                 try:
                     answer = await asyncio.wait_for(opened, ALL_ANSWER_S)
-                except (
-                    *LOST_ERRORS,
-                    TimeoutError,
-                ):  # Ray waits without end for a replica of a deployment that has none
+                except (*LOST_ERRORS, TimeoutError):
                     return _lost().response()
                 if answer.head.replica in answers:
                     break
