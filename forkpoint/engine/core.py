@@ -104,7 +104,7 @@ class EngineCore:
             updates = self._finish_oldest()
             if self._log is not None:
                 self._log.write_ends(updates)
-            if self._submits_early:
+            if self._submits_early and not self.scheduler.has_copies_alone:  # an answer does not wait for them
                 self._submit_steps(self._runner)
         elif self.scheduler.has_unfinished():
             raise EngineStoppedError("the scheduler has unfinished requests but plans no step; the engine stops")
