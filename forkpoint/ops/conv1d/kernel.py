@@ -220,15 +220,11 @@ def _update_kernel(
     newest = tl.load(x + row * x_stride + channel, mask=present, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(W - 1):
-        if STRAIGHT:
-            value = tl.load(old + j * row_stride, mask=seen, other=0.0)
-            tap = tl.load(taps_at + j * w_tap, mask=present, other=0.0)
-        elif TAKES:
-            value = window[j]
+        value = tl.load(old + j * row_stride, mask=seen, other=0.0) if STRAIGHT else window[j]
+        if TAKES:
             tl.store(out + (row * W + j) * D + channel, value.to(out.dtype.element_ty), mask=present)
         else:
-            value, tap = window[j], taps[j]
-        if not TAKES:
+            tap = tl.load(taps_at + j * w_tap, mask=present, other=0.0) if STRAIGHT else taps[j]
             total += value.to(x.dtype.element_ty).to(tl.float32) * tap.to(tl.float32)
         if j > 0:
             # This program has read row j - 1 already.
