@@ -19,8 +19,8 @@ from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.cache.windows import WindowRuns
 
 AHEAD_AT_ONCE: Final = 64 * 2**20  # bytes that a plan stores before eviction asks for it
-# An entry is stored ahead once no more pages are free than it takes and 1 / 50 of the arena's, and at most 1 / 8 of the
-# arena's.
+# An entry is stored ahead once no more pages are free than its path takes and 1 / 50 of the arena's, and at most 1 / 8
+# of the arena's.
 RESERVE_SHARE, LARGEST_SHARE = 50, 8
 
 
@@ -67,17 +67,18 @@ class StreamedHostTier(LateTier, HostTier):
         if entry is None:
             return
         node, checkpoint = (entry, None) if isinstance(entry, Node) else (entry.node, entry)
+        own_pages = node.depth * self.layout.block_bytes // store.layout.page_bytes
+        if num_free > num_pages // RESERVE_SHARE + own_pages:
+            return
         split = self._split(node)
         if split is None:
             return
         top, missing = split
         if not missing and (checkpoint is None or top.checkpoint is not None):
             return
-        needed = num_pages // RESERVE_SHARE + len(missing) * self.layout.block_bytes // store.layout.page_bytes
         count = max(1, AHEAD_AT_ONCE // max(1, self.layout.block_bytes))
         self.store.tree.pin(top)
-        if num_free <= needed:
-            self._copy(top, missing[:count], checkpoint, is_whole=len(missing) <= count)
+        self._copy(top, missing[:count], checkpoint, is_whole=len(missing) <= count)
         self.store.unpin(top)
 
     def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
