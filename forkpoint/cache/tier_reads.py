@@ -55,7 +55,7 @@ class TierReads:
         self._reads: dict[int, TierRead] = {}  # by ticket; those whose contents have not been copied to the arena
         self._tickets_of: dict[Node | Checkpoint, int] = {}
         self._num_bytes = 0  # of these reads
-        self._num_awaited = 0  # of these reads, those that have not arrived
+        self._num_awaited = 0  # reads that have not arrived
         self._num_arrived_bytes = 0  # of the present prefix, since `_began_s`
         self._began_s = 0.0
         self._probes = False

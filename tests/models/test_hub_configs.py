@@ -161,7 +161,7 @@ def test_layers_and_bytes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_layers_of_a_rank_are_told_apart_by_kind(name: str, tmp_path: Path) -> None:
-    """As compiling kernels does, which leaves out layers of a kind that it has seen."""
+    """Kernels are compiled once for all layers of a kind."""
     config = read(name, tmp_path)
     assert len(set(config.shared_by(Ranks(0, 2)).layers)) == len(set(config.layers))
 

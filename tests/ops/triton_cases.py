@@ -30,7 +30,7 @@ def triton_ops() -> OpTable:
     from forkpoint.ops.triton_table import triton_table
 
     if IS_INTERPRETED:
-        from tests.ops.interpreter import prepare_interpreter  # of this Triton, which the NPU's compiler is not
+        from tests.ops.interpreter import prepare_interpreter  # the NPU's compiler has another Triton
 
         prepare_interpreter()
     return triton_table(torch_table())

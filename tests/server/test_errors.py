@@ -284,3 +284,11 @@ def test_what_does_not_end_in_time_is_cut_off(guarded: RunningServer) -> None:
     assert rest[-1] == "data: [DONE]" and "the server is shutting down" in rest[-2]
     assert guarded.process.wait(120) == 0, guarded.log
     assert "stopping: 1 open request cut off" in guarded.log
+
+
+def test_a_conversation_of_unknown_items_alone_is_refused_by_their_types(client: openai.OpenAI) -> None:
+    items: list[Any] = [{"type": "web_search_call", "id": "ws_1"}, {"type": "other"}]
+    with pytest.raises(openai.BadRequestError, match=r"no item of input is understood \(other, web_search_call\)"):
+        client.responses.create(model="tiny", input=items)
+    with pytest.raises(openai.BadRequestError, match="input is empty"):
+        client.responses.create(model="tiny", input=[])

@@ -94,7 +94,7 @@ def latent_step_kernel(
     await_inputs(OVERLAP)
     COLUMNS: gl.constexpr = triton.next_power_of_2(HEADS) if HEADS > 16 else 16
     BLOCK: gl.constexpr = value_boxes.block_shape[1]
-    BLOCKS: gl.constexpr = KEYS // BLOCK  # of a tile
+    BLOCKS: gl.constexpr = KEYS // BLOCK  # blocks in a tile
     pid = gl.program_id(0)
     if pid >= gl.load(part_ptr + num_decodes):
         return
