@@ -19,6 +19,7 @@ from forkpoint.fleet.handover import SPLIT, decode_half, early_offer, new_lease,
 from forkpoint.fleet.messages import ForwardedRequest, Head, RoutingHint
 from forkpoint.fleet.metrics import joined_metrics
 from forkpoint.obs.logs import LOGGER
+from forkpoint.server.errors import PROMPT_PATHS
 
 MAX_TRIES: Final = 8
 MAX_STOPPED: Final = 2  # engines that stop while they have a request; it may be the cause, so no further engine gets it
@@ -30,7 +31,6 @@ TAKEN_S: Final = 2.0
 ALL_ANSWER_S: Final = 10.0
 LOST_ERRORS: Final = (RayError, RayServeException)  # of a replica that was lost, or of a deployment that has none
 SENT_TO_ALL: Final = frozenset({"/metrics", "/reset_prefix_cache", "/check_integrity"})
-WITH_PROMPT: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 STORED: Final = "/v1/responses"  # only one replica has what is stored under an id
 ELSEWHERE: Final = ("engine_stopped", "loading", "queue_full")  # error codes that depend on the replica
 NOT_STORED: Final = ("response_not_found", "previous_response_not_found")
@@ -180,7 +180,7 @@ class Gateway:
         return ReplicaAnswer(head, body, pieces)
 
     async def _prefix(self, forwarded: ForwardedRequest) -> tuple[int, ...]:
-        if not self._asks_prefix or forwarded.path not in WITH_PROMPT:
+        if not self._asks_prefix or forwarded.path not in PROMPT_PATHS:
             return ()
         try:
             found: tuple[int, ...] = await self._prefixes.prefix.remote(RoutingHint(), forwarded)
