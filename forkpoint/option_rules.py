@@ -25,8 +25,10 @@ def check_disk(path: str | None, size: float | None, write_limit: float | None) 
             f"kv_disk_path={path!r} cannot be made, because {str(folder.parent)!r} is not a folder; create it, or "
             "give another path"
         )
-    if not os.access(folder if folder.exists() else folder.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"kv_disk_path={path!r} cannot be written: permission denied; give another path")
+    where = folder if folder.exists() else folder.parent
+    if not os.access(where, os.W_OK | os.X_OK):
+        reason = "its file system is read-only" if os.statvfs(where).f_flag & os.ST_RDONLY else "permission denied"
+        raise ConfigError(f"kv_disk_path={path!r} cannot be written: {reason}; give another path")
     if size is None:
         raise ConfigError(f"kv_disk_path={path!r} needs kv_disk_size, in GiB; give both")
 

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -252,4 +253,7 @@ def test_a_disk_tier_needs_a_folder_that_can_be_written(tmp_path: Path, monkeypa
         EngineConfig.from_flat(model="m", kv_disk_path=str(tmp_path / "link"), kv_disk_size=1)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(ConfigError, match="new' cannot be written: permission denied; give another path"):
+        EngineConfig.from_flat(model="m", kv_disk_path=str(tmp_path / "new"), kv_disk_size=1)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(ConfigError, match="new' cannot be written: its file system is read-only; give another path"):
         EngineConfig.from_flat(model="m", kv_disk_path=str(tmp_path / "new"), kv_disk_size=1)
