@@ -49,7 +49,8 @@ class SlabLayout:
 class Slab:
     """Owns the file `path` of `num_pages` pages, which is created or cut to that size. Methods raise OSError.
 
-    It bypasses the system's page cache where the folder's file system allows that.
+    The first `num_old_pages` of these were in the file before. The system's page cache is bypassed where the folder's
+    file system allows that.
     """
 
     def __init__(self, path: Path, layout: SlabLayout, num_pages: int) -> None:
@@ -60,6 +61,7 @@ class Slab:
         fd = os.open(path, flags, 0o600)
         try:
             had = os.fstat(fd).st_size
+            self.num_old_pages = min(had // layout.page_bytes, num_pages)
             if had > num_bytes:
                 os.ftruncate(fd, num_bytes)
             try:

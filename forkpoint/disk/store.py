@@ -50,7 +50,7 @@ class DiskStore:
 
     `submit_*` methods only queue work. `news` says which tickets are done or failed. Contents that were read wait in
     buffers until `take` or `discard`. After an error of a write, or once the folder has vanished, nothing is written
-    any more, which is logged once. Reads go on. Damaged contents are failed reads.
+    any more, which is logged once. Reads go on. Damaged contents are failed reads, and the first of these is logged.
     """
 
     def __init__(self, journal: Journal, slab: Slab, lock: int, namespace: bytes) -> None:
@@ -65,6 +65,7 @@ class DiskStore:
         self._num_live = len(entries)
         self.facts = DiskFacts(slab.num_pages, entries, journal.window_start_s, journal.window_bytes)
         self.writes = True
+        self._has_failed_reads = False
         self.allocate: Callable[[int], mmap.mmap] = partial(mmap.mmap, -1)  # memory of so many bytes for a buffer
         self._changed = threading.Condition()  # guards all below
         self._jobs: deque[Job] = deque()
@@ -194,11 +195,18 @@ class DiskStore:
         record = self._records[job.kind][job.unit]
         is_right = False
         if record["live"] and record["hash"].tobytes() == job.name.hash:
+            reason = "its bytes are not those that were written"
             try:
                 is_right = self._slab.read(job.kind, job.unit, buffer)
             except OSError as error:
-                LOGGER.warning("disk tier: an entry cannot be read and is computed instead: %s", error)
+                reason = str(error)
             is_right = is_right and self._sum(job.name, buffer) == record["sum"].tobytes()
+            if not is_right and not self._has_failed_reads:
+                self._has_failed_reads = True  # a broken disk fails for all entries
+                LOGGER.warning(
+                    "disk tier: an entry cannot be read and is computed instead: %s; later ones are only counted",
+                    reason,
+                )
         with self._changed:
             is_wanted = job.ticket not in self._discarded
             self._discarded.discard(job.ticket)
@@ -318,8 +326,9 @@ class DiskStore:
         return entry_sum(self._namespace, name, memoryview(data)[: self._slab.layout.unit_bytes(name.kind)])
 
     def _stop_writing(self, error: OSError) -> None:
-        self.writes = False
-        LOGGER.warning("disk tier: nothing is written any more, requests go on: %s", error)
+        if self.writes:
+            self.writes = False
+            LOGGER.warning("disk tier: nothing is written any more, requests go on: %s", error)
 
 
 def open_store(
@@ -366,11 +375,11 @@ def open_store(
 
 
 def _fitting(entries: Records, slab: Slab) -> Records:
-    """Return the entries whose units the slab has, in pages that hold entries of one kind."""
+    """Return the entries whose units the slab had before it was opened, in pages that hold entries of one kind."""
     layout, kinds = slab.layout, entries["kind"]
     per_page = np.where(kinds == BLOCK, layout.blocks_per_page, layout.slots_per_page)
     pages = entries["unit"] // np.maximum(per_page, 1)
-    is_inside = (per_page > 0) & (pages > 0) & (pages < slab.num_pages) & ((kinds == BLOCK) | (kinds == SLOT))
+    is_inside = (per_page > 0) & (pages > 0) & (pages < slab.num_old_pages) & ((kinds == BLOCK) | (kinds == SLOT))
     entries, pages = entries[is_inside], pages[is_inside]
     mixed = np.intersect1d(pages[entries["kind"] == BLOCK], pages[entries["kind"] == SLOT])
     return entries[~np.isin(pages, mixed)]

@@ -260,11 +260,11 @@ def test_a_full_disk_ends_writing_and_nothing_else(
         for ticket in (2, 3):
             write(store, name_of(ticket), ticket + 1, ticket)
         news = settled(store, {2, 3})
-    assert news.failed == (2, 3) and not news.writes
+        assert news.failed == (2, 3) and not news.writes
+        assert read(store, name_of(1), 2) == contents_of(name_of(1)), "reads go on"
+        store.submit_removal(name_of(1))  # a wrong entry must go even if there is no room to say so
+        assert read(store, name_of(1), 2) is None
     assert len(caplog.records) == 1 and "nothing is written any more" in caplog.text
-    assert read(store, name_of(1), 2) == contents_of(name_of(1)), "reads go on"
-    store.submit_removal(name_of(1))  # a wrong entry must go even if there is no room to say so
-    assert read(store, name_of(1), 2) is None
     store.close()
     monkeypatch.undo()
     store = open_now(tmp_path)
@@ -272,14 +272,33 @@ def test_a_full_disk_ends_writing_and_nothing_else(
     store.close()
 
 
-def test_a_disk_that_cannot_be_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["I/O error", "its bytes are not those that were written"])
+def test_a_disk_that_cannot_be_read_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
     store = open_now(tmp_path)
     write(store, name_of(1), 2, 1)
     settled(store, {1})
-    monkeypatch.setattr(Slab, "read", lambda *given: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
-    assert read(store, name_of(1), 2, 7) is None
-    monkeypatch.undo()
-    assert read(store, name_of(1), 2, 8) is not None
+    fails = (_ for _ in ()).throw if how == "I/O error" else lambda error: False
+    with caplog.at_level(logging.WARNING, "forkpoint"), monkeypatch.context() as broken:
+        broken.setattr(Slab, "read", lambda *given: fails(OSError(errno.EIO, how)))
+        assert read(store, name_of(1), 2, 7) is None
+        assert read(store, name_of(1), 2, 8) is None
+    assert len(caplog.records) == 1 and f"computed instead: {how}" in caplog.text.replace("[Errno 5] ", "")
+    assert read(store, name_of(1), 2, 9) is not None
+    store.close()
+
+
+@pytest.mark.parametrize("num_left", [0, 3])
+def test_entries_of_pages_that_the_slab_lost_are_gone(tmp_path: Path, num_left: int) -> None:
+    store = open_now(tmp_path)
+    for unit in (2, 8):
+        write(store, name_of(unit), unit, unit)
+    settled(store, {2, 8})
+    store.close()
+    os.truncate(tmp_path / "slab.0", num_left * LAYOUT.page_bytes)
+    store = open_now(tmp_path)
+    assert len(found(store)) == count_right(store) == (num_left > 0)
     store.close()
 
 
