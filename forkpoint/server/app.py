@@ -39,6 +39,7 @@ from forkpoint.server.protocol import DoneReply, ErrorReply, ModelCard, ModelLis
 from forkpoint.server.responses.answer import CountedTokens, DeletedReply, ResponseReply
 from forkpoint.server.responses.body import CountBody, ResponsesBody
 from forkpoint.server.responses.endpoint import Responses, prepare_response
+from forkpoint.server.responses.input_items import ItemsQuery, ItemsReply
 from forkpoint.server.service import Service
 from forkpoint.server.texts import Prepare, served_name
 from forkpoint.server.tokens import (
@@ -157,13 +158,16 @@ def _add_body_routes(app: FastAPI, service: Service, responses: Responses) -> No
 
 
 def _add_response_routes(app: FastAPI, responses: Responses) -> None:
-    for method, path, answer, reply in (
-        ("GET", "/v1/responses/{name}", responses.retrieve, ResponseReply),
-        ("POST", "/v1/responses/compact", responses.compact, ErrorReply),
-        ("POST", "/v1/responses/{name}/cancel", responses.cancel, ResponseReply),
-        ("DELETE", "/v1/responses/{name}", responses.delete, DeletedReply),
+    for method, path, answer, reply, query in (
+        ("GET", "/v1/responses/{name}", responses.retrieve, ResponseReply, None),
+        ("GET", "/v1/responses/{name}/input_items", responses.input_items, ItemsReply, ItemsQuery),
+        ("POST", "/v1/responses/compact", responses.compact, ErrorReply, None),
+        ("POST", "/v1/responses/{name}/cancel", responses.cancel, ResponseReply, None),
+        ("DELETE", "/v1/responses/{name}", responses.delete, DeletedReply, None),
     ):
-        app.add_api_route(path, answer, methods=[method], response_model=reply, responses=ERRORS)
+        fields = query.model_json_schema()["properties"] if query is not None else {}
+        shown = {"parameters": [{"name": each, "in": "query", "schema": fields[each]} for each in fields]}
+        app.add_api_route(path, answer, methods=[method], response_model=reply, responses=ERRORS, openapi_extra=shown)
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:

@@ -45,7 +45,3 @@ class Notices:
         LOGGER.warning("%s", text)
         if free == starts[-1]:
             LOGGER.warning("requests had %d different notices like these; further ones are not logged", MAX_NOTICES)
-
-
-def ignore(text: str) -> None:
-    """Take a notice without logging it. For messages whose notices have been logged already."""

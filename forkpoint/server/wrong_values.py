@@ -22,6 +22,7 @@ ALLOWED: Final = MappingProxyType(
         "float_type": "a number",
         "greater_than": "a number above {gt}",
         "greater_than_equal": "a number of at least {ge}",
+        "int_parsing": "an integer",
         "int_type": "an integer",
         "less_than": "a number below {lt}",
         "less_than_equal": "a number of at most {le}",

@@ -302,6 +302,21 @@ def test_stored_responses_count_their_images(http: httpx2.Client) -> None:
         assert http.get(f"/v1/responses/{name}").status_code == status
 
 
+def test_input_items_have_images_as_they_were_given(http: httpx2.Client) -> None:
+    image = {"type": "input_image", "image_url": chat_part(encoded(picture(6, 64, 64)))["image_url"]["url"]}
+    content = [{**image, "detail": "low"}, {"type": "input_text", "text": "what is this?"}]
+    first = post(http, "/v1/responses", input=[{"role": "user", "content": content}], max_output_tokens=2)
+    shot = {"type": "computer_call_output", "call_id": "c", "output": {**image, "type": "computer_screenshot"}}
+    call = {"type": "computer_call", "call_id": "c", "action": {"type": "screenshot"}}
+    second = post(http, "/v1/responses", input=[call, shot], max_output_tokens=2, previous_response_id=first["id"])
+    page = http.get(f"/v1/responses/{second['id']}/input_items?order=asc").json()
+    assert page["data"][0]["content"] == content and page["data"][-1]["output"] == shot["output"]
+    assert [item["type"] for item in page["data"]] == ["message", "message", "computer_call", "computer_call_output"]
+    linked = {"previous_response_id": first["id"], "input": [call, shot]}
+    counts = [post(http, "/v1/responses/input_tokens", **fields) for fields in (linked, {"input": page["data"]})]
+    assert counts[0] == counts[1]
+
+
 def test_requests_bound_the_size_of_their_images(http: httpx2.Client) -> None:
     """Counting and tokenising agree with the answer's usage."""
     part = chat_part(encoded(picture(4, 320, 320)))

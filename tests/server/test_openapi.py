@@ -47,6 +47,7 @@ OPERATIONS = {
     "POST /v1/responses/input_tokens",
     "POST /v1/responses/compact",
     "GET /v1/responses/{name}",
+    "GET /v1/responses/{name}/input_items",
     "DELETE /v1/responses/{name}",
     "POST /v1/responses/{name}/cancel",
     "POST /tokenize",

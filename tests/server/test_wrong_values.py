@@ -13,6 +13,7 @@ from forkpoint.server.chat.body import ChatBody
 from forkpoint.server.completions.body import CompletionBody
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.responses.body import ResponsesBody
+from forkpoint.server.responses.input_items import ItemsQuery
 from forkpoint.server.wrong_values import ALLOWED, MISSING
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -49,6 +50,7 @@ CASES: list[tuple[Any, Any, str]] = [
     (ChatBody, {**CHAT, "request_id": "a" * 200}, "give a string with a length of at most 128"),
     (ChatBody, {**CHAT, "logit_bias": {str(i): 1 for i in range(2000)}}, "is not allowed; give at most 1024 entries"),
     (CompletionBody, {"prompt": ["a", 3]}, "prompt.1=3 is not allowed; give a string"),
+    (ItemsQuery, {"limit": "x"}, "limit='x' is not allowed; give an integer"),
     (ResponsesBody, {"input": "x", "text": {"format": {"type": "x"}}}, "text.format.type='x' is not allowed; give 't"),
 ]
 

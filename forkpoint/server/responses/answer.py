@@ -12,9 +12,7 @@ from pydantic import ConfigDict
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.api_answer import ApiAnswer
 from forkpoint.server.errors import HTTPError, to_http
-from forkpoint.server.notices import ignore
 from forkpoint.server.protocol import ReplyModel
-from forkpoint.server.responses.items import messages_of
 from forkpoint.server.responses.store import NAME_TAIL, Key, ResponseStore, Stored
 from forkpoint.server.responses.tools import CalledTool, custom_input
 from forkpoint.server.sse import encode, named_event
@@ -67,14 +65,14 @@ def usage_fields(usage: Mapping[str, Any], num_reasoning_tokens: int) -> dict[st
 class PreparedResponse(PreparedTurn):
     """A prepared request for a response.
 
-    `echo`: fields of the request that the response repeats. `conversation`: the messages so far as a JSON list, None
-    if the response is not to be stored. `called`: tools that the client names in another way than the model.
+    `echo`: fields of the request that the response repeats. `input_items`: the conversation as a JSON list of items,
+    None if the response is not to be stored. `called`: tools that the client names in another way than the model.
     """
 
     background: bool
     called: Mapping[str, CalledTool]
     echo: dict[str, Any]
-    conversation: bytes | None
+    input_items: bytes | None
 
 
 @dataclass
@@ -239,10 +237,9 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         self._keep()
 
     def _keep(self) -> None:
-        if self.prepared.conversation is not None:
-            messages = self.prepared.conversation + b"\n" + encode(messages_of(self._items, ignore))
+        if self.prepared.input_items is not None:
             whole = self._reply["status"] in ("completed", "incomplete")
-            self.store.put(self.key, Stored(encode(self._reply), messages, whole))
+            self.store.put(self.key, Stored(encode(self._reply), self.prepared.input_items, whole))
 
     def _event(self, data: dict[str, Any]) -> bytes:
         event = named_event({**data, "sequence_number": self._num_events})

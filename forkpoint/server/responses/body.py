@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -15,6 +14,7 @@ from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, TokenId, TransferParams
 from forkpoint.server.responses.items import is_reference, messages_of, referred, resolved
+from forkpoint.server.responses.store import Stored
 from forkpoint.server.responses.tools import AnyTool, FunctionTool, ToolChoice, Tools, chat_choice
 from forkpoint.server.sampling import SampledBody
 
@@ -78,16 +78,13 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The stored data that a request refers to.
+    """The stored responses that a request refers to: the one that it goes on from, and those that have its items."""
 
-    `messages`: the conversation so far, a JSON list on each line. `replies`: responses as JSON.
-    """
-
-    messages: bytes
-    replies: tuple[bytes, ...]
+    previous: Stored | None
+    with_items: tuple[Stored, ...]
 
 
-NOTHING_FOUND: Final = Found(b"", ())
+NOTHING_FOUND: Final = Found(None, ())
 
 
 def wanted(body: CountBody) -> Wanted | None:
@@ -100,31 +97,31 @@ def wanted(body: CountBody) -> Wanted | None:
     return Wanted(body.previous_response_id, items)
 
 
-def conversation_of(body: CountBody, found: Found | None, note: Note) -> list[dict[str, Any]]:
-    """Return the messages of the conversation that `body` goes on from, and those of `body`.
+def conversation_of(body: CountBody, found: Found | None) -> list[dict[str, Any]]:
+    """Return the items of the conversation that `body` goes on from, and those of `body`.
 
-    Raises HTTPError if `body` has a wrong item, or refers to one that was not `found`.
+    Raises HTTPError if `body` refers to an item that was not `found`.
     """
     found = found or NOTHING_FOUND
-    messages = [message for line in found.messages.splitlines() for message in json.loads(line)]
+    items = found.previous.items() if found.previous is not None else []
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    stored = [item for reply in found.replies for item in json.loads(reply)["output"]]
-    return messages + messages_of(resolved(body.input or (), stored), note)
+        return [*items, {"role": "user", "content": body.input}]
+    stored = [item for response in found.with_items for item in response.items()]
+    return items + resolved(body.input or (), stored)
 
 
 def chat_fields(body: CountBody, conversation: Sequence[dict[str, Any]], tools: Tools, note: Note) -> dict[str, Any]:
     """Return the fields of the chat completion that `body` asks for.
 
     `conversation` comes from `conversation_of`, `tools` from `chat_tools`. `note` receives notices about ignored parts.
-    Raises HTTPError naming a part that this server does not understand.
+    Raises HTTPError naming an item or a part that this server does not understand.
     """
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields: dict[str, Any] = {
         **{
             name: getattr(body, name, None) for name in ResponsesBody.model_fields.keys() & ChatBody.model_fields.keys()
         },
-        "messages": [*system, *conversation],
+        "messages": system + messages_of(conversation, note),
         "tools": tools.functions,
         "tool_choice": chat_choice(body.tool_choice),
     }

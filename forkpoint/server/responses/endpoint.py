@@ -25,6 +25,7 @@ from forkpoint.server.responses.body import (
     echo,
     wanted,
 )
+from forkpoint.server.responses.input_items import ItemsQuery, ItemsReply, named, page_of_items
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
 from forkpoint.server.responses.tools import chat_tools
 from forkpoint.server.service import Service
@@ -37,24 +38,27 @@ STORES_NONE = "this server stores no responses (--max-stored-responses, --max-st
 T = TypeVar("T")
 
 
-def prepare_response(texts: Texts, data: bytes, found: Found | None = None) -> PreparedResponse | Wanted:
+def prepare_response(
+    texts: Texts, data: bytes, found: Found | None = None, *, name: str = ""
+) -> PreparedResponse | Wanted:
     """Prepare a request. If it refers to stored data, and `found` is None, return the references instead.
 
-    Runs in a reader's process. Raises HTTPError or ForkpointError if the request is wrong.
+    `name` is the id of the response. Runs in a reader's process. Raises HTTPError or ForkpointError if the request is
+    wrong.
     """
     body, note = texts.parse(ResponsesBody, data), texts.notices.add
     if found is None and (missing := wanted(body)) is not None:
         return missing
     if body.background and (body.stream or body.store is False):
         raise HTTPError(400, "a background response is stored and asked for again; leave out stream and store: false")
-    conversation = conversation_of(body, found, note)
+    conversation = conversation_of(body, found)
     tools = chat_tools(body.tools or (), note)
     return PreparedResponse.read(
         texts,
         validated(ChatBody, chat_fields(body, conversation, tools, note)),
         background=bool(body.background),
         called=tools.called,
-        conversation=encode(conversation) if body.store is not False else None,
+        input_items=encode(named(conversation, name)) if body.store is not False else None,
         echo=echo(body),
     )
 
@@ -65,7 +69,7 @@ def count_input_tokens(texts: Texts, data: bytes, found: Found | None = None) ->
     if found is None and (missing := wanted(body)) is not None:
         return missing
     tools = chat_tools(body.tools or (), note)
-    chat = validated(ChatBody, chat_fields(body, conversation_of(body, found, note), tools, note))
+    chat = validated(ChatBody, chat_fields(body, conversation_of(body, found), tools, note))
     return CountedTokens(input_tokens=len(prompt_of(texts, chat).token_ids))
 
 
@@ -83,11 +87,11 @@ class Responses:
         Raises HTTPError or ForkpointError before anything is sent.
         """
         service = self._service
-        prepared = await self._read(prepare_response, request)
+        key = self._key(f"resp_{service.new_id()}")
+        prepared = await self._read(partial(prepare_response, name=key.name), request)
         if prepared.background and not self._store.keeps_any:
             text = f"{STORES_NONE}, so none can run in the background; leave it out"
             raise HTTPError(400, text, param="background")
-        key = self._key(f"resp_{service.new_id()}")
         generation = await service.open(key.name, prepared, request.receive)
         answer = ResponseAnswer(key.name, prepared, generation, service, self._store, key)
         if prepared.background:
@@ -124,20 +128,26 @@ class Responses:
 
         Raises HTTPError for a response that is not stored, or that has no answer to go on from.
         """
-        messages = b""
+        previous: Stored | None = None
         if missing.response is not None:
-            before = self._stored(missing.response, status=400)
-            if not before.whole:
+            previous = self._stored(missing.response, status=400)
+            if not previous.whole:
                 text = f"the response {missing.response!r} has no answer to go on from"
                 raise HTTPError(400, text, param="previous_response_id")
-            messages = before.messages
         with_items = (self._store.with_item(KEY.get(), item) for item in missing.items)
-        return Found(messages, tuple({stored.reply: None for stored in with_items if stored is not None}))
+        return Found(previous, tuple({stored: None for stored in with_items if stored is not None}))
 
     async def retrieve(self, name: str, request: Request) -> Response:
         if request.query_params.get("stream", "").lower() in ("true", "1"):
             raise HTTPError(400, "a stored response is sent as a whole; leave stream out", param="stream")
         return Response(self._stored(name).reply, media_type=JSON)
+
+    async def input_items(self, name: str, request: Request) -> ItemsReply:
+        """Return a page of the items that a stored response answers. They may be large, so a reader reads them."""
+        query = validated(ItemsQuery, dict(request.query_params))
+        items = self._stored(name).input_items
+        with self._service.readers.counted():
+            return await self._service.prepare_from((items,), partial(page_of_items, query=query), request)
 
     async def cancel(self, name: str) -> Response:
         """End a response that runs in the background, and return it. One that has ended stays as it is.

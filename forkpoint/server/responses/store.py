@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +22,21 @@ class Key:
 class Stored:
     """A stored response.
 
-    `reply`: the response as JSON. `messages`: the conversation and its answer, a JSON list on each line. `whole`: the
-    answer is there, so a conversation can go on from it.
+    `reply`: the response as JSON. `input_items`: the items of the conversation that it answers, as a JSON list.
+    `whole`: the answer is there, so a conversation can go on from it.
     """
 
     reply: bytes
-    messages: bytes
+    input_items: bytes
     whole: bool
 
     @property
     def num_bytes(self) -> int:
-        return len(self.reply) + len(self.messages)
+        return len(self.reply) + len(self.input_items)
+
+    def items(self) -> list[dict[str, Any]]:
+        """Return the items of the conversation and of its answer."""
+        return [*json.loads(self.input_items), *json.loads(self.reply)["output"]]
 
 
 NAME_TAIL: Final = 12  # last characters of a response's id, which the ids of its items contain
