@@ -36,6 +36,8 @@ ROWS: Final = MappingProxyType({
 
 # the vendor's library runs these for more than a few rows, unless bits must be fixed
 LIBRARY: Final = {"linear", "linear_heads"}
+# The other operators with a default have it on an NPU too, because their kernels are for GPUs.
+KERNELS: Final = {"window_prefill", "window_update", "window_verify"}
 
 
 def by_turns(operator: Callable[..., Any], places: tuple[int, ...], most: int, *args: Any, **options: Any) -> Any:
@@ -72,6 +74,8 @@ def in_turns(table: OpTable) -> OpTable:
         name: partial(by_turns, getattr(table, name), places, most[name]) for name, places in own.items()
     }
     plain: dict[str, Any] = {
-        field.name: field.default for field in fields(OpTable) if field.default is None or callable(field.default)
+        field.name: field.default
+        for field in fields(OpTable)
+        if field.name not in KERNELS and (field.default is None or callable(field.default))
     }
     return replace(table, **cut, **plain)

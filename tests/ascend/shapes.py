@@ -181,12 +181,14 @@ def _recurrence(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
             f"conv_prefill {name} bias",
             lambda x=x, b=bias, i=index: ops.conv_prefill(x, ConvTaps(weight, b, False), pool, i),
         )
+        yield f"window_prefill {name}", lambda x=x, i=index: ops.window_prefill(x, pool, i)
         yield (
             f"recurrence_prefill {name}",
             lambda x=x, a=a, b=beta, i=index: ops.recurrence_prefill(RecurrenceInputs(x, a, b), params, states, i),
         )
     x, a, beta = s.empty(2, dim), s.empty(2, spec.num_decays), s.empty(2, heads) if spec.delta else None
     yield "conv_update", lambda: ops.conv_update(x, ConvTaps(weight, None, True), pool, two)
+    yield "window_update", lambda: ops.window_update(x, pool, two)
     yield "recurrence_decode", lambda: ops.recurrence_decode(RecurrenceInputs(x, a, beta), params, states, two)
     if s.scan is None:
         return
@@ -218,6 +220,7 @@ def _drafts(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     x, weight, a = s.empty(4, dim), s.empty(4, dim).t(), s.empty(4, spec.num_decays)
     for bias in (None, s.empty(dim)):
         yield "conv_verify", lambda b=bias: ops.conv_verify(x, ConvTaps(weight, b, True), pool, index, lines)
+    yield "window_verify", lambda: ops.window_verify(x, pool, index, lines)
     yield "conv_fold", lambda: ops.conv_fold(pool, index, lines)
     beta = s.empty(4, heads) if spec.delta else None
     yield (

@@ -148,6 +148,7 @@ def _prefill(s: Shape, ops: OpTable) -> None:
         index = segment_index(lens, [0] * count, [1] * count, device=device)
         x, a = s.empty(TOKENS, spec.mixed_dim), s.empty(TOKENS, spec.num_decays)
         ops.conv_prefill(x, ConvTaps(s.empty(4, spec.mixed_dim).t(), None, True), pool, index)
+        ops.window_prefill(x, pool, index)
         b = s.empty(TOKENS, spec.num_v_heads) if spec.delta else None
         ops.recurrence_prefill(RecurrenceInputs(x, a, b), _params(s), states, index)
         if s.scan is not None:
@@ -185,6 +186,7 @@ def _decode(s: Shape, ops: OpTable) -> None:
     x, a, b = (s.empty(count, n) for n in (spec.mixed_dim, spec.num_decays, spec.num_v_heads))
     b = b if spec.delta else None
     ops.conv_update(x[:ROWS], ConvTaps(weight, None, True), pool, rows)
+    ops.window_update(x[:ROWS], pool, rows)
     ops.recurrence_decode(
         RecurrenceInputs(x[:ROWS], a[:ROWS], None if b is None else b[:ROWS]), _params(s), states, rows
     )
@@ -193,7 +195,9 @@ def _decode(s: Shape, ops: OpTable) -> None:
     index = VerifyIndex(*(whole(ROWS + (place == 2)) for place in range(9)))
     keys = (spec.num_k_heads, spec.key_dim)
     sizes = ((spec.num_v_heads, spec.value_dim), keys, keys if spec.per_key else (spec.num_v_heads,))
-    ops.conv_verify(x, ConvTaps(weight, None, True), pool, index, [s.empty(2 * ROWS, 5, spec.mixed_dim)])
+    inputs = [s.empty(2 * ROWS, 5, spec.mixed_dim)]
+    ops.conv_verify(x, ConvTaps(weight, None, True), pool, index, inputs)
+    ops.window_verify(x, pool, index, inputs)
     ops.recurrence_verify(
         RecurrenceInputs(x, a, b), _params(s), states, index, [real(2 * ROWS, 5, *size) for size in sizes]
     )

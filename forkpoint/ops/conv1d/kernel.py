@@ -2,7 +2,7 @@
 
 A prefill program computes one tile of tokens of a block of channels, token by token, with the last inputs in registers.
 An update program computes one row's token for a block of channels. With TAKES, a kernel stores each token's last W
-inputs instead of their convolution (`table.TakeWindows`); that form is for devices with tuples.
+inputs instead of their convolution (`table.TakeWindows`).
 """
 
 from __future__ import annotations
@@ -143,12 +143,15 @@ def _prefill_kernel(
         if STRAIGHT:
             total = tl.zeros((BLOCK,), tl.float32)
             for j in tl.static_range(W):
-                tap = tl.load(weight + channel * w_channel + j * w_tap, mask=present, other=0.0).to(tl.float32)
                 if t + j >= W - 1:
                     value = tl.load(here + (t + j - (W - 1)) * x_stride, mask=inside, other=0.0).to(tl.float32)
                 else:
                     value = _before(here, old, x_stride, row_stride, offset, length, source, present, W - 1 - t - j, W)
-                total += value * tap
+                if TAKES:
+                    tl.store(place + (t * W + j) * D, value.to(out.dtype.element_ty), mask=inside)
+                else:
+                    tap = tl.load(weight + channel * w_channel + j * w_tap, mask=present, other=0.0)
+                    total += value * tap.to(tl.float32)
         else:
             newest = tl.load(here + t * x_stride, mask=inside, other=0.0).to(tl.float32)
             window += (newest,)  # type: ignore[assignment]

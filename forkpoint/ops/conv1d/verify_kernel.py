@@ -110,15 +110,20 @@ def _verify_kernel(
             for t in range(length):
                 newest = tl.load(x_at + t * x_stride, mask=present, other=0.0)
                 total = tl.zeros((BLOCK,), tl.float32)
-                for j in tl.static_range(W - 1):
-                    at = t + j - (W - 1)  # index among the row's tokens; negative before them
-                    near = tl.load(x_at + at * x_stride, mask=present & (at >= 0), other=0.0)
-                    past = tl.sum(tl.where(behind == t + j, window.to(tl.float32), 0.0), axis=0)
-                    value = tl.where(at >= 0, near, past.to(x.dtype.element_ty)).to(tl.float32)
-                    total += value * tl.load(taps_at + j * w_tap, mask=present, other=0.0).to(tl.float32)
-                tap = tl.load(taps_at + (W - 1) * w_tap, mask=present, other=0.0)
-                total += newest.to(tl.float32) * tap.to(tl.float32)
-                _put(out_at + t * D, total, bias, channel, present, SILU)
+                for j in tl.static_range(W):
+                    value = newest
+                    if j < W - 1:
+                        at = t + j - (W - 1)  # index among the row's tokens; negative before them
+                        near = tl.load(x_at + at * x_stride, mask=present & (at >= 0), other=0.0)
+                        past = tl.sum(tl.where(behind == t + j, window.to(tl.float32), 0.0), axis=0)
+                        value = tl.where(at >= 0, near, past.to(x.dtype.element_ty))
+                    if TAKES:
+                        tl.store(out_at + (t * W + j) * D, value, mask=present)
+                    else:
+                        tap = tl.load(taps_at + j * w_tap, mask=present, other=0.0)
+                        total += value.to(tl.float32) * tap.to(tl.float32)
+                if not TAKES:
+                    _put(out_at + t * D, total, bias, channel, present, SILU)
                 _leave(write_at + t * D, last, newest, present, length, target)
         else:
             window_on = ()
