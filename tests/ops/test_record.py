@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forkpoint.ops import launch
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
 from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs
 from forkpoint.ops.recurrence import heads_kernel, record_kernel
@@ -211,7 +212,12 @@ def test_what_is_folded_keeps_the_bits_of_its_updates(table: str) -> None:
     torch.testing.assert_close(pool.cpu().double(), want, rtol=3e-6, atol=3e-6)
 
 
-def test_a_draft_that_is_not_finite_counts_for_none_before_it() -> None:
+@pytest.mark.parametrize("changes", [{}, {"masks_gathers": False}], ids=["", "straight"])
+def test_a_draft_that_is_not_finite_counts_for_none_before_it(
+    changes: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traits = replace(traits_of(DEVICE), **changes)
+    monkeypatch.setattr(launch, "traits_of", lambda device: traits)
     ops, shape, size, most, interval = TABLES["triton"][0], Recurrence(1, 2, 64, 16), 3, 4, 8
     case, lines = recurrence_case(size, shape, dtype=torch.bfloat16), (interval + most - 1, interval + 2 * most - 1)
     for part in range(3):  # its query, its key, its value

@@ -87,12 +87,13 @@ def straight_record_kernel(
             k = tl.load(mixed_at + (H + key_head) * K + col, mask=col < K, other=0.0).to(tl.float32)
             value = tl.load(mixed_at + 2 * H * K + head * V + at, mask=at < V, other=0.0).to(tl.float32)
             gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
+            before = past < rest + t  # scores of later tokens may be NaN
             update = value
             if DELTA:
-                by_key = tl.load(gate_at + GATES + past)
+                by_key = tl.load(gate_at + GATES + past, mask=before, other=0.0)
                 update -= tl.load(gate_at) * tl.sum(state * k[None, :], axis=1) + tl.sum(by_key[:, None] * kept, axis=0)
             update *= tl.load(gate_at + 1)
-            by_query = tl.load(gate_at + GATES + PAST + past)
+            by_query = tl.load(gate_at + GATES + PAST + past, mask=before, other=0.0)
             answer = tl.load(gate_at + 3) * tl.sum(state * q[None, :], axis=1)
             answer += tl.sum(by_query[:, None] * kept, axis=0)
             answer += tl.load(gate_at + 2) * update
