@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import select
 import signal
 import socket
 from collections.abc import Iterator
@@ -47,18 +48,35 @@ class _Reader:
     inbox: asyncio.StreamReader
     outbox: asyncio.StreamWriter
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether an idle reader has died. Its socket shows that before the event loop has noticed."""
+        if self.outbox.is_closing():
+            return True
+        events = select.poll()
+        events.register(self.outbox.get_extra_info("socket"), select.POLLIN)  # an idle reader sends nothing
+        return bool(events.poll(0))
+
     async def ask(self, function: bytes, parts: Parts) -> tuple[Any, bool]:
-        """Return the answer, and whether the reader may be used again."""
-        self.outbox.write(HEAD.pack(len(function), sum(map(len, parts))) + function)
+        """Return the answer, and whether the reader may be used again.
+
+        Raises IncompleteReadError or OSError if the reader dies before it has answered.
+        """
+        await self._send(HEAD.pack(len(function), sum(map(len, parts))) + function)
         for part in parts:
             for start in range(0, len(part), PIECE_BYTES):
-                self.outbox.write(memoryview(part)[start : start + PIECE_BYTES])
-                await self.outbox.drain()
-        await self.outbox.drain()
+                await self._send(memoryview(part)[start : start + PIECE_BYTES])
         (is_usable,) = IS_USABLE.unpack(await self.inbox.readexactly(IS_USABLE.size))
         answer = await receive_answer(self.inbox)
-        self.outbox.write(HEAD.pack(0, 0))  # the answer's shared memory is open here, so the reader may close it
+        with contextlib.suppress(OSError):
+            await self._send(HEAD.pack(0, 0))  # the answer's shared memory is open here, so the reader may close it
         return answer, is_usable
+
+    async def _send(self, data: bytes | memoryview) -> None:
+        if self.outbox.is_closing():  # the reader has died; uvloop would raise RuntimeError
+            raise ConnectionResetError
+        self.outbox.write(data)
+        await self.outbox.drain()
 
 
 class Readers:
@@ -145,7 +163,7 @@ class Readers:
         return self._medium if num_bytes < LARGE_BYTES else self._large
 
     async def _run(self, lane: Lane, function: bytes, parts: Parts) -> Any:
-        while lane.idle and lane.idle[-1].inbox.at_eof():  # the system killed the reader while it was idle
+        while lane.idle and lane.idle[-1].is_lost:  # the system killed the reader while it was idle
             self._end(lane.idle.pop())
         reader = lane.idle.pop() if lane.idle else await self._start(lane)
         keep = False

@@ -19,9 +19,11 @@ from typing import Any
 
 import httpx2
 import pytest
+import uvloop
 
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.reader_process import MAX_GROWTH_BYTES, RETIRE_BYTES
+from forkpoint.server.lanes import Lane
+from forkpoint.server.reader_process import HEAD, MAX_GROWTH_BYTES, RETIRE_BYTES
 from forkpoint.server.readers import LARGE_BYTES, Readers
 from forkpoint.server.texts import Facts
 from tests.server.running import RunningServer, start_server
@@ -280,6 +282,36 @@ def test_readers_are_used_until_they_have_grown() -> None:
     most = RETIRE_BYTES * 9 // 10
     first, second, third, fourth = asyncio.run(pids(1, most, most, 1))
     assert first == second == third != fourth
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("pause_s", [0, 0.2], ids=["unnoticed", "noticed"])
+def test_no_request_finds_an_idle_reader_dead(new_loop: Any, pause_s: float) -> None:
+    """Even if the event loop has not noticed yet, or the reader has left a message unread: that resets its socket."""
+
+    async def read() -> None:
+        readers, lane = Readers.fork(Holding()), Lane(0, 2)  # type: ignore[arg-type]
+        try:
+            await readers.loaded()
+            readers.begin(Facts(1, 1, frozenset()))
+            pids = [await readers.run(hold, b"1", lane=lane)]
+            for has_unread in (False, True):
+                [idle] = lane.idle
+                os.kill(pids[-1], signal.SIGSTOP)
+                if has_unread:
+                    idle.outbox.write(HEAD.pack(0, 0))
+                    await asyncio.sleep(0.05)
+                os.kill(pids[-1], signal.SIGKILL)
+                assert gone(pids[-1])
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+                pids.append(await readers.run(hold, b"1", lane=lane))
+            assert len(set(pids)) == 3
+        finally:
+            readers.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(read())
 
 
 def test_a_request_that_takes_too_much_memory_is_refused() -> None:
