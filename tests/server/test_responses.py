@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import agents
@@ -133,13 +137,22 @@ def test_parse_gives_a_checked_object(client: openai.OpenAI) -> None:
     assert isinstance(answer.output_parsed, Verdict)
 
 
-def test_the_background(client: openai.OpenAI) -> None:
-    long: dict[str, Any] = {"model": "tiny", "max_output_tokens": 400, "extra_body": {"ignore_eos": True}}
-    begun = client.responses.create(**long, input="Go on for ever", background=True)
-    assert begun.status == "queued" and begun.output == []
-    with pytest.raises(openai.BadRequestError, match="no answer to go on from"):
-        client.responses.create(**GREEDY, input="x", previous_response_id=begun.id)
-    cancelled = client.responses.cancel(begun.id)
+@contextmanager
+def stopped(process_id: int) -> Iterator[None]:
+    os.kill(process_id, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process_id, signal.SIGCONT)
+
+
+def test_the_background(server: RunningServer, client: openai.OpenAI) -> None:
+    with stopped(server.engine_pid):  # it would say 400 tokens in less time than a busy machine needs to cancel them
+        begun = client.responses.create(**GREEDY, input="Wait for me", background=True)
+        assert begun.status == "queued" and begun.output == []
+        with pytest.raises(openai.BadRequestError, match="no answer to go on from"):
+            client.responses.create(**GREEDY, input="x", previous_response_id=begun.id)
+        cancelled = client.responses.cancel(begun.id)
     assert cancelled.status == "cancelled" == client.responses.retrieve(begun.id).status
     short = client.responses.create(**GREEDY, input="Soon", background=True)
     deadline = time.monotonic() + 120
