@@ -15,7 +15,6 @@ from forkpoint.server.chat.body import ChatMessage
 from forkpoint.server.chat.history import shown_messages
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.history import chat_messages
-from forkpoint.server.notices import ignore
 from tests.server.running import RunningServer
 
 SYSTEM = "You answer briefly. " * 12
@@ -40,6 +39,10 @@ def ask(text: str, **fields: Any) -> dict[str, Any]:
 
 def text_of(message: anthropic.types.Message) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
+
+
+def ignore(text: str) -> None:
+    """Take a notice without logging it."""
 
 
 def test_answers_are_those_of_the_engine(client: anthropic.Anthropic, oracle: LLM) -> None:
