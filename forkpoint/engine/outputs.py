@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class Completion:
         self._num_searched = 0  # characters in which no valid stop string ends
         self._text = ""
         self._token_ids: list[int] = []
+        self._token_starts: list[int] = []  # for each token the position in the text at which its own text begins
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative = 0.0
         self._stop_reason: str | int | None = None
@@ -66,6 +68,14 @@ class Completion:
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
+    def num_tokens_in(self, positions: range) -> int:
+        """Return the number of tokens whose text begins at one of these positions of the completion's text.
+
+        The tokens of a character all begin where it is, and a token without a text where the next one's is.
+        """
+        starts = self._token_starts
+        return bisect_left(starts, positions.stop) - bisect_left(starts, positions.start)
+
     def apply(self, update: RequestUpdate, now_s: float) -> bool:
         """Apply one update, received at `now_s`.
 
@@ -77,6 +87,7 @@ class Completion:
                 self.first_token_s = now_s
             self.last_token_s = now_s
             self._token_ids.append(token_id)
+            self._token_starts.append(len(self._text))
             if update.logprobs is not None:
                 self._cumulative += update.logprobs.logprob
                 self._logprobs.append(logprob_dict(update.logprobs, self._tokenizer))

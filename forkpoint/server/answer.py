@@ -82,6 +82,8 @@ class AnswerParser:
         self.num_unopened = 0  # characters of content before a line with `</think>` but without a `<think>` before it
         self._num_content = 0  # characters of content that were reported
         self._was_reasoning = self.in_reasoning
+        self._reasoning_start = 0  # position in the answer at which the current reasoning began
+        self._reasoned: list[range] = []  # positions of the reasoning that has ended
         self._source = Incoming()
         self._notation = notation
         self._single = single
@@ -133,6 +135,15 @@ class AnswerParser:
             return None
         return regex.compile("|".join(groups))
 
+    def reasoning(self) -> list[range]:
+        """Return the positions of the answer's characters, as far as it is read, at which the model was thinking.
+
+        They are the same for all ways of feeding the text, and count content that turned out to be thinking.
+        """
+        if self.in_reasoning:
+            return [*self._reasoned, range(self._reasoning_start, self._source.position)]
+        return self._reasoned
+
     @property
     def _state(self) -> str:
         if self.in_reasoning:
@@ -163,7 +174,7 @@ class AnswerParser:
         if not reasoning:
             return
         if (yield from self._source.skip_tag((THINK,))):
-            self.in_reasoning = self._was_reasoning = True
+            self._begin_reasoning()
         if self.in_reasoning:
             yield from self._trim("\n")
 
@@ -207,6 +218,14 @@ class AnswerParser:
         self._num_content += len(text)
         return Content(text)
 
+    def _begin_reasoning(self) -> None:
+        self.in_reasoning = self._was_reasoning = True
+        self._reasoning_start = self._source.position
+
+    def _end_reasoning(self, position: int) -> None:
+        self.in_reasoning = False
+        self._reasoned.append(range(self._reasoning_start, position))
+
     def _begin_segment(self) -> None:
         self._last = ""  # the last character of this stretch of reasoning or content
         self._quotes = dict.fromkeys(QUOTES, 0)
@@ -224,7 +243,7 @@ class AnswerParser:
     def _end_thinking(self, space: str, tag: str) -> Iterator[Piece | None]:
         """Handle `</think>`: it ends the reasoning, is text that talks about the tag, or is dropped as one too many."""
         if self.in_reasoning:
-            self.in_reasoning = False
+            self._end_reasoning(self._source.position - len(tag))
             self._begin_segment()
             yield from self._trim("\n")
         elif self._num_quoted or (not space and (yield from self._is_quoted())):
@@ -233,10 +252,10 @@ class AnswerParser:
         elif not self._last:
             yield from self._trim("\n")
         else:
-            yield from self._drop_end(space)
+            yield from self._drop_end(space, self._source.position - len(tag))
 
-    def _drop_end(self, space: str) -> Iterator[Piece | None]:
-        """Drop a `</think>` in the content, and report the white `space` before it.
+    def _drop_end(self, space: str, position: int) -> Iterator[Piece | None]:
+        """Drop a `</think>` in the content at this position, and report the white `space` before it.
 
         If no `<think>` and no call has come, and a line break is before or after the tag, all content so far was
         thinking: `num_unopened` becomes its length. Nothing that was reported changes; the caller decides.
@@ -245,6 +264,7 @@ class AnswerParser:
             yield from self._source.more()
             if "\n" in space or self._source.text.startswith("\n", self._source.at):
                 self.num_unopened = self._num_content
+                self._reasoned.append(range(position))
         if space:
             yield self._report(space)
 
@@ -258,7 +278,7 @@ class AnswerParser:
     def _think_again(self, space: str, tag: str) -> Iterator[Piece | None]:
         """Handle `<think>` in the content: at the start of a line it begins reasoning again, elsewhere it is text."""
         if not self._last or "\n" in self._last + space:
-            self.in_reasoning = self._was_reasoning = True
+            self._begin_reasoning()
             self._begin_segment()
             yield from self._trim("\n")
         else:
@@ -268,14 +288,14 @@ class AnswerParser:
     def _read_calls(self, kind: str, space: str, tag: str) -> Iterator[Piece | None]:
         """Read the calls that may begin at `tag`, a match of the group `kind`. If there are none, report it as text."""
         assert self._calls is not None
-        number = 0
+        number, position = 0, self._source.position - len(tag)
         if kind in ("opening", "tag") or self._may_begin(kind, space):
             self._source.mark()
             if kind != "opening":
                 self._source.at -= len(tag)
             bare, item = kind in ("tag", "bare"), kind == "item"
             reading = self._calls.read(bare=bare, in_list=item, single=self._single, in_thinking=self.in_reasoning)
-            number = yield from self._events(reading)
+            number = yield from self._events(reading, position)
             if number:
                 self._source.unmark()
             else:
@@ -295,8 +315,8 @@ class AnswerParser:
             return bool(space) or not WORD_END.match(self._last)
         return not self._notation.bare_at_start or not self._last
 
-    def _events(self, reading: Generator[Event | None, None, int]) -> Generator[Piece | None, None, int]:
-        """Report calls as pieces and return their number. The first one ends the reasoning."""
+    def _events(self, reading: Generator[Event | None, None, int], position: int) -> Generator[Piece | None, None, int]:
+        """Report calls as pieces and return their number. The first one, at this position, ends the reasoning."""
         while True:
             try:
                 event = next(reading)
@@ -305,7 +325,8 @@ class AnswerParser:
             if event is None:
                 yield None
             elif isinstance(event, Named):
-                self.in_reasoning = False
+                if self.in_reasoning:
+                    self._end_reasoning(position)
                 self.num_calls += 1
                 yield CallPart(self.num_calls - 1, event.function, "")
             elif event:

@@ -211,12 +211,21 @@ class Talk:
 
     def __init__(self, turn: PreparedTurn, generation: Generation, thread: Executor) -> None:
         """Read the answer on the event loop, but text that was held back for long in `thread`."""
-        self.num_reasoning_tokens = 0
         self.end = News(0)  # the last news of a turn with one completion
         self._thread = thread
         self._turn = turn
         self._generation = generation
         self._parsers = [turn.parser() for _ in range(turn.params.n)]
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of all completions whose text begins where the model was thinking."""
+        (state,) = self._generation.states
+        return sum(
+            completion.num_tokens_in(positions)
+            for completion, parser in zip(state.completions, self._parsers, strict=True)
+            for positions in parser.reasoning()
+        )
 
     async def news(self, *, whole: bool = False) -> AsyncIterator[News]:
         """Yield news until all completions have ended, then close the generation.
@@ -268,8 +277,6 @@ class Talk:
     async def _read(self, delta: CompletionOutput, news: News) -> None:
         parser = self._parsers[delta.index]
         pieces = await self._run(parser.num_held + len(delta.text), _parsed, parser, delta)
-        if parser.in_reasoning or any(isinstance(piece, Reasoning) for piece in pieces):
-            self.num_reasoning_tokens += len(delta.token_ids)
         news.pieces += [piece for piece in pieces if self._turn.reports_reasoning or not isinstance(piece, Reasoning)]
         news.token_ids += delta.token_ids
         news.logprobs += delta.logprobs or ()

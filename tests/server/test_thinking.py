@@ -114,6 +114,34 @@ def test_a_budget_ends_the_thinking(http: httpx2.Client, stream: bool, budget: i
     assert answer["content"][0]["thinking"].strip() == expected[0]
 
 
+def usage_of(http: httpx2.Client, path: str, body: dict[str, Any]) -> Any:
+    """Return the last usage that an answer reports, streamed or not."""
+    if not body.get("stream"):
+        return ask(http, path, body)["usage"]
+    lines = http.post(path, json=body).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    return [usage for event in events if (usage := (event.get("response") or event).get("usage"))][-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("script", "num_tokens"), [("ponders", 3), ("thinks long", 4), ("answers", 0)])
+def test_three_apis_count_the_tokens_of_the_thinking(
+    http: httpx2.Client, script: str, num_tokens: int, stream: bool
+) -> None:
+    think = {"script": script, "think": num_tokens > 0}
+    turn = {"model": SERVED_NAME, "temperature": 0, "stream": stream, "chat_template_kwargs": think}
+    messages = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    usage = usage_of(http, "/v1/chat/completions", turn | messages | options)
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": num_tokens}
+    assert usage_of(http, "/v1/responses", turn | {"input": "hello"})["output_tokens_details"] == {
+        "reasoning_tokens": num_tokens
+    }
+    for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}):
+        usage = usage_of(http, "/v1/messages", turn | messages | {"thinking": thinking})
+        assert usage["output_tokens_details"] == {"thinking_tokens": num_tokens}
+
+
 def test_stop_strings_wait_for_thinking_that_the_model_opens(http: httpx2.Client) -> None:
     message = ask(http, "/v1/chat/completions", chat_body("opens", stop=["END:", "\n"]))["choices"][0]["message"]
     assert (message["reasoning"].strip(), message["content"].strip()) == ("hm END:", "so it is")

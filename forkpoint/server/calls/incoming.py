@@ -66,6 +66,11 @@ class Incoming:
         return self._num_again <= MIN_READ_AGAIN + MAX_READ_AGAIN * (self._start + len(self.text))
 
     @property
+    def position(self) -> int:
+        """The number of characters of the whole answer that are read."""
+        return self._start + self.at
+
+    @property
     def num_unread(self) -> int:
         return len(self.text) - self.at
 
@@ -86,7 +91,7 @@ class Incoming:
         return taken
 
     def mark(self) -> None:
-        self._marks.append(self._start + self.at)
+        self._marks.append(self.position)
 
     def unmark(self) -> None:
         self._marks.pop()
@@ -95,7 +100,7 @@ class Incoming:
 
     def rewind(self) -> None:
         """Go back to the last mark and remove it."""
-        again = self._start + self.at - self._marks[-1]
+        again = self.position - self._marks[-1]
         if self._marks[-1] < self._start:
             kept = "".join(self._kept)
             self.text, self.at = kept + self.text, self.at + len(kept)

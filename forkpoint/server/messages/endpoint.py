@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final, Literal
 
 from forkpoint.checks import json_value
@@ -18,11 +18,16 @@ from forkpoint.server.talk import Change, News, PreparedTurn, Talk, prompt_of
 from forkpoint.server.texts import Texts
 
 
+class OutputTokensDetails(ReplyModel):
+    thinking_tokens: int
+
+
 class MessageUsage(ReplyModel):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: OutputTokensDetails
 
 
 class MessageReply(ReplyModel):
@@ -97,10 +102,8 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
         yield named_event({"type": "message_start", "message": self._message([])})
         async for data in self._block_events():
             yield named_event(data)
-        counts = _usage(self.generation.usage())
-        yield named_event(
-            {"type": "message_delta", "delta": self._ending, "usage": counts, **self.generation.details()}
-        )
+        details = self.generation.details()
+        yield named_event({"type": "message_delta", "delta": self._ending, "usage": self._usage(), **details})
         yield named_event({"type": "message_stop"})
 
     def error_event(self, error: HTTPError) -> bytes:
@@ -167,19 +170,20 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.name, "type": "message", "role": "assistant", "model": self.prepared.model}
-        counts = {"usage": _usage(self.generation.usage()), **self.generation.details()}
+        counts = {"usage": self._usage(), **self.generation.details()}
         return {**head, "content": blocks, **self._ending, **counts, **self.generation.handover()}
 
-
-def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return token counts with Anthropic's names. Unlike OpenAI's, `input_tokens` leaves cached tokens out."""
-    cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
-    return {
-        "input_tokens": usage["prompt_tokens"] - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": usage["completion_tokens"],
-    }
+    def _usage(self) -> dict[str, Any]:
+        """Return token counts with Anthropic's names. Unlike OpenAI's, `input_tokens` leaves cached tokens out."""
+        usage = self.generation.usage()
+        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": self._talk.num_reasoning_tokens},
+        }
 
 
 def _whole_arguments(text: str) -> dict[str, Any]:
