@@ -34,7 +34,7 @@ class HashRow:
     windows: list[list[int]]  # the table of each window
     has_sampled: bool = False
     last_start: int | None = None  # of the row's last step: a state after it may still be saved
-    missed: int = 0  # drafts of the row's last step with some that were not confirmed
+    num_rejected: int = 0  # drafts of the row's last step with some that were not confirmed
 
     @property
     def seed(self) -> int:

@@ -256,7 +256,7 @@ class HashRunner:
         columns = (column.tolist() for column in (*extents, rows.read_slot, rows.write_slot, rows.samples))
         for i, (row, start, count, drafts, optimistic, read, write, samples) in enumerate(zip(*columns, strict=True)):
             state = self._row(plan.step, row)
-            latest, start = start, start - state.missed if optimistic else start
+            latest, start = start, start - state.num_rejected if optimistic else start
             own = slice(*rows.block_ptr[i : i + 2].tolist())
             self._append_blocks(plan.step, row, blocks[own])
             for window, ids in enumerate(new_windows):
@@ -413,7 +413,7 @@ class HashRunner:
         The row's next step may be in flight already: it then writes as far before its planned start as it can.
         """
         for work in works:
-            self._rows[work.row].missed = len(work.drafts)
+            self._rows[work.row].num_rejected = len(work.drafts)
             if self.layout.has_kv:
                 self._memory.spoil_blocks(self._rows[work.row].blocks_of(work.start, work.end))
             for window, table in enumerate(self._rows[work.row].windows):
@@ -446,5 +446,5 @@ class HashRunner:
             if token != draft:
                 break
         state.has_sampled = True
-        state.missed = 1 + len(work.drafts) - len(tokens)
+        state.num_rejected = 1 + len(work.drafts) - len(tokens)
         return tokens

@@ -33,7 +33,7 @@ from forkpoint.ops.parameters import (
     ScanParams,
 )
 from forkpoint.ops.rows import host_rows
-from forkpoint.ops.rows.columns import IdColumns, LateColumns, WindowColumns
+from forkpoint.ops.rows.columns import IdColumns, OptimisticColumns, WindowColumns
 from forkpoint.ops.rows.reference import accept, catch_up, newest
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.sampling.reference import top_ids
@@ -376,7 +376,7 @@ class OpTable:
     # `bits[M, ceil(V / 32)]` int32, id `i` at bit `i % 32` of word `i // 32`.
     apply_bitmasks: Callable[[Tensor, Tensor, Tensor], None]
     # Correct, in place, the inputs of a step (or of a drafting step) that depend on results only the device has.
-    catch_up: Callable[[IdColumns, LateColumns | None], None] = catch_up
+    catch_up: Callable[[IdColumns, OptimisticColumns | None], None] = catch_up
     # (`windows[P, D]`, `records[L, M, D]`, slots, lines and numbers of pending tokens `[N]` int64) -> `[N, D]`: the
     # record of each row's newest pending token, or its slot's window if no token is pending.
     newest: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = newest

@@ -13,7 +13,7 @@ from forkpoint.models.convolution import CONV
 from forkpoint.models.decoder import Model
 from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits, running_total
-from forkpoint.ops.rows.columns import IdColumns, LateColumns
+from forkpoint.ops.rows.columns import IdColumns, OptimisticColumns
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.packing import Arrays, Tensors
 from forkpoint.platforms.platform import Platform
@@ -24,7 +24,7 @@ from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.step_inputs import StepShape, draft_places
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan
 
-_PUT_RIGHT = ("token_ids", "positions", "kv_lens", "slot_mapping")  # corrected on the device, in place
+_CORRECTED = ("token_ids", "positions", "kv_lens", "slot_mapping")  # corrected on the device, in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class DraftGraphs:
         chosen = np.flatnonzero((rows.num_drafts > 0) & to_draft)
         if not len(chosen):
             return plan
-        late = self._records.late(rows)
-        columns = (rows.row, rows.start, rows.num_drafts, rows.tokens[first], rows.read_slot, rows.pending, late)
+        rejected_at = self._records.rejected_at(rows)
+        columns = (rows.row, rows.start, rows.num_drafts, rows.tokens[first], rows.read_slot, rows.pending, rejected_at)
         self._make(*(column[chosen] for column in columns))
         return self.with_drafts(plan) if must_know or self._platform.shares_memory else plan
 
@@ -133,9 +133,9 @@ class DraftGraphs:
         """Return the inputs for these rows, padded to `shape`.
 
         Columns: row, start, number of drafts, id of the newest token (LAST_SAMPLED: on the device), slot that the row
-        reads, tokens pending there, place in `TokenRecords.missed`.
+        reads, tokens pending there, index in `TokenRecords.num_rejected`.
         """
-        row, start, counts, token_ids, slot, pending, late = columns
+        row, start, counts, token_ids, slot, pending, rejected_at = columns
         table, most, pad = self._batch.table, shape.num_drafts, shape.num_rows - len(row)
         number = np.arange(most, dtype=np.int32)[:, None]
         positions = (start + np.minimum(number, counts - 1)).astype(np.int64)  # [most, rows]
@@ -160,7 +160,7 @@ class DraftGraphs:
             "slots": padded(slot, 0),
             "line": padded(row, 0),
             "pending": padded(pending, 0),
-            "late": padded(late, table.num_rows),
+            "rejected_at": padded(rejected_at, table.num_rows),
             "positions": padded(positions, 0),
             "slot_mapping": padded(np.where(number < counts, places, NO_SLOT), NO_SLOT),
             "kv_lens": padded(positions + 1, 0, np.int32),
@@ -174,10 +174,11 @@ class DraftGraphs:
     def _issue(self, tensors: Tensors, shape: _Shape, most_lens: Sequence[HostLens] = ()) -> None:
         """Make the drafts. `most_lens` has bounds of the rows' lengths for each draft, if the host has them."""
         t, work = tensors, AttentionWork(tensors["tiles"], tensors["parts"], tensors["part_ptr"])
-        table, ids, positions, kv_lens, slots = self._batch.table, *(t[name] for name in _PUT_RIGHT)
+        table, ids, positions, kv_lens, slots = self._batch.table, *(t[name] for name in _CORRECTED)
         keys = (kv_lens, slots if self._dealt is None else None, t["table_rows"], table.device, table.kernel_block_size)
-        late = LateColumns(self._records.missed, t["late"], positions, *keys, t["late"], t["pending"])
-        self._ops.catch_up(IdColumns(ids, t["rows"], self._batch.last_sampled), late)
+        at = t["rejected_at"]
+        optimistic = OptimisticColumns(self._records.num_rejected, at, positions, *keys, at, t["pending"])
+        self._ops.catch_up(IdColumns(ids, t["rows"], self._batch.last_sampled), optimistic)
         if self._dealt is not None:
             slots = table.device_slots(t["lines"], positions)
         hidden = self._records.newest_of(self._layer, CONV, t["slots"], t["line"], t["pending"])

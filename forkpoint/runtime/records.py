@@ -34,8 +34,8 @@ class TokenRecords:
     other. Spaced states and `single` records have one line for each row.
 
     `layers` are the arena's, each with its records `[lines, tokens, *shape]` under the names that the specs give them.
-    `missed[row]`, int64 on the device, is the number of rejected drafts of the row's last step with drafts; the entry
-    after all rows is 0.
+    `num_rejected[row]`, int64 on the device, is the number of rejected drafts of the row's last step with drafts. The
+    entry after all rows is 0.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TokenRecords:
                 self._pending_states.append((recording.fold, pool, behind))
         self.layers: tuple[LayerCache, ...] = tuple(layers)
         self._line = 2 * np.arange(num_rows, dtype=np.int32)  # the line that the row's next step reads
-        self.missed = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
+        self.num_rejected = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
 
     def columns(self, plan: StepPlan, size: int, verifies: bool) -> Columns:
         """Return the columns of the step's decode rows, of which a padded step has `size`.
@@ -144,12 +144,12 @@ class TokenRecords:
         records = self.layers[layer][window.drafts.records[0].name]
         return self._ops.newest(pool[:, -1], records, slots, lines, pending)
 
-    def late(self, rows: StepRows) -> IntArray:
-        """Return each row's place in `missed`: its own if it is optimistic, else the place of the 0."""
+    def rejected_at(self, rows: StepRows) -> IntArray:
+        """Return each row's index in `num_rejected`: its own if it is optimistic, else that of the 0."""
         return np.where(rows.optimistic, rows.row, np.int32(len(self._line)))
 
     def issued(self, plan: StepPlan) -> None:
-        """Turn the lines of the plan's decode rows: what its step wrote is read next. Call it after `arrays`."""
+        """Turn the lines of the plan's decode rows: what its step wrote is read next. Call it after `columns`."""
         self._line[plan.rows.row[: plan.num_decodes]] ^= 1
 
     def flush(self, flushes: Sequence[StateFlush]) -> None:
@@ -192,7 +192,7 @@ def records_bytes(layout: CacheLayout, num_rows: int, most_tokens: int, interval
 
 
 def _records(tensor: TensorSpec, most_tokens: int, interval: int) -> Iterator[tuple[TensorSpec, int, int]]:
-    """Yield the records of a tensor: (spec, lines of each row, tokens of each line). None if it needs none.
+    """Yield the records of a tensor: (spec, lines of each row, tokens of each line).
 
     A step must not overwrite records that it reads, unless they are `single`.
     """

@@ -27,7 +27,7 @@ from forkpoint.runtime.news import NewsOfCopies
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.row_images import RowImages, StepImages
 from forkpoint.runtime.row_sampling import RowSampling
-from forkpoint.runtime.sampler import Late, Sampled, Sampler
+from forkpoint.runtime.sampler import OptimisticRows, Sampled, Sampler
 from forkpoint.runtime.state_operators import StateOperators
 from forkpoint.runtime.step_inputs import StepBuilder, StepShape
 from forkpoint.runtime.submitted import FailedStep, RunningStep, Verified
@@ -290,8 +290,8 @@ class ModelRunner:
             if self._drafts is not None and "draft_at" in tensors:
                 drafts = (self._drafts.drafted, tensors["draft_at"])
             ids = IdColumns(tensors["token_ids"], tensors["token_rows"], self.batch.last_sampled, *drafts)
-            late = self._builder.late(tensors) if "late" in tensors else None
-            self._ops.catch_up(ids, late)
+            optimistic = self._builder.optimistic(tensors) if "rejected_at" in tensors else None
+            self._ops.catch_up(ids, optimistic)
         if "token_lines" in tensors:
             context = self._builder.located(context, tensors, most_lens)
         if "rope_shift" in tensors:  # after the positions were corrected
@@ -333,23 +333,23 @@ class ModelRunner:
         num_outputs = ends - self.batch.num_prompt_tokens[plan.sampled_rows]
         if windows is not None:
             num_outputs = windows.spread(num_outputs)
-        logits, late = self._model.head.whole(outputs.own[:count]), self._late(rows, windows)
-        sampled = self._sampler.sample(logits, sampling, num_outputs, plan.masks, windows, late)
+        logits, optimistic = self._model.head.whole(outputs.own[:count]), self._optimistic(rows, windows)
+        sampled = self._sampler.sample(logits, sampling, num_outputs, plan.masks, windows, optimistic)
         if windows is None:
             last = self.platform.upload(plan.sampled_rows.astype(np.int64))
             self.batch.last_sampled.index_copy_(0, last, sampled.token_ids)
         return sampled
 
-    def _late(self, rows: StepRows, windows: Windows | None) -> Late | None:
+    def _optimistic(self, rows: StepRows, windows: Windows | None) -> OptimisticRows | None:
         """Return how many outputs optimistic rows may lack; None if the step has no such rows."""
         if self._records is None or not rows.optimistic.any():
             return None
         most_rejected = np.where(rows.optimistic, rows.pending - 1, 0)
-        columns = np.stack([most_rejected, self._records.late(rows)])[:, rows.samples]
+        columns = np.stack([most_rejected, self._records.rejected_at(rows)])[:, rows.samples]
         if windows is not None:
             columns = np.repeat(columns, windows.sizes, axis=1)
-        behind, places = columns
-        return Late(behind, self._records.missed[self.platform.upload(places.astype(np.int64))])
+        most_rejected, places = columns
+        return OptimisticRows(most_rejected, self._records.num_rejected[self.platform.upload(places.astype(np.int64))])
 
     def _finish_windows(
         self, plan: StepPlan, windows: Windows, sampling: list[RowSampling], sampled: Sampled
@@ -375,7 +375,7 @@ class ModelRunner:
             columns.append(np.where(windows.drafts == TO_DRAFT, at, -1))
         packed = self.platform.upload(np.concatenate(columns).astype(np.int64))
         drafts, row, starts, sizes, *places = torch.split(packed, [len(column) for column in columns])
-        kept = (self.batch.last_sampled, self._records.missed, drafted, places[0] if places else None)
+        kept = (self.batch.last_sampled, self._records.num_rejected, drafted, places[0] if places else None)
         there = WindowColumns(drafts, row, starts, sizes, *kept, int(windows.sizes.max()))
         return windows.accept(self._ops.accept, sampled.token_ids, sampled.finite, there), there
 

@@ -35,14 +35,14 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class OptimisticRows:
     """Optimistic rows, whose number of outputs the host does not know.
 
-    Row `i` has up to `behind[i]` outputs fewer than planned. The device has the exact number, `missed[i]`.
+    Row `i` has up to `most_rejected[i]` outputs fewer than planned. The device has the exact number, `num_rejected[i]`.
     """
 
-    behind: IntArray  # [N]
-    missed: Tensor  # [N] int64
+    most_rejected: IntArray  # [N]
+    num_rejected: Tensor  # [N] int64
 
 
 class UniformSource:
@@ -85,18 +85,18 @@ class Sampler:
         positions: IntArray,
         masks: TokenMasks | None = None,
         windows: Windows | None = None,
-        late: Late | None = None,
+        optimistic: OptimisticRows | None = None,
     ) -> Sampled:
         """Sample an id for each row of `logits[N, V]`, of any float type.
 
-        `positions[i]` is how many outputs row `i` has already; `late` rows may have fewer, and are past `min_tokens`.
-        `masks` name rows by their index. With `windows` each row of the logits is one position, and `rows` and
-        `positions` have one element for each. Without them the sampled ids are counted for penalties; with them the
-        caller calls `count` for the accepted ones.
+        `positions[i]` is how many outputs row `i` has already. Optimistic rows may have fewer, and are past
+        `min_tokens`. `masks` name rows by their index. With `windows` each row of the logits is one position, and
+        `rows` and `positions` have one element for each. Without windows the sampled ids are counted for penalties.
+        With them the caller calls `count` for the accepted ones.
         """
         adjusted = self._adjust(logits, rows, positions, masks, windows)
         if any(row.temperature > 0 for row in rows):
-            token_ids, finite = self._ops.sample_rows(adjusted, self._columns(rows, positions, late))
+            token_ids, finite = self._ops.sample_rows(adjusted, self._columns(rows, positions, optimistic))
         else:
             token_ids, finite = self._ops.greedy(adjusted)
         if adjusted is not logits:  # a mask may hide logits that are not finite
@@ -166,7 +166,9 @@ class Sampler:
         upload = self._platform.upload
         return PenaltyColumns(*upload(where), *upload(np.asarray(factors, np.float32).T.copy()))
 
-    def _columns(self, rows: Sequence[RowSampling], positions: IntArray, late: Late | None) -> SamplingColumns:
+    def _columns(
+        self, rows: Sequence[RowSampling], positions: IntArray, optimistic: OptimisticRows | None
+    ) -> SamplingColumns:
         params = [row.params for row in rows]
         reals = np.asarray(
             [
@@ -176,20 +178,20 @@ class Sampler:
             ],
             np.float32,
         )
-        uniform, upload = self._uniforms([row.seed for row in rows], positions, late), self._platform.upload
+        uniform, upload = self._uniforms([row.seed for row in rows], positions, optimistic), self._platform.upload
         temperature, reach, top_p = upload(reals)
         top_k = upload(np.asarray([max(p.top_k, 0) for p in params], np.int32))
         return SamplingColumns(temperature, reach, top_k, top_p, uniform)
 
-    def _uniforms(self, seeds: Sequence[int], positions: IntArray, late: Late | None) -> Tensor:
+    def _uniforms(self, seeds: Sequence[int], positions: IntArray, optimistic: OptimisticRows | None) -> Tensor:
         upload = self._platform.upload
-        if late is None:
+        if optimistic is None:
             return upload(self._uniform.draw(seeds, positions.tolist()))
-        counts = 1 + late.behind  # one for each possible number of outputs; the device picks
+        counts = 1 + optimistic.most_rejected  # one for each possible number of outputs; the device picks
         first = running_total(counts)
         seen = np.repeat(positions + first[:-1], counts) - np.arange(first[-1])
         drawn = upload(self._uniform.draw(np.repeat(seeds, counts).tolist(), seen.tolist()))
-        return drawn[upload(first[:-1].astype(np.int64)) + late.missed]
+        return drawn[upload(first[:-1].astype(np.int64)) + optimistic.num_rejected]
 
     def _score(self, logits: Tensor, rows: Sequence[RowSampling], token_ids: Tensor) -> Scores | None:
         asked = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None}

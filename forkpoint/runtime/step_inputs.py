@@ -25,7 +25,7 @@ from forkpoint.ops.metadata import (
     running_total,
     tile_table,
 )
-from forkpoint.ops.rows.columns import LateColumns
+from forkpoint.ops.rows.columns import OptimisticColumns
 from forkpoint.platforms.packing import Arrays, Tensors
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.dealt_keys import DealtKeys, HostLens
@@ -148,7 +148,7 @@ class StepBuilder:
         if self._records is not None:
             columns |= self._records.columns(plan, shape.num_verified or shape.num_decodes, shape.num_verified > 0)
             if shape.num_verified:
-                columns |= self._drafts(plan, shape, self._records.late(rows))
+                columns |= self._drafts(plan, shape, self._records.rejected_at(rows))
         # Attention sees each token of a decode row as a row of its own; it may read keys for several of them together.
         chunks = slice(plan.num_decodes, None)
         kv_lens = np.concatenate([positions[:decodes] + 1, (rows.start + lens)[chunks]]).astype(np.int32)
@@ -158,14 +158,14 @@ class StepBuilder:
             return _padded(columns, decodes, gap)
         return {name: values for name, (values, _, _) in columns.items()}
 
-    def _drafts(self, plan: StepPlan, shape: StepShape, late: IntArray) -> Columns:
-        """Return the columns of steps that verify drafts: places in `missed` (`late`), and sources of TO_DRAFT."""
+    def _drafts(self, plan: StepPlan, shape: StepShape, rejected_at: IntArray) -> Columns:
+        """Return the columns of steps that verify drafts: places in `num_rejected`, and sources of TO_DRAFT."""
         columns: Columns = {}
         if self._splits is not None or plan.rows.optimistic.any():  # always on a device: one form of its kernel
-            own, spare = late[: plan.num_decodes].astype(np.int64), self._table.num_rows
-            columns["verify_late"] = (own, shape.num_verified, spare)
+            own, spare = rejected_at[: plan.num_decodes].astype(np.int64), self._table.num_rows
+            columns["verify_rejected_at"] = (own, shape.num_verified, spare)
             lens = plan.rows.num_tokens[: plan.num_decodes]
-            columns["late"] = (np.repeat(own, lens), shape.num_decodes, spare)
+            columns["rejected_at"] = (np.repeat(own, lens), shape.num_decodes, spare)
         if self._most_drafts:
             at, row, number = draft_places(plan)
             sources = np.full(shape.num_decodes, -1, np.int64)
@@ -232,18 +232,18 @@ class StepBuilder:
         attention = replace(context.attention, slot_mapping=slots)
         return replace(context, attention=self._dealt.complete(attention, self._table, most))
 
-    def late(self, t: Tensors) -> LateColumns:
-        """Return the tensors that the operator `catch_up` corrects in place, in a step with the array `late`.
+    def optimistic(self, t: Tensors) -> OptimisticColumns:
+        """Return the tensors that the operator `catch_up` corrects in place, in a step with the array `rejected_at`.
 
         It takes rejected drafts off positions and lengths, once for each step.
         """
         assert self._records is not None
         names = ("positions", "kv_lens", "slot_mapping", "table_rows")
-        positions, kv_lens, slots, rows = (t[name][: len(t["late"])] for name in names)
+        positions, kv_lens, slots, rows = (t[name][: len(t["rejected_at"])] for name in names)
         looked_up = self._has_kv and self._dealt is None  # otherwise `located` looks them up
         keys = (slots if looked_up else None, rows, self._table.device, self._table.kernel_block_size)
-        records = (t["verify_late"], t["verify_pending"], t.get("record_held"))
-        return LateColumns(self._records.missed, t["late"], positions, kv_lens, *keys, *records)
+        records = (t["verify_rejected_at"], t["verify_pending"], t.get("record_held"))
+        return OptimisticColumns(self._records.num_rejected, t["rejected_at"], positions, kv_lens, *keys, *records)
 
     def _segments(self, rows: StepRows, decodes: int, shape: StepShape) -> Columns:
         """Return the slots that state operators read and write, and the segments' boundaries, saves and tiles.

@@ -49,7 +49,7 @@ class Windows:
         """Compare the sampled ids `token_ids[P]` with the drafts by the operator `accept`, without waiting for it.
 
         Returns `[P + R]` int64: the ids, NOT_FINITE where `finite[P]` is false, then each row's number of positions
-        that count. Writes each row's last id to `columns.last_sampled`, its rejected drafts to `columns.missed`.
+        that count. Writes each row's last id to `columns.last_sampled`, its rejected drafts to `columns.num_rejected`.
         """
         return operator(token_ids, finite, columns)
 

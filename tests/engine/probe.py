@@ -112,7 +112,7 @@ def watch_logits(runner: ModelRunner, note: Callable[[int, int, Tensor], None]) 
         logits = runner._model.head.whole(outputs.own)
         rows, ends = plan.sampled_rows, plan.rows.start + plan.rows.num_tokens - plan.rows.num_drafts
         if runner._records is not None:  # optimistic rows start where the last step's drafts ended
-            ends = ends - runner._records.missed.numpy()[runner._records.late(plan.rows)]
+            ends = ends - runner._records.num_rejected.numpy()[runner._records.rejected_at(plan.rows)]
         before = ends[plan.rows.samples] - runner.batch.num_prompt_tokens[rows]
         if windows is not None:
             rows, before = np.repeat(rows, windows.sizes), windows.spread(before)

@@ -114,7 +114,7 @@ def draft_well(run: RealEngine, answers: dict[int, list[int]]) -> None:
 
     def made(row: IntArray, start: IntArray, counts: IntArray, *rest: IntArray) -> None:
         make(row, start, counts, *rest)
-        firsts = start - records.missed.numpy()[rest[-1]]
+        firsts = start - records.num_rejected.numpy()[rest[-1]]
         for r, first, count in zip(row.tolist(), firsts.tolist(), counts.tolist(), strict=True):
             num_prompt = int(runner.batch.num_prompt_tokens[r])
             for i, token in enumerate(answers[num_prompt][first + 1 - num_prompt :][:count]):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.rows import host_rows, host_rows_kernel, kernel, reference
-from forkpoint.ops.rows.columns import IdColumns, LateColumns, WindowColumns
+from forkpoint.ops.rows.columns import IdColumns, OptimisticColumns, WindowColumns
 from tests.ops.triton_cases import DEVICE
 
 ROWS, MOST, ENTRIES = 6, 3, 8
@@ -35,7 +35,7 @@ def told(columns: Any) -> list[Any]:
 
 def step(
     rng: np.random.Generator, drafts: bool, has_kv: bool, most: int, padding: int
-) -> tuple[IdColumns, LateColumns]:
+) -> tuple[IdColumns, OptimisticColumns]:
     """Some rows, with drafts or without, optimistic or not, and `padding` tokens behind them; a prompt's behind."""
     row = rng.permutation(ROWS)[:4]
     sizes = rng.integers(1, 2 + MOST, len(row)) if most == 1 else np.ones(4, int)
@@ -47,7 +47,7 @@ def step(
         own = rng.random(count) < 0.5
         ids[:count][own], at[:count][own] = TO_DRAFT, owner[own] * MOST + rng.integers(0, MOST, int(own.sum()))
     ahead = np.where(rng.random(ROWS) < 0.6, np.arange(ROWS), ROWS)
-    missed = longs([*rng.integers(0, 4, ROWS), 0])
+    num_rejected = longs([*rng.integers(0, 4, ROWS), 0])
     positions = rng.integers(4, 14, (most, count + padding))
     slots = np.where(rng.random(positions.shape) < 0.3, -1, positions)
     slots[:, count:], positions[:, count:] = -1, 0
@@ -58,8 +58,8 @@ def step(
         longs(rng.integers(0, 99, (ROWS + 1, MOST))) if drafts else None,
         longs(at) if drafts else None,
     )
-    late = LateColumns(
-        missed,
+    optimistic = OptimisticColumns(
+        num_rejected,
         longs([*ahead[owner], *[ROWS] * padding]),
         longs(positions),
         longs(positions + (positions > 0), torch.int32),
@@ -71,7 +71,7 @@ def step(
         longs(rng.integers(0, 9, 4 + min(padding, 1)), torch.int32),
         longs(rng.integers(0, 9, 4 + min(padding, 1)), torch.int32) if drafts else None,
     )
-    return columns, late
+    return columns, optimistic
 
 
 @pytest.mark.parametrize(
@@ -81,15 +81,15 @@ def step(
 def test_catching_up(drafts: bool, has_kv: bool, most: int, padding: int) -> None:
     """Also of the layer that drafts, for several tokens of each row."""
     rng = np.random.default_rng(padding)
-    for is_late in (True, False):
-        ids, late = step(rng, drafts, has_kv, most, padding)
-        given = copied(ids), copied(late if is_late else None)
+    for is_optimistic in (True, False):
+        ids, optimistic = step(rng, drafts, has_kv, most, padding)
+        given = copied(ids), copied(optimistic if is_optimistic else None)
         before = told(ids)
-        reference.catch_up(ids, late if is_late else None)
+        reference.catch_up(ids, optimistic if is_optimistic else None)
         kernel.catch_up(*given)
         assert told(given[0]) == told(ids) != before
         if given[1] is not None:
-            assert told(given[1]) == told(late)
+            assert told(given[1]) == told(optimistic)
         assert (ids.ids[: len(ids.rows) - padding] >= 0).all()
 
 
@@ -134,7 +134,7 @@ def test_accepting(drafts: bool) -> None:
         assert found.tolist() == want.tolist()
         assert told(there[2]) == told(given[2])
         counts |= set(want[len(given[0]) :].tolist())
-        assert int(given[2].missed.max()) <= 5 and int(given[2].last_sampled.min()) >= 0
+        assert int(given[2].num_rejected.max()) <= 5 and int(given[2].last_sampled.min()) >= 0
     assert counts == set(range(1, 2 + MOST))
 
 

@@ -60,7 +60,7 @@ class Replays:
         for line in lines:
             line.fill_(torch.nan)
         self.floats = [self.runner.arena.data.view(-1).view(torch.float32), *lines]
-        self.ids = [records.missed, self.runner.batch.last_sampled, drafts.drafted]
+        self.ids = [records.num_rejected, self.runner.batch.last_sampled, drafts.drafted]
         self.books = [value for value in vars(records).values() if isinstance(value, np.ndarray)]
         self.save()
         for x in self.ids:

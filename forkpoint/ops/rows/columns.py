@@ -1,7 +1,7 @@
 """Columns of a step that depend on results which only the device has when the step starts.
 
 With `async_scheduling` a step is issued before the previous step's sampled ids and accepted drafts reach the host. The
-plan assumes that every draft is accepted. `missed` counts, for each row, the drafts in flight that were rejected.
+plan assumes that every draft is accepted. `num_rejected` counts, for each row, the drafts in flight that were rejected.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class IdColumns(NamedTuple):
     draft_at: Tensor | None = None  # [N] int64, indexes flattened `drafted`; -1: not a draft from the device
 
 
-class LateColumns(NamedTuple):
+class OptimisticColumns(NamedTuple):
     """Positions, lengths, slots and record counts that are too large by the rejected drafts, to be corrected in place.
 
-    Token columns are `[.., N]`, flattened; column n is `missed[late[n]]` tokens behind the plan. The records of `B <=
-    N` rows are `missed[records_late[b]]` behind.
+    Token columns are `[.., N]`, flattened. Column n is too large by `num_rejected[rejected_at[n]]`, the record counts
+    of row b, of `B <= N` rows, by `num_rejected[rejected_at_records[b]]`.
     """
 
-    missed: Tensor  # int64
-    late: Tensor  # [N] int64
+    num_rejected: Tensor  # int64
+    rejected_at: Tensor  # [N] int64
     positions: Tensor  # [.., N] int64
     kv_lens: Tensor  # [.., N] int32
     slots: Tensor | None  # [.., N] int64, looked up in `table` for the corrected positions; -1 stays -1
     table_rows: Tensor  # [N] int32
     table: Tensor  # [lines, blocks] int32, blocks of block_size tokens
     block_size: int
-    records_late: Tensor  # [B] int64
+    rejected_at_records: Tensor  # [B] int64
     pending: Tensor  # [B]
     held: Tensor | None = None  # [B]
 
@@ -53,11 +53,11 @@ class WindowColumns(NamedTuple):
     the number of accepted ones."""
 
     drafts: Tensor  # [P] int64: the draft that follows each position; a row's last position has none
-    rows: Tensor  # [R] int64, indexes last_sampled and missed
+    rows: Tensor  # [R] int64, indexes last_sampled and num_rejected
     starts: Tensor  # [R] int64
     sizes: Tensor  # [R] int64
     last_sampled: Tensor  # int64
-    missed: Tensor  # int64
+    num_rejected: Tensor  # int64
     drafted: Tensor | None = None  # [rows, most] int64
     draft_at: Tensor | None = None  # [P] int64, indexes flattened `drafted`; -1: the draft is in `drafts`
     most: int = 1 + MAX_DRAFTS  # upper bound of `sizes`

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forkpoint.json_options import MAX_DRAFTS
 from forkpoint.ops.rounding import ceil_div, next_power_of_2
-from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, LateColumns, WindowColumns
+from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, OptimisticColumns, WindowColumns
 
 TILE = tl.constexpr(128)  # tokens per program
 WIDTH = tl.constexpr(1024)  # values per program of `newest`
@@ -19,14 +19,14 @@ FAILED = tl.constexpr(NOT_FINITE)
 
 
 @triton.jit
-def _take_back(counts, at, inside, missed):
-    tl.store(counts + at, tl.load(counts + at, mask=inside, other=0) - missed, mask=inside)
+def _take_back(counts, at, inside, num_rejected):
+    tl.store(counts + at, tl.load(counts + at, mask=inside, other=0) - num_rejected, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_tokens", "num_records", "table_stride"])
 def _catch_up_kernel(
-    ids, rows, last_sampled, drafted, draft_at, missed, late, positions, kv_lens, slots, table_rows, table,
-    BLOCK_SIZE: tl.constexpr, records_late, pending, held,
+    ids, rows, last_sampled, drafted, draft_at, num_rejected, rejected_at, positions, kv_lens, slots, table_rows, table,
+    BLOCK_SIZE: tl.constexpr, rejected_at_records, pending, held,
     num_ids, num_tokens, num_records, table_stride,
 ):  # fmt: skip
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -37,9 +37,9 @@ def _catch_up_kernel(
         token = tl.where(place < 0, token, tl.load(drafted + place, mask=place >= 0, other=0))
     known = tl.load(last_sampled + tl.load(rows + at, mask=own, other=0), mask=own & (token < 0), other=0)
     tl.store(ids + at, tl.where(token < 0, known, token), mask=own)
-    if missed is not None:
+    if num_rejected is not None:
         inside, row = at < num_tokens, at % num_ids
-        back = tl.load(missed + tl.load(late + row, mask=inside, other=0), mask=inside, other=0)
+        back = tl.load(num_rejected + tl.load(rejected_at + row, mask=inside, other=0), mask=inside, other=0)
         if slots is not None:
             there = tl.load(positions + at, mask=inside, other=0) - back
             kept = tl.load(slots + at, mask=inside, other=-1) >= 0
@@ -49,19 +49,21 @@ def _catch_up_kernel(
         _take_back(positions, at, inside, back)
         _take_back(kv_lens, at, inside, back)
         inside = at < num_records
-        back = tl.load(missed + tl.load(records_late + at, mask=inside, other=0), mask=inside, other=0)
+        back = tl.load(num_rejected + tl.load(rejected_at_records + at, mask=inside, other=0), mask=inside, other=0)
         _take_back(pending, at, inside, back)
         if held is not None:
             _take_back(held, at, inside, back)
 
 
-def catch_up(ids: IdColumns, late: LateColumns | None = None) -> None:
+def catch_up(ids: IdColumns, columns: OptimisticColumns | None = None) -> None:
     num_ids = num_tokens = len(ids.rows)
     num_records = stride = 0
-    if late is not None:
-        num_tokens, num_records, stride = late.positions.numel(), len(late.records_late), late.table.stride(0)
-        assert num_records <= num_tokens and num_ids == len(late.late), "programs are for tokens"
-    operands = (*ids, *(late or [None] * len(LateColumns._fields)), num_ids, num_tokens, num_records, stride)
+    if columns is not None:
+        num_tokens, num_records = columns.positions.numel(), len(columns.rejected_at_records)
+        stride = columns.table.stride(0)
+        assert num_records <= num_tokens and num_ids == len(columns.rejected_at), "programs are for tokens"
+    given = columns or [None] * len(OptimisticColumns._fields)
+    operands = (*ids, *given, num_ids, num_tokens, num_records, stride)
     _catch_up_kernel[(ceil_div(num_tokens, TILE.value),)](*operands, num_warps=4)
 
 
@@ -88,7 +90,8 @@ def newest(windows: Tensor, records: Tensor, slots: Tensor, lines: Tensor, pendi
 
 @triton.jit(do_not_specialize=["num_positions"], do_not_specialize_on_alignment=COLUMNS)
 def _accept_kernel(
-    token_ids, finite, drafts, rows, starts, sizes, last_sampled, missed, drafted, draft_at, results, num_positions
+    token_ids, finite, drafts, rows, starts, sizes, last_sampled, num_rejected, drafted, draft_at, results,
+    num_positions,
 ):  # fmt: skip
     row, at = tl.program_id(0), tl.arange(0, MOST)
     size, place = tl.load(sizes + row), tl.load(starts + row) + at
@@ -106,7 +109,7 @@ def _accept_kernel(
     line = tl.load(rows + row)
     newest_id = tl.sum(tl.where(at == last, answer, 0))
     tl.store(last_sampled + line, tl.maximum(newest_id, 0))  # a row that is not finite has no id
-    tl.store(missed + line, size - 1 - last)
+    tl.store(num_rejected + line, size - 1 - last)
 
 
 def accept(token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:

@@ -5,26 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, LateColumns, WindowColumns
+from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, OptimisticColumns, WindowColumns
 
 
-def catch_up(ids: IdColumns, late: LateColumns | None = None) -> None:
+def catch_up(ids: IdColumns, columns: OptimisticColumns | None = None) -> None:
     own = ids.ids[: len(ids.rows)]
     drafted = _drafted(own, ids.drafted, ids.draft_at)
     own.copy_(torch.where(drafted < 0, ids.last_sampled[ids.rows], drafted))
-    if late is None:
+    if columns is None:
         return
-    missed = late.missed[late.late]
-    late.positions.sub_(missed)
-    late.kv_lens.sub_(missed)
-    if late.slots is not None:
-        at, size = late.positions, late.block_size
-        blocks = late.table[late.table_rows.long(), at // size].long()
-        late.slots.copy_(torch.where(late.slots < 0, late.slots, blocks * size + at % size))
-    behind = late.missed[late.records_late]
-    for counts in (late.pending, late.held):
+    rejected = columns.num_rejected[columns.rejected_at]
+    columns.positions.sub_(rejected)
+    columns.kv_lens.sub_(rejected)
+    if columns.slots is not None:
+        at, size = columns.positions, columns.block_size
+        blocks = columns.table[columns.table_rows.long(), at // size].long()
+        columns.slots.copy_(torch.where(columns.slots < 0, columns.slots, blocks * size + at % size))
+    rejected = columns.num_rejected[columns.rejected_at_records]
+    for counts in (columns.pending, columns.held):
         if counts is not None:
-            counts.sub_(behind)
+            counts.sub_(rejected)
 
 
 def newest(windows: Tensor, records: Tensor, slots: Tensor, lines: Tensor, pending: Tensor) -> Tensor:
@@ -33,13 +33,13 @@ def newest(windows: Tensor, records: Tensor, slots: Tensor, lines: Tensor, pendi
 
 
 def accept(token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
-    _, rows, starts, sizes, last_sampled, missed, drafted, draft_at, most = columns
+    _, rows, starts, sizes, last_sampled, num_rejected, drafted, draft_at, most = columns
     answers = torch.where(finite, token_ids, NOT_FINITE)
     right = answers == _drafted(columns.drafts, drafted, draft_at)
     places = starts[:, None] + torch.arange(most, device=starts.device)
     counts = right[places.clamp(max=len(answers) - 1)].cumprod(1).sum(1) + 1
     last_sampled.index_copy_(0, rows, answers[starts + counts - 1].clamp(min=0))  # a row that is not finite has no id
-    missed.index_copy_(0, rows, sizes - counts)
+    num_rejected.index_copy_(0, rows, sizes - counts)
     return torch.cat((answers, counts))
 
 
