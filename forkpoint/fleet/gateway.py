@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -156,7 +157,8 @@ class Gateway:
             return forwarded, None
         pieces = self._prefill.compute_prompt.remote(route, replace(forwarded, body=half))
         try:
-            earlier: dict[str, Any] | None = await asyncio.wait_for(anext(pieces), TAKEN_S)
+            with _cancelling(pieces):
+                earlier: dict[str, Any] | None = await asyncio.wait_for(anext(pieces), TAKEN_S)
             if earlier is None:
                 offer = offer_of(await _computed(pieces))
                 return replace(forwarded, body=decode_half(forwarded.body, offer)), None
@@ -164,7 +166,6 @@ class Gateway:
             _log_lost_prompt(error)
             return forwarded, None
         except TimeoutError:
-            pieces.cancel()
             LOGGER.warning("no prefill replica takes a prompt within %g s, and another replica computes it", TAKEN_S)
             return forwarded, None
         body = decode_half(forwarded.body, early_offer(earlier, lease))
@@ -173,10 +174,11 @@ class Gateway:
     async def _open(self, replicas: DeploymentHandle, route: RoutingHint, forwarded: ForwardedRequest) -> ReplicaAnswer:
         """Send the request and wait for the head of the answer. Raises LOST_ERRORS if the replica is lost before."""
         pieces = replicas.answer.remote(route, forwarded)
-        head: Head = await anext(pieces)
-        body: bytes = await anext(pieces, b"")
-        if not head.is_stream:
-            body = b"".join([body, *[piece async for piece in pieces]])
+        with _cancelling(pieces):
+            head: Head = await anext(pieces)
+            body: bytes = await anext(pieces, b"")
+            if not head.is_stream:
+                body = b"".join([body, *[piece async for piece in pieces]])
         return ReplicaAnswer(head, body, pieces)
 
     async def _prefix(self, forwarded: ForwardedRequest) -> tuple[int, ...]:
@@ -210,10 +212,21 @@ class Gateway:
         return worst.response()
 
 
+@contextlib.contextmanager
+def _cancelling(pieces: Any) -> Iterator[None]:
+    """Cancel a call if waiting for it is given up. Ray leaves a call running that a replica has taken."""
+    try:
+        yield
+    except (asyncio.CancelledError, TimeoutError):
+        pieces.cancel()
+        raise
+
+
 async def _computed(pieces: Any) -> bytes:
     """Return the answer of a prefill replica; nothing if that is an error. Raises LOST_ERRORS."""
-    head: Head = await anext(pieces)
-    body: bytes = await anext(pieces, b"")
+    with _cancelling(pieces):
+        head: Head = await anext(pieces)
+        body: bytes = await anext(pieces, b"")
     return body if head.status == 200 else b""
 
 

@@ -240,15 +240,20 @@ def test_a_request_that_stops_engines_is_tried_on_two() -> None:
 def test_a_request_to_all_does_not_wait_for_replicas_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forkpoint.fleet.gateway.ALL_ANSWER_S", 0.05)
 
-    async def never(*_: Any) -> AsyncIterator[Any]:
-        await asyncio.Event().wait()
-        yield None
+    cancelled = list[str]()
 
-    handle = SimpleNamespace(options=lambda **_: SimpleNamespace(answer=SimpleNamespace(remote=never)))
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    def remote(route: RoutingHint, asked: ForwardedRequest) -> SimpleAnswer:
+        return SimpleAnswer(never, lambda: cancelled.append(asked.path))
+
+    handle = SimpleNamespace(options=lambda **_: SimpleNamespace(answer=SimpleNamespace(remote=remote)))
     gateway: Any = Gateway(cast(Any, handle), asks_prefix=False)
     for path in SENT_TO_ALL:
         asked = ForwardedRequest("POST", path, "", (), b"")
         assert asyncio.run(asyncio.wait_for(gateway._answer_of_all(asked), 5)).status_code == 503
+    assert cancelled == list(SENT_TO_ALL), "Ray leaves a call running that a replica has taken"
 
 
 @dataclass(frozen=True)
@@ -293,6 +298,8 @@ class Pair:
         yield self.earlier
         if self.earlier is not None:
             await self.computed.wait()
+            if self.fails == "late":
+                await asyncio.Event().wait()
         if self.fails == "lost":
             raise RayError("gone")
         status = 429 if self.fails == "refused" else 200
@@ -307,7 +314,7 @@ class Pair:
         yield b"answer"
 
 
-@pytest.mark.parametrize("fails", ["", "refused", "lost", "unavailable", "busy"])
+@pytest.mark.parametrize("fails", ["", "refused", "lost", "unavailable", "busy", "late"])
 @pytest.mark.parametrize("knows", [True, False])
 def test_both_replicas_of_a_pair_are_asked_at_once(knows: bool, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill replica has said where its prompts are fetched. Whatever it answers, the decode replica answers."""
@@ -332,11 +339,11 @@ def test_both_replicas_of_a_pair_are_asked_at_once(knows: bool, fails: str, monk
     assert (first, second) == ("prefill", "decode")
     lease = half["kv_transfer_params"]["forkpoint"]["lease"]
     params = whole.get("kv_transfer_params")
-    assert pair.num_cancelled == (fails == "busy")
+    assert pair.num_cancelled == (fails == "busy" or (knows and fails == "late"))
     if knows and fails not in ("unavailable", "busy"):  # the decode replica was asked before the prompt was computed
         assert params == {"remote_port": 7, "forkpoint": {"lease": lease, "namespace": "n", "early": True}}
     else:
-        assert params == ({"forkpoint": {"lease": 5}} if not fails else None)
+        assert params == ({"forkpoint": {"lease": 5}} if fails in ("", "late") else None)
 
 
 @pytest.mark.parametrize("kind", ["engine", "replica"])
