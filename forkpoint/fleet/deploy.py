@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -88,7 +89,7 @@ def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> in
             _wait_for_signal()
     finally:
         if own:
-            serve.shutdown()
+            _delete_application()
         ray.shutdown()
     return 0
 
@@ -112,6 +113,16 @@ def check_rays_options(fleet: FleetConfig) -> None:
 def _devices(count: int) -> dict[str, Any]:
     """Return the resources of a replica: a GPU for each of `count` ranks, or a CPU if the cluster has no GPU."""
     return {"num_gpus": count} if ray.cluster_resources().get("GPU") else {"num_cpus": count}
+
+
+def _delete_application() -> None:
+    """Delete the application if it is there, and wait until its open requests have ended or their time is over.
+
+    Ray's `serve.shutdown` would end clients' connections at once.
+    """
+    while NAME in serve.status().applications:
+        with contextlib.suppress(TimeoutError):  # after 60 s, which may be less than the requests have
+            serve.delete(NAME)
 
 
 def _wait_for_signal() -> None:

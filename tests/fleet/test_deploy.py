@@ -6,6 +6,7 @@ Ray is no part of the development environment: `pip install 'forkpoint[ray]'` ha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -17,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,11 +53,9 @@ class Deployed:
     url: str
 
     def pids(self, kind: str) -> list[int]:
-        """Processes of Ray's of that name, on this machine."""
-        found = subprocess.run(["ps", "-eo", "pid,args", "-ww"], capture_output=True, text=True, check=True).stdout
-        return [
-            int(line.split()[0]) for line in found.splitlines() if re.search(rf"ray::ServeReplica:\S+:{kind}", line)
-        ]
+        """Return the deployment's processes of Ray's of that name."""
+        of_kind = re.compile(rf"ray::ServeReplica:\S+:{kind}")
+        return [pid for pid in descendants(self.process.pid) if of_kind.match(Path(f"/proc/{pid}/cmdline").read_text())]
 
     def is_whole(self) -> bool:
         """Both replicas answer, and none is on its way out."""
@@ -74,6 +73,12 @@ class Deployed:
         raise AssertionError("no replica has an engine")
 
 
+def descendants(pid: int) -> Iterator[int]:
+    for child in children(pid):
+        yield child
+        yield from descendants(child)
+
+
 def children(pid: int) -> list[int]:
     """Return the children of all threads of a process."""
     return [
@@ -87,7 +92,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         yield found
 
 
-@contextmanager
+@contextlib.contextmanager
 def deploying(folder: Path, *more: str) -> Iterator[Deployed]:
     model = make_random_model(folder / "model", TINY)
     with socket.socket() as free:
@@ -106,9 +111,10 @@ def deploying(folder: Path, *more: str) -> Iterator[Deployed]:
         assert process.poll() is None, log.read_text()
         yield found
     finally:
+        replicas = found.pids("(Prefill)?Replica")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0, log.read_text()
-        assert not found.pids("Replica"), "a replica was left behind"
+        assert not any(Path(f"/proc/{pid}").exists() for pid in replicas), "a replica was left behind"
 
 
 def wait_for(holds: Any) -> None:
@@ -155,6 +161,18 @@ def test_long_prompts_are_computed_by_prefill_replicas(tmp_path: Path) -> None:
         os.kill(found.pids("PrefillReplica")[0], signal.SIGKILL)
         answer = http.post("/v1/completions", json={"prompt": ids(4, 600), "max_tokens": 8}).json()
         assert answer["usage"]["completion_tokens"] > 0, "a decode replica computes the prompt"
+
+
+def test_a_stream_that_is_open_at_ctrl_c_ends_whole(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        with deploying(tmp_path) as found:
+            http = stack.enter_context(httpx2.Client(base_url=found.url, timeout=120))
+            body = {"prompt": ids(1, 20), "max_tokens": 1800, "ignore_eos": True, "stream": True}
+            lines = stack.enter_context(http.stream("POST", "/v1/completions", json=body)).iter_lines()
+            next(lines)
+            ended = stack.enter_context(ThreadPoolExecutor()).submit(lambda: list(filter(None, lines))[-1])
+        assert ended.result() == "data: [DONE]"
+    assert "will be retried" not in found.log.read_text(), "Ray warns"
 
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], *, stream: bool) -> tuple[str, list[int]]:
