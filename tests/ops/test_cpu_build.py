@@ -44,6 +44,19 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "did not build" in built.reason
 
 
+def test_a_user_without_a_home_folder_gets_the_operators_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    built = load_operators()
+    assert built.module is None
+    assert "set HOME or XDG_CACHE_HOME" in built.reason
+
+
 def test_a_build_works_after_one_that_failed_in_the_same_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

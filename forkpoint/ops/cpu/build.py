@@ -54,7 +54,10 @@ def load_operators() -> CpuBuild:
     if compiler_version is None:
         return CpuBuild(None, f"no C++ compiler: '{compiler}' does not run (install g++ or set CXX)")
     sources = _sources()
-    folder = _cache_root() / _key(sources, compiler_version)
+    try:
+        folder = _cache_root() / _key(sources, compiler_version)
+    except RuntimeError:  # the user has no home folder, such as one whose number alone a container names
+        return CpuBuild(None, "no home folder for the compiled C++ operators (set HOME or XDG_CACHE_HOME)")
     library = folder / f"{NAME}.so"
     marker = folder / "complete"
     try:
