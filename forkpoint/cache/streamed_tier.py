@@ -67,6 +67,8 @@ class StreamedHostTier(LateTier, HostTier):
         if entry is None:
             return
         node, checkpoint = (entry, None) if isinstance(entry, Node) else (entry.node, entry)
+        if checkpoint is not None and checkpoint.is_renewed_soon:
+            return
         own_pages = node.depth * self.layout.block_bytes // store.layout.page_bytes
         if num_free > num_pages // RESERVE_SHARE + own_pages:
             return

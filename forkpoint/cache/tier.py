@@ -92,9 +92,12 @@ class Tier(RestoreSource):
     def keep(self, node: Node, checkpoint: Checkpoint | None) -> None:
         """Store the path of a node of the arena, and `checkpoint` if one is given, before they are evicted.
 
-        Nothing is stored if that would evict entries of the tier that are worth more.
+        Nothing is stored if that would evict entries of the tier that are worth more, or for a state that its row is
+        about to renew.
         """
         assert not node.condemned, "condemned entries are dropped, not evicted"
+        if checkpoint is not None and checkpoint.is_renewed_soon:
+            return
         split = self._split(node)
         if split is None:
             return

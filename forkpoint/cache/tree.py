@@ -112,6 +112,14 @@ class Checkpoint(Evictable):
         return not (self.dropped or self.num_readers or self.num_hits or self.num_expected)
 
     @property
+    def is_renewed_soon(self) -> bool:
+        """Whether a decoding row still holds the end of its history here, and keeps a newer state at its next block.
+
+        Nobody has used the checkpoint.
+        """
+        return self.origin is Origin.DECODE and self.node.pins > 0 and self.is_spare
+
+    @property
     def is_evictable(self) -> bool:
         return self.num_readers == 0
 
