@@ -26,8 +26,8 @@ def own_folder(root: Path, namespace: bytes) -> Path:
 def make_way(own: Path) -> None:
     """Remove folders of other namespaces next to `own` until MOST_NAMESPACES are left, that one included.
 
-    The one that was unused for the longest time goes first. Those in use stay, and so does everything else in the
-    folder. What is removed or left is one line in the log. Errors are ignored: they leave too much there.
+    The folder that was unused for the longest time goes first. Folders in use stay, and so does everything else. One
+    line in the log says what is removed or left. After an error, too much is left.
     """
     others: list[Path] = []
     with contextlib.suppress(OSError):

@@ -101,7 +101,7 @@ class DiskStore:
             self._failed.append(ticket)
 
     def take(self, ticket: int) -> tuple[int, mmap.mmap]:
-        """Return the kind of what a read found and the buffer with it, for `give_back`.
+        """Return the kind of the unit that was read and the buffer with it, for `give_back`.
 
         KeyError if the read has not arrived.
         """
@@ -117,7 +117,7 @@ class DiskStore:
         return self._slab.layout.unit_bytes(kind)
 
     def discard(self, ticket: int) -> None:
-        """Forget what a read found or will find."""
+        """Drop the contents of a read, arrived or not."""
         with self._changed:
             if ticket in self._arrived:
                 kind, buffer = self._arrived.pop(ticket)
@@ -260,9 +260,9 @@ class DiskStore:
         self._journal.rewrite(np.concatenate([table[table["live"] == 1] for table in tables]))
 
     def _write(self, job: Job) -> None:
-        """Run a write or a copy. Raises OSError. The journal first records what is overwritten.
+        """Run a write or a copy. Raises OSError. A copy of an entry that is gone only clears the unit.
 
-        What was written is recorded after it. A copy of an entry that is gone only clears the unit.
+        The journal removes the overwritten entries before the write, and adds the new one after it.
         """
         if not self._journal.is_in_place():
             raise FileNotFoundError(errno.ENOENT, "the folder or its journal was removed")

@@ -102,11 +102,6 @@ class Gateway:
         return (await self._answer(forwarded)).response()
 
     async def _answer(self, forwarded: ForwardedRequest) -> ReplicaAnswer:
-        """Return the first answer that does not depend on the replica, or the last refusal if all refuse.
-
-        Replicas that are lost before they answer are skipped, for MAX_TRIES tries in all. After MAX_STOPPED engines
-        have stopped, the request may be the cause, and that answer is returned.
-        """
         route = RoutingHint(await self._prefix(forwarded))
         forwarded, computing = await self._with_computed_prompt(route, forwarded)
         try:
@@ -116,6 +111,11 @@ class Gateway:
                 computing.cancel()  # the answer is on its way, or nobody wants it
 
     async def _answer_of_one(self, route: RoutingHint, forwarded: ForwardedRequest) -> ReplicaAnswer:
+        """Return the first answer that does not depend on the replica, or the last refusal if all refuse.
+
+        Replicas that are lost before they answer are skipped, for MAX_TRIES tries in all. After MAX_STOPPED engines
+        have stopped, the request may be the cause, and the last answer is returned.
+        """
         last: ReplicaAnswer | None = None
         stopped = set[str]()
         for number in range(MAX_TRIES):

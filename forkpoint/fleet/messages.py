@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -36,7 +36,7 @@ class Head:
 
     replica: str
     status: int
-    headers: Headers = field(default=())
+    headers: Headers = ()
 
     @property
     def is_stream(self) -> bool:

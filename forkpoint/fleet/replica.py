@@ -64,10 +64,7 @@ class Replica:
             raise EngineStoppedError("the replica's server reports that its engine has stopped")
 
     async def prefix(self, route: RoutingHint, forwarded: ForwardedRequest) -> tuple[int, ...]:
-        """Return the published hashes of the blocks that the request's prompt begins with.
-
-        None for a request that will be refused.
-        """
+        """Return the published hashes of the prompt's blocks; none for a request that will be refused."""
         try:
             async with self._send(forwarded, f"/prefix{forwarded.path}") as response:
                 if response.status != 200:

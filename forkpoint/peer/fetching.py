@@ -56,6 +56,8 @@ class _UnwantedError(Exception):
 
 @dataclass(slots=True)
 class _Ended:
+    """Tickets of the fetches that have ended. The unreachable ones are also among the failed ones."""
+
     done: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     unreachable: list[int] = field(default_factory=list)
@@ -168,7 +170,7 @@ class Fetching:
                 self.give(entry)
 
     def news(self, wait_s: float = 0.0) -> FetchNews | None:
-        """Return what has ended or arrived since the last call; None if that is nothing.
+        """Return which fetches have ended or progressed since the last call; None if none has.
 
         With `wait_s`, wait so long until a fetch has ended or PROGRESS_BYTES of one have arrived.
         """
@@ -233,7 +235,7 @@ class Fetching:
             self._end_lease(fetch)
 
     def _fetch(self, running: _Running) -> None:
-        """Fill `running.entries`. Their checksums are right then.
+        """Fill `running.entries`, and check their checksums.
 
         Raises _NotHeldError if the other engine lacks entries, PeerError for a wrong answer, OSError, and
         _UnwantedError if nobody wants them.
@@ -296,7 +298,7 @@ class Fetching:
     def _receive_part(
         self, line: Line, memory: MemoryReader | None, name: EntryName, part: int, buffer: memoryview
     ) -> None:
-        """Fill a buffer with a part, whose checksum is right then. Raises as `_fetch` does, and _NotSharedError.
+        """Fill a buffer with a part, and check its checksum. Raises as `_fetch` does, and _NotSharedError.
 
         The checksum is that of the copy, so it does not matter what the other engine does with its memory afterwards.
         """

@@ -22,7 +22,7 @@ MOST_ENDED: Final = 4096  # leases that have ended and are remembered, so that n
 class OfferedEntry:
     """An entry's bytes, held by leases and by connections that send them.
 
-    `sums` has the checksums of parts that were fetched. `place`: as in `Place`, if the bytes are in shared memory.
+    `sums` has the checksums of parts that were fetched. `place` is set if the bytes are in shared memory.
     """
 
     name: EntryName
@@ -58,9 +58,9 @@ class Offered:
         self.num_bytes = 0
 
     def add(self, name: EntryName, data: Buffer, lease: int) -> None:
-        """Add an entry to a lease. If even an otherwise empty memory has no room for the lease, the lease ends.
+        """Add an entry to a lease. If the lease alone needs more than `max_bytes`, it ends.
 
-        Nobody may change `data` any more. What is not kept is given back at once.
+        Nobody may change `data` any more. If the entry is not kept, `data` is given back at once.
         """
         place = place_of(np.frombuffer(data, np.uint8)) if isinstance(data, memoryview) else None
         with self._changed:

@@ -96,8 +96,7 @@ class BlockTable:
     def remap(self, moves: Sequence[Move], group: int = 0) -> None:
         """Follow compaction: replace the ids of blocks of this group that `moves` moved in the arena, in all rows.
 
-        A block whose contents were moved away may be taken and moved again. Its contents are new then, and no row has
-        them.
+        A block that was moved away may be reused and moved again within `moves`. No row has its new contents.
         """
         contents: dict[int, int | None] = {}  # block -> the block whose contents it has now; None: new contents
         for move in moves:

@@ -28,7 +28,7 @@ from forkpoint.sched.plan import Move, MoveKind, MoveRoute, TierNews
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8: torch.float8_e4m3fn}
 
-HOST_ALIGNMENT = PIECE_BYTES  # pieces of the host tier are pinned from multiples of it on
+HOST_ALIGNMENT = PIECE_BYTES  # of the host tier's memory, so that no piece of a copy is pinned in two parts
 
 
 class ArenaBuffer:
@@ -103,7 +103,8 @@ class ArenaBuffer:
     def move(self, moves: Sequence[Move], sound: bool = True) -> None:
         """Copy whole blocks and slots, in order, and hand the disk's moves to its thread.
 
-        Unless the memory is `sound`, nothing goes to the disk or to other engines: such writes fail.
+        After a failed step the memory is not `sound`. Then nothing goes to the disk or to other engines, and moves to
+        the disk fail.
         """
         self.note(moves, sound)
         self.issue()
@@ -123,7 +124,7 @@ class ArenaBuffer:
 
     def _run(self, move: Move, sound: bool) -> None:
         if move.route is MoveRoute.ARENA:
-            src, dst = (self._extent(move.kind, unit, move.group) for unit in (move.src, move.dst))
+            src, dst = (unit_extent(self.layout, move.kind, unit, move.group) for unit in (move.src, move.dst))
             self.data[dst].copy_(self.data[src])
         elif move.route in PEER_ROUTES:
             assert self._peer_copies is not None, "the worker has no link to other engines"
@@ -161,9 +162,6 @@ class ArenaBuffer:
     def stored_bytes(self, kind: MoveKind) -> int:
         """Return the bytes of a tier's block or slot, without padding at its end; 0 without blocks."""
         return unit_bytes(self.stored, kind)
-
-    def _extent(self, kind: MoveKind, unit: int, group: int = 0) -> slice:
-        return unit_extent(self.layout, kind, unit, group)
 
     def close(self) -> None:
         """End all copies, and close the disk tier and the link to other engines."""

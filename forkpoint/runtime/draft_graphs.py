@@ -1,4 +1,4 @@
-"""Drafts by the model's MTP layer. They stay on the device; one graph makes all drafts of a step."""
+"""Drafts by the model's MTP layer. They stay on the device; one graph computes all drafts of a step."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class _Shape:
 
 
 class DraftGraphs:
-    """Makes the drafts that plans leave to the runner (TO_DRAFT), with the model's MTP layer.
+    """Computes the drafts that plans leave to the runner (TO_DRAFT), with the model's MTP layer.
 
     `drafted[row, i]` is the row's i-th draft of the newest such step. The layer's keys of the drafts go where the step
-    itself will write its keys. A row that wants fewer drafts than others stores nothing for the rest. Before `record`
-    the same work is launched kernel by kernel.
+    itself will write its keys. A row that wants fewer drafts than others stores nothing for the rest. If no graph is
+    large enough, the work is launched kernel by kernel.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class DraftGraphs:
         self._graphs: Graphs[_Shape, None] = Graphs(platform, padding, runs_before_recording)
 
     def issue_all(self) -> None:
-        """Make drafts for padding in all shapes, without recording the work."""
+        """Compute drafts for padding in all shapes, without recording the work."""
         self._graphs.issue_all(self._issue)
 
     def record_largest(self) -> None:
-        """Record the graph that makes the most drafts."""
+        """Record the graph that computes the most drafts."""
         self._graphs.record_largest(self._issue)
 
     def record_next(self) -> bool:
@@ -87,7 +87,7 @@ class DraftGraphs:
         self._graphs.clear()
 
     def filled(self, plan: StepPlan, must_know: bool) -> StepPlan:
-        """Make the drafts that the plan leaves to the runner, on the device, and return the plan.
+        """Compute the drafts that the plan leaves to the runner, on the device, and return the plan.
 
         Their ids enter the returned plan only if the host needs them (`must_know`), which then waits for the device, or
         if the device shares the host's memory.
@@ -100,21 +100,21 @@ class DraftGraphs:
             return plan
         rejected_at = self._records.rejected_at(rows)
         columns = (rows.row, rows.start, rows.num_drafts, rows.tokens[first], rows.read_slot, rows.pending, rejected_at)
-        self._make(*(column[chosen] for column in columns))
+        self._draft(*(column[chosen] for column in columns))
         return self.with_drafts(plan) if must_know or self._platform.shares_memory else plan
 
     def with_drafts(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with the ids of the drafts made for it. Waits for the device."""
+        """Return the plan with the ids of its drafts. Waits for the device."""
         tokens, (at, row, number) = plan.rows.tokens.copy(), draft_places(plan)
         tokens[at] = self.drafted.cpu().numpy()[row, number]
         return replace(plan, rows=replace(plan.rows, tokens=tokens))
 
-    def _make(self, *columns: IntArray) -> None:
-        """Make drafts for the rows of these columns, those of `_arrays`, by a graph if one fits."""
+    def _draft(self, *columns: IntArray) -> None:
+        """Compute drafts for the rows of these columns, those of `_arrays`, by a graph if one fits."""
         row, _, counts, *_ = columns
         exact = _Shape(len(row), int(counts.max()))
-        made = self._graphs.shapes
-        fitting = [s for s in made if s.num_rows >= exact.num_rows and s.num_drafts >= exact.num_drafts]
+        shapes = self._graphs.shapes
+        fitting = [s for s in shapes if s.num_rows >= exact.num_rows and s.num_drafts >= exact.num_drafts]
         if fitting:
             shape = min(fitting, key=lambda s: s.num_rows * s.num_drafts)
             self._graphs.replay(shape, self._arrays(shape, columns), self._issue)
@@ -172,7 +172,7 @@ class DraftGraphs:
         }
 
     def _issue(self, tensors: Tensors, shape: _Shape, most_lens: Sequence[HostLens] = ()) -> None:
-        """Make the drafts. `most_lens` has bounds of the rows' lengths for each draft, if the host has them."""
+        """Compute the drafts. `most_lens` has bounds of the rows' lengths for each draft, if the host has them."""
         t, work = tensors, AttentionWork(tensors["tiles"], tensors["parts"], tensors["part_ptr"])
         table, ids, positions, kv_lens, slots = self._batch.table, *(t[name] for name in _CORRECTED)
         keys = (kv_lens, slots if self._dealt is None else None, t["table_rows"], table.device, table.kernel_block_size)

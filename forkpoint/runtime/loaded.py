@@ -18,7 +18,7 @@ from forkpoint.platforms.table import traits_of
 from forkpoint.runtime.dealt_keys import DealtKeys
 from forkpoint.runtime.step_inputs import StepShape
 
-MOST_QUERIES: Final = 32  # query heads of one key head, over all tokens of a row for which keys are read together
+MOST_QUERIES: Final = 32  # queries that read a key together: the query heads of a key head, for several tokens of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Loaded:
     shapes: Sequence[StepShape] = ()
     max_num_drafts: int = 0
     state_write_interval: int = 1
-    ranks: Ranks = ALONE  # that keep the tokens of a block in turn, `interleave` tokens each
+    ranks: Ranks = ALONE  # those that keep the tokens of a block in turn, `interleave` tokens each
     interleave: int = 1
     runs_before_recording: bool = True  # work runs once before it is recorded; see `Graphs`
 

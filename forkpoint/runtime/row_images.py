@@ -46,8 +46,8 @@ class RowImages:
     """The images of the batch's rows.
 
     If `table.has_axes`, tokens are rotated by other positions than they are stored at: those of `forkpoint.images`,
-    which says what `centred` means. The MTP head keeps a token's keys where the token before it stands, one further.
-    That differs from the token's own place in images, and after each image.
+    which says what `centred` means. The MTP head rotates a token by one more than the position of the token before it.
+    In an image, and right after one, that differs from the token's own position.
     """
 
     def __init__(self, num_rows: int, table: ImageRows, centred: bool = False, drafts: bool = False) -> None:

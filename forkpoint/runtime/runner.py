@@ -34,8 +34,8 @@ from forkpoint.runtime.submitted import FailedStep, RunningStep, Verified
 from forkpoint.runtime.windows import NO_DRAFT, Windows
 from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, StepPlan, StepResult, StepRows, SubmittedStep
 
-# Longest wait of a step without work for news of a tier or a fetch. Requests that arrive meanwhile wait as long, and a
-# load that is slower than computing is noticed as late.
+# Longest wait of a step without work for news of a tier or a fetch. It delays requests that arrive meanwhile, and the
+# decision to compute a prefix whose load is too slow.
 TIER_WAIT_S = 0.002
 
 
@@ -109,7 +109,7 @@ class ModelRunner:
         self._failure: Exception | None = None
 
     def issue_all(self) -> None:
-        """Issue the work of all graphs and the kernels next to them, without recording any."""
+        """Issue the work of all graphs, and the kernels that run outside graphs, without recording any."""
         with torch.inference_mode():
             self._graphs.issue_all(self._issue)
             if self._drafts is not None:
@@ -117,7 +117,7 @@ class ModelRunner:
             self._prepare_records()
 
     def record_largest(self) -> None:
-        """Record the graph of the largest step, whose memory the others share, and load the kernels next to graphs."""
+        """Record the graph of the largest step, whose memory the others share; load the kernels outside graphs."""
         with torch.inference_mode():
             self._graphs.record_largest(self._issue)
             if self._drafts is not None:
@@ -203,11 +203,11 @@ class ModelRunner:
             sampling = np.repeat(np.asarray(sampling, object), windows.sizes).tolist()
         plain = plan.masks is None and all(row.is_plain_greedy for row in sampling)
         exact = StepShape.of(plan, self._has_drafts and self._verifies(plan))
-        asking: list[tuple[AddedRow, int, int, int]] = []
+        to_score: list[tuple[AddedRow, int, int, int]] = []
         if exact.num_segments:
-            asking = self._asking(plan, exact.num_decodes)
+            to_score = self._prompts_to_score(plan, exact.num_decodes)
         shape: StepShape | None = None
-        if self._shapes is not None and not asking:
+        if self._shapes is not None and not to_score:
             shape = self._shapes.find(exact)
         images: StepImages | None = None
         if self.batch.images is not None and self._encoded is not None:
@@ -223,7 +223,7 @@ class ModelRunner:
             outputs = self._graphs.replay(shape, arrays, self._issue)
         else:
             hidden, outputs = self._without_graph(plan, exact, arrays, plain)
-            prompts = [(extent[0].row, self._prompt_scores(*extent, hidden)) for extent in asking]
+            prompts = [(extent[0].row, self._prompt_scores(*extent, hidden)) for extent in to_score]
         sampled: Sampled | None = None
         if outputs is not None:
             sampled = self._sample(plan, outputs, sampling, plain, windows)
@@ -379,7 +379,7 @@ class ModelRunner:
         there = WindowColumns(drafts, row, starts, sizes, *kept, int(windows.sizes.max()))
         return windows.accept(self._ops.accept, sampled.token_ids, sampled.finite, there), there
 
-    def _asking(self, plan: StepPlan, first: int) -> list[tuple[AddedRow, int, int, int]]:
+    def _prompts_to_score(self, plan: StepPlan, first: int) -> list[tuple[AddedRow, int, int, int]]:
         """Return the rows with prompt tokens whose log-probabilities are wanted.
 
         Each is (row, start, end, index of its first token in the step). The segments' tokens begin at `first`.

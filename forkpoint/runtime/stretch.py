@@ -56,7 +56,7 @@ def _gap(stretch: Stretch, following: Stretch) -> int:
 def joint_padding(arena: tuple[int, int] | None, tier: tuple[int, int] | None, smallest_unit: int) -> int:
     """Return the bytes after each block that copies may write; 0 if there are none.
 
-    `arena` and `tier` are the places of blocks. A unit that fits into the padding could lie between two neighbours.
+    `arena` and `tier` are the places of blocks. A unit that fits into the padding could lie there, and be overwritten.
     """
     if arena is None or arena != tier:
         return 0

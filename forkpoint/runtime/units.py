@@ -10,9 +10,7 @@ def unit_bytes(layout: CacheLayout, kind: MoveKind, group: int = 0) -> int:
     """Return the bytes of a group's block or of a slot, without padding at its end; 0 without groups."""
     if kind is MoveKind.SLOT:
         return layout.slot_bytes
-    if not layout.groups:
-        return 0
-    return layout.groups[group].unit_bytes
+    return layout.groups[group].unit_bytes if layout.groups else 0
 
 
 def unit_extent(layout: CacheLayout, kind: MoveKind, unit: int, group: int = 0) -> slice:

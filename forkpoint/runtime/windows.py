@@ -1,4 +1,4 @@
-"""Windows: the positions that a step with drafts samples, and which of them count."""
+"""Windows: the positions that a step with drafts samples, and which of them are accepted."""
 
 from __future__ import annotations
 
