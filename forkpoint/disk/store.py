@@ -35,7 +35,7 @@ class Job:
     kind: int
     unit: int
     name: EntryName | None = None
-    data: mmap.mmap | None = None  # of a write
+    data: mmap.mmap | None = None  # of a write, or of a copy once it runs
     reads: bool = False
     removes: bool = False
     source: int | None = None  # of a copy
@@ -222,6 +222,8 @@ class DiskStore:
         if job.removes:
             self._remove(job.name)
         elif self.writes:
+            if job.source is not None:
+                job.data = self.buffer(job.kind)
             try:
                 self._write(job)
                 is_done = True
@@ -266,24 +268,17 @@ class DiskStore:
         """
         if not self._journal.is_in_place():
             raise FileNotFoundError(errno.ENOENT, "the folder or its journal was removed")
-        source: Records | None = None
-        data = job.data
-        if job.source is not None:
-            source = self._records[job.kind][job.source : job.source + 1].copy()
-            data = self.buffer(job.kind)
-            if not source["live"][0] or not self._slab.read(job.kind, job.source, data):
-                source, data = None, None
-        self._make_way(job)
-        if data is None:
-            return
-        self._slab.write(job.kind, job.unit, data)
-        record = source
-        if record is None:
+        assert job.data is not None
+        record: Records | None = None
+        if job.source is None:
             assert job.name is not None
-            record = self._record(job.name, data)
-        else:
-            with self._changed:
-                self._buffers[job.kind].append(data)
+            record = self._record(job.name, job.data)
+        elif self._records[job.kind]["live"][job.source] and self._slab.read(job.kind, job.source, job.data):
+            record = self._records[job.kind][job.source : job.source + 1].copy()
+        self._make_way(job)
+        if record is None:
+            return
+        self._slab.write(job.kind, job.unit, job.data)
         record["unit"] = job.unit
         self._put(record)
 

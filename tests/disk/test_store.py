@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import shutil
 import signal
@@ -83,6 +84,23 @@ def test_a_read_of_what_is_still_being_written_waits_for_it(tmp_path: Path) -> N
     for number, ticket in (*((number, 2 * number + 1) for number in range(1, 30)), (29, 60)):
         _, buffer = store.take(ticket)
         assert buffer[: LAYOUT.block_bytes] == contents_of(name_of(number))
+    store.close()
+
+
+def test_copies_of_entries_that_are_gone_give_their_buffers_back(tmp_path: Path) -> None:
+    """On a device, memory that was pinned for a buffer stays pinned until the end."""
+    store, sizes = open_now(tmp_path), list[int]()
+
+    def allocate(num_bytes: int) -> mmap.mmap:
+        sizes.append(num_bytes)
+        return mmap.mmap(-1, num_bytes)
+
+    store.allocate = allocate
+    for unit in range(2, 8):
+        store.submit_copy(BLOCK, unit, unit + 1)
+    write(store, name_of(1), 2, 1)
+    settled(store, {1})
+    assert len(sizes) <= 2  # one for all copies, one for the write
     store.close()
 
 
