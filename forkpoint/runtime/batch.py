@@ -36,12 +36,10 @@ class Batch:
     ) -> None:
         """`deal` says which tokens this rank keeps in blocks without a window."""
         blocks = layout.num_blocks_for(max_model_len) or 1
-        self.tables = [
-            BlockTable(
-                num_rows, blocks, BLOCK_SIZE // each.num_ranks, platform, group.kernel_block_size if group else 0, each
-            )
-            for group, each in ((group, ALL if group and group.window else deal) for group in layout.groups or [None])
-        ]
+        self.tables: list[BlockTable] = []
+        for group in layout.groups or [None]:
+            own, size = ALL if group and group.window else deal, group.kernel_block_size if group else 0
+            self.tables.append(BlockTable(num_rows, blocks, BLOCK_SIZE // own.num_ranks, platform, size, own))
         self.table = self.tables[0]
         self.last_sampled = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)

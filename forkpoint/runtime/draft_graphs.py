@@ -148,13 +148,13 @@ class DraftGraphs:
             out[..., : values.shape[-1]] = values
             return out
 
-        images = self._batch.images
-        lines: Arrays = {}
+        images, optional = self._batch.images, Arrays()
         if self._dealt is not None:
-            lines = {"lines": padded(np.where(number < counts, row, NO_ROW), NO_ROW)}
+            optional["lines"] = padded(np.where(number < counts, row, NO_ROW), NO_ROW)
+        if images is not None and images.has_axes:
+            optional["rope_shift"] = padded(images.shift[row], 0)
         return {
-            **lines,
-            **({"rope_shift": padded(images.shift[row], 0)} if images is not None and images.has_axes else {}),
+            **optional,
             "rows": padded(row, table.num_rows),
             "token_ids": padded(token_ids, 0),
             "slots": padded(slot, 0),

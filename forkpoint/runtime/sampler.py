@@ -150,10 +150,8 @@ class Sampler:
             lines = [rows[i].line for i in penalised]
             table = counts.table
             if windows is not None:  # a position also counts the drafts before it
-                table, lines = (
-                    counts.with_drafts(lines, *upload(windows.drafts_before(penalised))),
-                    list(range(len(lines))),
-                )
+                table = counts.with_drafts(lines, *upload(windows.drafts_before(penalised)))
+                lines = list(range(len(lines)))
             self._ops.apply_penalties(adjusted, table, self._penalties(rows, penalised, lines))
         if masks is not None:
             self._ops.apply_bitmasks(adjusted, upload(masks.rows.astype(np.int64)), upload(masks.bits))

@@ -58,10 +58,8 @@ class Windows:
 
         `starts` and `sizes` are the windows' own.
         """
-        ends, num_positions = starts + counts, len(self.drafts)
-        return torch.arange(num_positions, device=ends.device) < ends.repeat_interleave(
-            sizes, output_size=num_positions
-        )
+        ends = (starts + counts).repeat_interleave(sizes, output_size=len(self.drafts))
+        return torch.arange(len(self.drafts), device=ends.device) < ends
 
     def kept(self, counts: IntArray) -> npt.NDArray[np.int64]:
         """Return the positions that count, from the number of them `counts[R]` in each row."""
