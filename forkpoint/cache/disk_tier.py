@@ -64,7 +64,6 @@ class DiskTier(LateTier):
         self.writes = True
         self._has_answered = True  # since the last read that had no answer for STALLED_S
         self._closed_until_s = -math.inf
-        self.has_unsent = False  # entries to remove that no plan has carried yet
         self._source = source
         self._write_limit = write_limit
         self._wall_clock = wall_clock
@@ -207,6 +206,11 @@ class DiskTier(LateTier):
 
     # --- removing
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether there are entries to remove that no plan has carried yet."""
+        return any(move.route is MoveRoute.REMOVE for move in self.arena.moves)
+
     def condemn(self, hashes: Iterable[BlockHash]) -> None:
         hashes = list(hashes)
         super().condemn(hashes)
@@ -214,12 +218,10 @@ class DiskTier(LateTier):
         self.arena.moves += [
             Move(MoveKind.BLOCK, 0, 0, MoveRoute.REMOVE, name=EntryName(BLOCK, each, b"", 0)) for each in hashes
         ]
-        self.has_unsent = self.has_unsent or bool(hashes)
 
     def reset(self) -> None:
         super().reset()
         self.arena.moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.REMOVE))
-        self.has_unsent = True
 
     def fill(self, stats: CacheStats) -> None:
         stats.num_disk_pages, stats.num_free_disk_pages = self.arena.num_pages, self.arena.num_free_pages

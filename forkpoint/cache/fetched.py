@@ -95,7 +95,6 @@ class FetchedPrompts(RestoreSource):
             self._reader = TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock, self._stage)
         self._layout, self._facts, self._moves, self._counters, self._clock = layout, facts, moves, counters, clock
         self.orders: list[Fetch] = []
-        self.has_forgotten = False  # since the last plan
         self._prompts: dict[_Key, FetchedPrompt] = {}  # in the order of arrival
         self._by_ticket: dict[int, FetchedPrompt] = {}
         self._of: dict[Lease, FetchedPrompt] = {}
@@ -236,13 +235,9 @@ class FetchedPrompts(RestoreSource):
 
     # --- fetches
 
-    @property
-    def has_unsent(self) -> bool:
-        return self.has_forgotten or bool(self.orders)
-
     def drain_orders(self) -> tuple[Fetch, ...]:
         """Return the orders for the plan under construction, once."""
-        orders, self.orders, self.has_forgotten = tuple(self.orders), [], False
+        orders, self.orders = tuple(self.orders), []
         return orders
 
     def _start_next(self) -> None:
@@ -276,7 +271,6 @@ class FetchedPrompts(RestoreSource):
             is_sent, self.orders = len(others) == len(self.orders), others
             if is_sent:
                 self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.FORGET, prompt.ticket))
-                self.has_forgotten = True
         self._start_next()
 
     def apply(self, news: FetchNews) -> None:

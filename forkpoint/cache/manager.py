@@ -358,10 +358,8 @@ class CacheManager:
             moves = self.arena.drain_moves()
             self.store.counters.moves += sum(move.route is MoveRoute.ARENA for move in moves)
         fetches: tuple[Fetch, ...] = ()
-        if self.peers is not None:
-            fetches = self.peers.drain_fetches()
-        if self.disk is not None:
-            self.disk.has_unsent = False
+        if self.fetched is not None:
+            fetches = self.fetched.drain_orders()
         filed: list[Node | Checkpoint] = []
         if self.filing.filed or self.filing.reusable_next:
             filed = self.filing.drain()

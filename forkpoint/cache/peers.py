@@ -16,12 +16,13 @@ from forkpoint.cache.fetched import FetchedPrompts
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lookup import PrefixHit
-from forkpoint.cache.peer_offers import Fetch, Offer, PeerFacts
+from forkpoint.cache.peer_offers import Offer, PeerFacts
 from forkpoint.cache.tier import unit_of, windows_of
 from forkpoint.cache.tree import Checkpoint, Node, Origin
 from forkpoint.config import BLOCK_SIZE
 
 HAS_OFFER: Final = "do_remote_prefill"  # of kv_transfer_params: another engine has computed this prompt
+SENT_ALONE: Final = (MoveRoute.OFFER, MoveRoute.WITHDRAW, MoveRoute.FORGET)  # moves that a plan without rows carries
 LOGGER: Final = logging.getLogger("forkpoint")
 
 
@@ -36,8 +37,7 @@ class _OpenOffer:
 class PeerExchange:
     """Offers computed prompts to other engines, and reads the offers of others for `fetched`.
 
-    `layout` is that of tiers, `moves` the list of copies that all rooms share. `has_unsent`: it has something new that
-    no plan has carried.
+    `layout` is that of tiers, `moves` the list of copies that all rooms share.
     """
 
     def __init__(
@@ -56,16 +56,12 @@ class PeerExchange:
             self.fetched = FetchedPrompts(layout, facts, moves, counters, clock, tickets)
         self._leases = itertools.count(1)
         self._open: dict[str, _OpenOffer] = {}  # by request
-        self._has_moves = False
 
     @property
     def has_unsent(self) -> bool:
-        return self._has_moves or (self.fetched is not None and self.fetched.has_unsent)
-
-    def drain_fetches(self) -> tuple[Fetch, ...]:
-        """Return the orders for the plan under construction, which carries all moves too."""
-        self._has_moves = False
-        return () if self.fetched is None else self.fetched.drain_orders()
+        """Whether there are orders, or moves for other engines, that no plan has carried yet."""
+        has_moves = any(move.route in SENT_ALONE for move in self._moves)
+        return has_moves or (self.fetched is not None and bool(self.fetched.orders))
 
     def offer_computed(self, request_id: str, node: Node, lease: int | None) -> None:
         """Copy the path to `node`, with the next plan, to where other engines fetch it.
@@ -97,7 +93,6 @@ class PeerExchange:
         kind, unit, num_bytes = unit_of(self._layout, node, checkpoint)
         self._moves.append(Move(kind, unit, 0, MoveRoute.OFFER, lease, name, windows=windows_of(checkpoint)))
         self._counters.peer_offered_bytes += num_bytes
-        self._has_moves = True
 
     def offer(self, request_id: str, hit: PrefixHit, lease: int | None) -> Offer | None:
         """Complete the offer of a request whose prompt has been computed, and return it.
@@ -119,7 +114,6 @@ class PeerExchange:
                 name = replace(name, origin=ORIGINS.index(origin), decoded=decoded)
             self._copy(offer.lease, end, hit.checkpoint, name)
         self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.OFFER, offer.lease))
-        self._has_moves = True
         del self._open[request_id]
         facts = self._facts
         place = (facts.engine_id, facts.host, facts.port, facts.namespace)
@@ -136,7 +130,6 @@ class PeerExchange:
         """End an offer that has begun, or is expected, under a lease that a proxy chose."""
         if self._facts.port:
             self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.WITHDRAW, lease))
-            self._has_moves = True
 
     def read(self, params: Mapping[str, Any], chain: HashChain, num_usable: int) -> Offer | None:
         """Return the offer in a request's `kv_transfer_params`; None if there is none from another engine.
@@ -162,7 +155,6 @@ class PeerExchange:
         if hashes is not None:
             names = [EntryName(BLOCK, each, b"", 0) for each in hashes]
         self._moves += [Move(MoveKind.BLOCK, 0, 0, MoveRoute.WITHDRAW, name=name) for name in names]
-        self._has_moves = self._has_moves or bool(names)
 
     def reset(self) -> None:
         """Withdraw all offers and give up all fetches."""
