@@ -97,7 +97,7 @@ class TierBench:
     def wait_until_ready(self) -> float:
         """Run short requests until the tier's memory is pinned, and return the seconds."""
         start = time.perf_counter()
-        while not getattr(self.core.scheduler.cache.tier, "is_ready", False):
+        while not getattr(self.core.scheduler.cache.tiers.host, "is_ready", False):
             self.ask(self.ids(65))
             time.sleep(0.05)
             if time.perf_counter() - start > 120:

@@ -72,7 +72,7 @@ class FetchedPrompts(RestoreSource):
 
     `layout` is that of tiers. `orders` are for the next plan, which carries the moves too. A request waits until its
     fetch has ended or its time is up. Then it computes what it does not find. Blocks may be copied to the arena while
-    others are still to come. If these do not come, `drain_doubtful` returns the former: the other engine may have found
+    others are still to come. If these do not come, `give_up_late` returns the former: the other engine may have found
     that they are wrong.
 
     On a device with streams for copies, entries come to a buffer of the device first, as those of the host tier.
@@ -200,8 +200,11 @@ class FetchedPrompts(RestoreSource):
             return None
         return prompt.end
 
-    def give_up_late(self) -> None:
-        """Give up the fetches whose time is up. Their requests compute."""
+    def give_up_late(self) -> list[Node]:
+        """Give up the fetches whose time is up. Their requests compute.
+
+        Returns, once, the nodes of the arena with blocks of prompts that did not come to their end.
+        """
         now = self._clock()
         for prompt in list(self._prompts.values()):
             late_s = LATE_S if prompt.ticket else 0.0
@@ -209,9 +212,6 @@ class FetchedPrompts(RestoreSource):
                 LOGGER.warning("a prompt at %s port %d is late and is computed", prompt.offer.host, prompt.offer.port)
                 self._counters.peer_failed_fetches += 1
                 self._end(prompt)
-
-    def drain_doubtful(self) -> list[Node]:
-        """Return, once, the nodes of the arena with blocks of prompts that did not come to their end."""
         found, self._doubtful = self._doubtful, []
         return found
 

@@ -43,7 +43,7 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
     else:
         assert not own and all(node.block == NO_BLOCK for node in nodes)
     _check_windows(manager, leases, checkpoints)
-    current = manager.restoring.current if manager.restoring is not None else None
+    current = manager.tiers.restoring.current if manager.tiers.restoring is not None else None
     running: list[Owned] = [(lease.slot, lease) for lease in leases if lease.slot != NO_SLOT]
     saving: list[Owned] = [(save.slot, save) for lease in leases for save in lease.saves]
     _check_owners(arena.slots, [*running, *saving, *((each.slot, each) for each in checkpoints)])
@@ -57,9 +57,8 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
         holders.append(current.node)
     held = sum(node.depth > 0 for node in holders)
     assert pins == held, f"{pins} pins for {held} holders"
-    for tier in (manager.tier, manager.disk):
-        if tier is not None:
-            _check_tier(tier, current if current is not None and current.tier is tier else None)
+    for tier in manager.tiers.all:
+        _check_tier(tier, current if current is not None and current.tier is tier else None)
 
 
 def _check_windows(manager: CacheManager, leases: Iterable[Lease], checkpoints: Iterable[Checkpoint]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -10,27 +9,19 @@ from functools import partial
 from forkpoint.cache.arena import Arena, Move, MoveRoute
 from forkpoint.cache.boundaries import DecodeBoundaries
 from forkpoint.cache.counters import CacheStats
-from forkpoint.cache.disk_entries import TierNews
-from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
-from forkpoint.cache.fetched import FetchedPrompts
 from forkpoint.cache.filing import Filing
 from forkpoint.cache.hashing import HashChain, TokenIds, chained_hashes
 from forkpoint.cache.layout import NO_SLOT, CacheLayout
 from forkpoint.cache.lease import Lease
-from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
-from forkpoint.cache.peer_offers import Fetch, FetchNews
-from forkpoint.cache.peers import PeerExchange
+from forkpoint.cache.peer_offers import Fetch
 from forkpoint.cache.policies import new_eviction_policy
 from forkpoint.cache.policy_answers import checked_missed
 from forkpoint.cache.restorable import ARENA, RestorableRooms
-from forkpoint.cache.restore_source import RestoreSource
-from forkpoint.cache.restoring import Restoring
 from forkpoint.cache.room import ArenaRoom
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tier import HostTier, Tier
-from forkpoint.cache.tiers import FIRST_TICKET, NO_TIERS, TierSizes, build_tiers
+from forkpoint.cache.tiers import NO_TIERS, Tiers, TierSizes
 from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin
 from forkpoint.cache.windows import WindowRow
 from forkpoint.config import BLOCK_SIZE, CacheConfig
@@ -40,8 +31,8 @@ from forkpoint.images import ImageSpan
 class CacheManager:
     """Keeps the tree, the arena's accounting and the leases consistent: they are after every method.
 
-    The scheduler calls this class, its `room`, `boundaries` and `filing`, and the methods of Lease. It only reads what
-    is behind them.
+    The scheduler calls this class, its `room`, `boundaries`, `filing` and `tiers`, and the methods of Lease. It only
+    reads what is behind them.
     """
 
     def __init__(
@@ -67,90 +58,9 @@ class CacheManager:
         self.filing = Filing(self.store)
         self.boundaries = DecodeBoundaries(self.store, self.filing)
         self.room = ArenaRoom(self.store)
-        self.tier: HostTier | None = None
-        self.disk: DiskTier | None = None
-        self.peers: PeerExchange | None = None
-        self.fetched: FetchedPrompts | None = None
-        self.restoring: Restoring | None = None
-        tickets = itertools.count(FIRST_TICKET)
-        if self.enabled:
-            self.tier, self.disk = build_tiers(
-                tiers, self.store, new_policy, cost, has_private=deterministic, tickets=tickets, clock=clock
-            )
-        self._tiers: list[Tier] = [tier for tier in (self.tier, self.disk) if tier is not None]
-        sources: list[RestoreSource] = [*self._tiers]
-        if self.enabled and tiers.peers is not None:
-            parts = (self.arena.moves, self.store.counters, clock, tickets if tiers.streams else None)
-            self.peers = PeerExchange(layout.in_tiers(), tiers.peers, *parts)
-            self.fetched = self.peers.fetched
-            sources += [self.fetched] if self.fetched is not None else []
-        if sources:
-            self.restoring = Restoring(self.store, sources, streams=tiers.streams)
-
-    @property
-    def load_choices(self) -> list[LoadChoice]:
-        """The choices between loading and computing, which learn from steps that compute prompts."""
-        return [tier.choice for tier in self._tiers if tier.choice is not None]
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether the disk or other engines are to learn something that no plan has said yet."""
-        return (self.disk is not None and self.disk.has_unsent) or (self.peers is not None and self.peers.has_unsent)
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether the plan under construction is needed although it computes nothing."""
-        return self.has_unsent or (self.restoring is not None and self.restoring.has_loaded)
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether something for a waiting request is on its way from the disk or from another engine."""
-        is_restoring = self.restoring is not None and self.restoring.is_reading
-        return is_restoring or (self.fetched is not None and self.fetched.is_fetching)
-
-    def save_to_disk(self) -> bool:
-        """Store what the arena and the host tier hold in the disk tier, as far as it can be written soon.
-
-        The current restore is dropped. Returns whether the disk still has something to write or remove.
-        """
-        if self.disk is None:
-            return False
-        self.drop_restore()
-        if not self.disk.is_writing:  # each call walks all entries, and there is one for every plan until the end
-            self.disk.save(self.store, MoveRoute.ARENA_TO_DISK)
-            if self.tier is not None:
-                self.disk.save(self.tier.store, MoveRoute.HOST_TO_DISK)
-        return self.disk.is_writing or self.has_unsent
-
-    def begin_plan(self, *, is_busy: bool) -> None:
-        """Start to count what the next plan loads, and store what may be evicted soon. Call it if it is `restoring`.
-
-        `is_busy`: the plan has rows of requests that run. Fetches that are late are given up.
-        """
-        assert self.restoring is not None
-        if self.fetched is not None:
-            self.fetched.give_up_late()
-            if doubtful := self.fetched.drain_doubtful():
-                self.condemn(doubtful)
-        self.restoring.begin_plan(is_busy=is_busy)
-        for tier in self._tiers:
-            tier.store_ahead(self.store)
-
-    def apply_news(self, tiers: TierNews | None, fetched: FetchNews | None = None) -> None:
-        """Take in what the worker reports of the tiers' copies and of fetches."""
-        if tiers is not None:
-            for tier in self._tiers:
-                tier.apply(tiers)
-            if self.fetched is not None:
-                self.fetched.apply_staged(tiers)
-        if fetched is not None and self.fetched is not None:
-            self.fetched.apply(fetched)
-
-    def watch_restorable(self) -> RestorableRooms:
-        """Start to track what requests can resume from, in the arena and in the tiers, and return the trackers."""
-        arena = self.store.watch(ARENA, has_private=self.deterministic)
-        # Tiers keep nothing private. On a disk it could not be told apart, since its nodes have no tokens.
-        return RestorableRooms([arena, *(tier.watch() for tier in self._tiers)])
+        self.tiers = Tiers(
+            tiers if self.enabled else NO_TIERS, self.store, new_policy, cost, has_private=deterministic, clock=clock
+        )
 
     # --- before a request runs
 
@@ -180,19 +90,21 @@ class CacheManager:
 
     def reset(self) -> None:
         """Let nothing cached so far be found again, in the arena or a tier. The current restore is dropped."""
-        self.drop_restore()
+        self.tiers.reset()
         self.store.reset()
-        for tier in self._tiers:
-            tier.reset()
-        if self.peers is not None:
-            self.peers.reset()
 
     def stats(self) -> CacheStats:
         """Return gauges and counters as they are now."""
         stats = self.store.stats()
-        for tier in self._tiers:
+        for tier in self.tiers.all:
             tier.fill(stats)
         return stats
+
+    def watch_restorable(self) -> RestorableRooms:
+        """Start to track what requests can resume from, in the arena and in the tiers, and return the trackers."""
+        arena = self.store.watch(ARENA, has_private=self.deterministic)
+        # Tiers keep nothing private. On a disk it could not be told apart, since its nodes have no tokens.
+        return RestorableRooms([arena, *(tier.watch() for tier in self.tiers.all)])
 
     def may_hit(self, lease: Lease, num_tokens: int) -> bool:
         """Return whether a lookup could find the first `num_tokens` tokens, a multiple of 64, reusable."""
@@ -215,17 +127,7 @@ class CacheManager:
         lease.windows = [WindowRow() for _ in self.layout.windows]
         self.store.tree.pin(lease.node)
         self._start_from(lease, hit)
-        self.stop_waiting(lease)
-
-    def stop_waiting(self, lease: Lease) -> None:
-        """Stop restoring and fetching a prefix for this lease."""
-        self.drop_restore(lease)
-        if self.fetched is not None:
-            self.fetched.leave(lease)
-
-    def drop_restore(self, lease: Lease | None = None) -> bool:
-        """Stop restoring a prefix, for this lease or for any. False: nothing was being restored."""
-        return self.restoring is not None and self.restoring.drop(lease)
+        self.tiers.stop_waiting(lease)
 
     def continues(self, lease: Lease) -> bool:
         """Return whether the tree has the block after the lease's deepest node: another request went further."""
@@ -358,8 +260,8 @@ class CacheManager:
             moves = self.arena.drain_moves()
             self.store.counters.moves += sum(move.route is MoveRoute.ARENA for move in moves)
         fetches: tuple[Fetch, ...] = ()
-        if self.fetched is not None:
-            fetches = self.fetched.drain_orders()
+        if self.tiers.fetched is not None:
+            fetches = self.tiers.fetched.drain_orders()
         filed: list[Node | Checkpoint] = []
         if self.filing.filed or self.filing.reusable_next:
             filed = self.filing.drain()
@@ -417,23 +319,6 @@ class CacheManager:
             return
         private = (i for i in lease.filed if isinstance(i, Node) and i.depth * BLOCK_SIZE > num_public_tokens)
         self.store.condemn_all(private)
-
-    def condemn(self, items: Iterable[Node | Checkpoint]) -> None:
-        """Remove checkpoints, and nodes with all below them, that were never computed or hold garbage.
-
-        An item that was evicted may be in a tier, or back in the arena. Its hash finds these copies.
-        """
-        items = list(items)
-        if self._tiers or self.peers is not None:
-            self.drop_restore()
-            hashes = [item.hash if isinstance(item, Node) else item.node.hash for item in items]
-            for tier in self._tiers:
-                tier.condemn(hashes)
-            if self.peers is not None:
-                self.peers.withdraw(hashes)
-            copies = [self.store.tree.find(each) for each, item in zip(hashes, items, strict=True) if item.dropped]
-            items += [node for node in copies if node is not None]
-        self.store.condemn_all(items)
 
     def _free_own_blocks(self, lease: Lease) -> None:
         if lease.own_blocks:

@@ -1,21 +1,27 @@
-"""The rooms below the arena: which there are, and what falls into which."""
+"""The rooms below the arena: which there are, what falls into which, and what comes back."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from forkpoint.cache.arena import MoveRoute
-from forkpoint.cache.disk_entries import HOST_READY, DiskFacts
+from forkpoint.cache.disk_entries import HOST_READY, DiskFacts, TierNews
 from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
-from forkpoint.cache.peer_offers import PeerFacts
+from forkpoint.cache.lease import Lease
+from forkpoint.cache.peer_offers import FetchNews, PeerFacts
+from forkpoint.cache.peers import PeerExchange
+from forkpoint.cache.restore_source import RestoreSource
+from forkpoint.cache.restoring import Restoring
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.streamed_tier import StreamedHostTier
-from forkpoint.cache.tier import HostTier
+from forkpoint.cache.tier import HostTier, Tier
+from forkpoint.cache.tree import Checkpoint, Node
 
 NO_LIMIT: Final = 1 << 62
 FIRST_TICKET: Final = HOST_READY + 1
@@ -44,49 +50,158 @@ class TierSizes:
 NO_TIERS: Final = TierSizes()
 
 
-def build_tiers(
-    sizes: TierSizes,
-    store: PrefixStore,
-    new_policy: Callable[[], EvictionPolicy],
-    cost: RecomputeCost,
-    *,
-    has_private: bool,
-    tickets: Iterator[int],
-    clock: Callable[[], float],
-) -> tuple[HostTier | None, DiskTier | None]:
-    """Build the host and disk tiers that `sizes` names below `store`, the arena's; None for each that it does not.
+class Tiers:
+    """The tiers below the arena, the exchange with other engines, and the restore that copies from both.
 
-    `tickets` are those of all copies that end later than their plan. What leaves a room falls into the next one that
-    exists.
+    `host`, `disk`, `peers`, `fetched` (of `peers`) and `restoring` are None if the engine has no such part. `all` are
+    the tiers that it has. What leaves a room falls into the next one that exists. `load_choices` learn from steps that
+    compute prompts.
     """
-    layout, moves, counters = store.layout.in_tiers(), store.arena.moves, store.counters
-    host: HostTier | None = None
-    if sizes.num_host_pages:
-        new_host: Callable[..., HostTier] = HostTier
-        if sizes.streams:
-            new_host = partial(StreamedHostTier, tickets=tickets, clock=clock)
-        host = new_host(layout, sizes.num_host_pages, moves, new_policy(), cost, counters, has_private=has_private)
-        store.keep = host.keep
-    if sizes.disk is None:
-        return host, None
-    disk = DiskTier(
-        layout,
-        sizes.disk,
-        moves,
-        new_policy(),
-        cost,
-        counters,
-        has_private=has_private,
-        source=MoveRoute.ARENA_TO_DISK if host is None else MoveRoute.HOST_TO_DISK,
-        tickets=tickets,
-        write_limit=sizes.write_limit,
-        weighs_loads=sizes.weighs_disk,
-        wall_clock=sizes.wall_clock,
-        clock=clock,
-    )
-    if host is None:
-        store.keep = disk.keep
-    else:
-        host.store.keep = disk.keep
-        host.skipped = partial(disk.keep_from, MoveRoute.ARENA_TO_DISK)
-    return host, disk
+
+    def __init__(
+        self,
+        sizes: TierSizes,
+        store: PrefixStore,
+        new_policy: Callable[[], EvictionPolicy],
+        cost: RecomputeCost,
+        *,
+        has_private: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        """`store` is the arena's. `has_private`: some of its entries can be found by one request alone."""
+        self._store = store
+        layout, moves, counters = store.layout.in_tiers(), store.arena.moves, store.counters
+        tickets = itertools.count(FIRST_TICKET)  # of all copies that end later than their plan
+        self.host: HostTier | None = None
+        if num_pages := sizes.num_host_pages:
+            new_host: Callable[..., HostTier] = HostTier
+            if sizes.streams:
+                new_host = partial(StreamedHostTier, tickets=tickets, clock=clock)
+            self.host = new_host(layout, num_pages, moves, new_policy(), cost, counters, has_private=has_private)
+            store.keep = self.host.keep
+        self.disk: DiskTier | None = None
+        if sizes.disk is not None:
+            self.disk = DiskTier(
+                layout,
+                sizes.disk,
+                moves,
+                new_policy(),
+                cost,
+                counters,
+                has_private=has_private,
+                source=MoveRoute.ARENA_TO_DISK if self.host is None else MoveRoute.HOST_TO_DISK,
+                tickets=tickets,
+                write_limit=sizes.write_limit,
+                weighs_loads=sizes.weighs_disk,
+                wall_clock=sizes.wall_clock,
+                clock=clock,
+            )
+            if self.host is None:
+                store.keep = self.disk.keep
+            else:
+                self.host.store.keep = self.disk.keep
+                self.host.skipped = partial(self.disk.keep_from, MoveRoute.ARENA_TO_DISK)
+        self.peers: PeerExchange | None = None
+        if sizes.peers is not None:
+            self.peers = PeerExchange(layout, sizes.peers, moves, counters, clock, tickets if sizes.streams else None)
+        self.fetched = self.peers.fetched if self.peers is not None else None
+        self.all: list[Tier] = [tier for tier in (self.host, self.disk) if tier is not None]
+        self.load_choices = [tier.choice for tier in self.all if tier.choice is not None]
+        sources: list[RestoreSource] = [*self.all]
+        if self.fetched is not None:
+            sources.append(self.fetched)
+        self.restoring = Restoring(store, sources, streams=sizes.streams) if sources else None
+
+    # --- restoring
+
+    def drop_restore(self, lease: Lease | None = None) -> bool:
+        """Stop restoring a prefix, for this lease or for any. False: nothing was being restored."""
+        return self.restoring is not None and self.restoring.drop(lease)
+
+    def stop_waiting(self, lease: Lease) -> None:
+        """Stop restoring and fetching a prefix for this lease."""
+        self.drop_restore(lease)
+        if self.fetched is not None:
+            self.fetched.leave(lease)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether something for a waiting request is on its way from a tier or from another engine."""
+        is_restoring = self.restoring is not None and self.restoring.is_reading
+        return is_restoring or (self.fetched is not None and self.fetched.is_fetching)
+
+    # --- plans
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the disk or other engines are to learn something that no plan has said yet."""
+        return (self.disk is not None and self.disk.has_unsent) or (self.peers is not None and self.peers.has_unsent)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the plan under construction is needed although it computes nothing."""
+        return self.has_unsent or (self.restoring is not None and self.restoring.has_loaded)
+
+    def begin_plan(self, *, is_busy: bool) -> None:
+        """Start to count what the next plan loads, and store what may be evicted soon. Call it if there is `restoring`.
+
+        `is_busy`: the plan has rows of requests that run. Fetches that are late are given up.
+        """
+        assert self.restoring is not None
+        if self.fetched is not None and (doubtful := self.fetched.give_up_late()):
+            self.condemn_everywhere(doubtful)
+        self.restoring.begin_plan(is_busy=is_busy)
+        for tier in self.all:
+            tier.store_ahead(self._store)
+
+    def save_to_disk(self) -> bool:
+        """Store what the arena and the host tier hold in the disk tier, as far as it can be written soon.
+
+        The current restore is dropped. Returns whether the disk still has something to write or remove.
+        """
+        if self.disk is None:
+            return False
+        self.drop_restore()
+        if not self.disk.is_writing:  # each call walks all entries, and there is one for every plan until the end
+            self.disk.save(self._store, MoveRoute.ARENA_TO_DISK)
+            if self.host is not None:
+                self.disk.save(self.host.store, MoveRoute.HOST_TO_DISK)
+        return self.disk.is_writing or self.has_unsent
+
+    def apply_news(self, news: TierNews | None, fetched: FetchNews | None = None) -> None:
+        """Take in what the worker reports of the tiers' copies and of fetches."""
+        if news is not None:
+            for tier in self.all:
+                tier.apply(news)
+            if self.fetched is not None:
+                self.fetched.apply_staged(news)
+        if fetched is not None and self.fetched is not None:
+            self.fetched.apply(fetched)
+
+    # --- removing
+
+    def condemn_everywhere(self, items: Iterable[Node | Checkpoint]) -> None:
+        """Remove checkpoints, and nodes with all below them, that were never computed or hold garbage.
+
+        Their copies go, too. An item that was evicted from the arena may be in a tier, or back in the arena. Its hash
+        finds these copies.
+        """
+        items = list(items)
+        if self.restoring is not None or self.peers is not None:
+            self.drop_restore()
+            hashes = [item.hash if isinstance(item, Node) else item.node.hash for item in items]
+            for tier in self.all:
+                tier.condemn(hashes)
+            if self.peers is not None:
+                self.peers.withdraw(hashes)
+            copies = [self._store.tree.find(each) for each, item in zip(hashes, items, strict=True) if item.dropped]
+            items += [node for node in copies if node is not None]
+        self._store.condemn_all(items)
+
+    def reset(self) -> None:
+        """Let nothing stored, offered or fetched so far be found again. The current restore is dropped."""
+        self.drop_restore()
+        for tier in self.all:
+            tier.reset()
+        if self.peers is not None:
+            self.peers.reset()

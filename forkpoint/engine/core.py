@@ -80,7 +80,7 @@ class EngineCore:
 
     def end_offer(self, lease: int | None) -> None:
         """Let no other engine wait for an offer under a lease that a proxy chose. None: it chose none."""
-        peers = self.scheduler.cache.peers
+        peers = self.scheduler.cache.tiers.peers
         if peers is not None and lease is not None:
             peers.end_lease(lease)
 
@@ -210,7 +210,7 @@ class EngineCore:
         while self._in_flight:
             with suppress(Exception):  # they ran on the failed step's state, so only its error is reported
                 result = self._in_flight.popleft()[1].result()
-                self.scheduler.cache.apply_news(result.tier_news, result.fetched)
+                self.scheduler.cache.tiers.apply_news(result.tier_news, result.fetched)
         described = str(error)
         if not isinstance(error, StepFailedError):
             described = f"{type(error).__name__}: {error}"

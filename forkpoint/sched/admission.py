@@ -29,7 +29,7 @@ class Admission:
         chunks: Chunks,
         clock: Callable[[], float],
     ) -> None:
-        self._cache = cache
+        self._cache, self._tiers = cache, cache.tiers
         self._waiting = waiting
         self._running = running
         self._chunks = chunks
@@ -45,7 +45,7 @@ class Admission:
     def withdraw(self, scheduled: ScheduledRequest) -> None:
         """Take a request that has ended off the queue, with all that was kept or restored for it."""
         self._waiting.remove(scheduled)
-        self._cache.stop_waiting(scheduled.lease)
+        self._tiers.stop_waiting(scheduled.lease)
         self._cache.expect(scheduled.expected, -1)
 
     def admit_waiting(
@@ -60,7 +60,7 @@ class Admission:
         """
         passed_over = 0
         candidates = list(self._waiting.requests) if only is None else [only]
-        peers = self._cache.fetched
+        peers = self._tiers.fetched
         for scheduled in candidates:
             if not self._running.free_rows or builder.budget <= 0 or passed_over > MAX_PASSED_OVER:
                 return
@@ -120,7 +120,7 @@ class Admission:
         one that comes first. A restore that was dropped for lack of memory is not tried again in this run of the
         request.
         """
-        restoring, request, lease = self._cache.restoring, scheduled.request, scheduled.lease
+        restoring, request, lease = self._tiers.restoring, scheduled.request, scheduled.lease
         if restoring is None or not scheduled.restores or request.wants_prompt_logprobs:
             return self.lookup(scheduled)
         is_busy = bool(self._running.requests)
@@ -145,7 +145,7 @@ class Admission:
 
     def _land(self, scheduled: ScheduledRequest, peers: FetchedPrompts) -> None:
         """Restore what has arrived of a prompt that another engine still sends, unless another prefix is restored."""
-        restoring, request, lease = self._cache.restoring, scheduled.request, scheduled.lease
+        restoring, request, lease = self._tiers.restoring, scheduled.request, scheduled.lease
         assert restoring is not None
         source = peers.arriving(lease)
         if source is None or not scheduled.restores:
@@ -164,10 +164,10 @@ class Admission:
 
         Returns whether there was one.
         """
-        restoring = self._cache.restoring
+        restoring = self._tiers.restoring
         if restoring is None or restoring.comes_before(scheduled.order):
             return False
-        return self._cache.drop_restore()
+        return self._tiers.drop_restore()
 
     def _may_end(self, builder: PlanBuilder, scheduled: ScheduledRequest, usable: int) -> bool:
         """Return False, without a lookup, if the budget cannot take the request to the end of its prefill.
@@ -225,11 +225,11 @@ class Admission:
 
     def _note_restored(self, scheduled: ScheduledRequest, hit: PrefixHit) -> None:
         """Note how many tokens of a hit were restored for the request, and from where."""
-        restoring, lease = self._cache.restoring, scheduled.lease
+        restoring, lease = self._tiers.restoring, scheduled.lease
         num_before: int | None = None
         if restoring is not None and restoring.current is not None and restoring.is_for(lease):
             num_before, scheduled.restored_from = restoring.current.num_tokens_before, restoring.current.tier.name
-        peers = self._cache.fetched
+        peers = self._tiers.fetched
         if peers is not None and (num_landed_on := peers.num_tokens_before(lease)) is not None:
             num_before, scheduled.restored_from = num_landed_on, peers.name
         if num_before is not None:
@@ -237,7 +237,7 @@ class Admission:
 
     def _others_hold_pages(self, scheduled: ScheduledRequest) -> bool:
         """Return whether other requests hold memory that they will give back, restores included."""
-        restoring = self._cache.restoring
+        restoring = self._tiers.restoring
         if restoring is not None and restoring.current is not None and not restoring.is_for(scheduled.lease):
             return True
         return bool(self._running.requests or self._running.leaving)

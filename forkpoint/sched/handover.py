@@ -23,7 +23,7 @@ class Handover:
 
     def take_up(self, scheduled: ScheduledRequest) -> None:
         """Fetch the offer in a waiting request's `kv_transfer_params`; decline it if this cache reaches as far."""
-        request, lease, peers = scheduled.request, scheduled.lease, self._cache.peers
+        request, lease, peers = scheduled.request, scheduled.lease, self._cache.tiers.peers
         params = request.params.kv_transfer_params
         if params and peers is None and not self._is_unexpected:
             self._is_unexpected = True
@@ -34,7 +34,7 @@ class Handover:
         if params is None or peers is None or request.wants_prompt_logprobs:
             return
         usable = self._cache.layout.usable_prefix(request.num_tokens)
-        offer, fetched, restoring = peers.read(params, lease.chain, usable), self._cache.fetched, self._cache.restoring
+        offer, fetched, restoring = peers.read(params, lease.chain, usable), peers.fetched, self._cache.tiers.restoring
         if offer is None or fetched is None or restoring is None:
             return
         hit = self._cache.lookup(lease, request.num_tokens)
@@ -73,7 +73,7 @@ class Handover:
         params = scheduled.request.params.kv_transfer_params
         if params is None or params.get(WANTS_OFFER) is not True:
             return None
-        return self._cache.peers
+        return self._cache.tiers.peers
 
     def _asked_lease(self, scheduled: ScheduledRequest) -> int | None:
         try:

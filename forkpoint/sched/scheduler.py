@@ -73,6 +73,7 @@ class Scheduler:
         self.cache = CacheManager(
             layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy, clock=clock, tiers=tiers
         )
+        self._tiers = self.cache.tiers
         self._waiting = WaitingQueue()
         self._issued: deque[IssuedStep] = deque()
         self._running = RunningSet(scheduler.max_num_seqs, self._issued)
@@ -92,7 +93,6 @@ class Scheduler:
             demand = PromptDemand(self._waiting, self._running)
             self._drafting = DraftPlanner(drafter, self.cache, demand, self._pace)
         self._handover = Handover(self.cache)
-        self._load_choices = self.cache.load_choices
         self._clock, self._ended_s = clock, 0.0  # when the last step ended
         self._requests: dict[str, ScheduledRequest] = {}
         self._retries = Retries()
@@ -148,12 +148,12 @@ class Scheduler:
         return len(self._waiting.requests) >= self.config.max_queue_len
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests or self._running.leaving or self._issued) or self.cache.has_unsent
+        return bool(self._requests or self._running.leaving or self._issued) or self._tiers.has_unsent
 
     @property
     def has_copies_alone(self) -> bool:
         """Whether the next plan only carries copies for other engines."""
-        peers = self.cache.peers
+        peers = self._tiers.peers
         return peers is not None and peers.has_unsent and not (self._requests or self._running.leaving or self._issued)
 
     def reset_prefix_cache(self) -> bool:
@@ -209,13 +209,13 @@ class Scheduler:
                     return None
                 early = found
         step, budget = next(self._steps), self.config.max_num_batched_tokens
-        if self.cache.restoring is not None:
-            self.cache.begin_plan(is_busy=bool(self._running.requests))
+        if self._tiers.restoring is not None:
+            self._tiers.begin_plan(is_busy=bool(self._running.requests))
         builder = PlanBuilder(step, budget, self.cache, self._interval)
         if suspect is None:
             self._plan_all(builder, early)
         else:
-            self.cache.drop_restore()  # it may hold memory that this request needs, and no other request is planned
+            self._tiers.drop_restore()  # it may hold memory that this request needs, and no other request is planned
             self._plan_alone(builder, suspect)
             if builder.budget == budget and not self._issued:  # other requests hold the memory that it needs
                 self._departures.preempt_all()
@@ -223,9 +223,9 @@ class Scheduler:
                 self._plan_alone(builder, suspect)
         waits = False
         # A step in flight may fail. Copies of what it computes have to reach the runner before that is known.
-        must_copy = self.cache.has_copies or (self._issued and self.cache.arena.moves)
+        must_copy = self._tiers.has_copies or (self._issued and self.cache.arena.moves)
         if builder.budget == budget and not must_copy:
-            waits = not self._issued and self.cache.is_reading
+            waits = not self._issued and self._tiers.is_reading
             is_stuck = not self._issued and bool(self._running.requests or self._waiting.requests)
             assert waits or not is_stuck, "nothing can run, yet requests wait"
             if not waits:
@@ -247,7 +247,7 @@ class Scheduler:
 
         Call it until then, and apply each plan's result first, as those of earlier plans. Plan nothing else afterwards.
         """
-        if not self.cache.save_to_disk():
+        if not self._tiers.save_to_disk():
             return None
         builder = PlanBuilder(next(self._steps), 0, self.cache)
         issued = builder.finish(*self._running.drain_removed(), waits_for_tiers=True)
@@ -372,10 +372,10 @@ class Scheduler:
         seconds = self._ended_s - began_s  # for which the device worked on the step
         if self._pace is not None:
             self._pace.add(issued.plan, seconds)
-        if self._load_choices:
-            note_prefill(issued.plan, seconds, self._load_choices)
+        if self._tiers.load_choices:
+            note_prefill(issued.plan, seconds, self._tiers.load_choices)
         if result.tier_news is not None or result.fetched is not None:
-            self.cache.apply_news(result.tier_news, result.fetched)
+            self._tiers.apply_news(result.tier_news, result.fetched)
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)
         sampled, ends = confirm_tokens(issued, result)
@@ -416,7 +416,7 @@ class Scheduler:
         if self._encoder is not None:
             self._encoder.forget(scheduled.request.images)  # their embeddings may be the cause
         self.abort(scheduled.request.id)
-        self.cache.condemn(filed)
+        self._tiers.condemn_everywhere(filed)
         text = f"request {scheduled.request.id}: the model produced non-finite logits; check the weights and the dtype"
         return RequestUpdate(scheduled.request, finish_reason=FinishReason.ERROR, error=NonFiniteLogitsError(text))
 
@@ -428,7 +428,7 @@ class Scheduler:
         """
         assert self._issued and self._issued[0].plan.step == step
         in_step = list(self._issued[0].requests)
-        self.cache.drop_restore()
+        self._tiers.drop_restore()
         filed = self.cache.filing.drain()
         if self._encoder is not None:
             self._encoder.clear()  # the runner has computed only some of the embeddings
@@ -449,5 +449,5 @@ class Scheduler:
                 self.abort(scheduled.request.id)
         self._departures.preempt_all()
         self._departures.release_ready()
-        self.cache.condemn(filed)
+        self._tiers.condemn_everywhere(filed)
         return updates

@@ -44,7 +44,7 @@ class Listener:
         hashes = sent_hashes(prompt)[: cache.layout.usable_prefix(len(prompt)) // size]
         found = cache.lookup(cache.new_lease("somebody", "", prompt), len(prompt)).num_tokens
         assert self.published_run(hashes) * size >= found
-        for tier in filter(lambda tier: tier.is_open(), cache._tiers):
+        for tier in filter(lambda tier: tier.is_open(), cache.tiers.all):
             node = tier.find(cache.new_lease("somebody", "", prompt).chain, len(hashes))
             found = max(found, node.depth * size if node is not None else 0)
         assert self.index.restorable(hashes) * size == found
@@ -56,7 +56,7 @@ class Listener:
     def _check_blocks(self) -> None:
         """A block is published exactly while a lookup in its room may end at or below it."""
         rooms = [("GPU", self._cache.store, True)]
-        rooms += [(MEDIA[tier.name], tier.store, tier.is_open()) for tier in self._cache._tiers]
+        rooms += [(MEDIA[tier.name], tier.store, tier.is_open()) for tier in self._cache.tiers.all]
         for medium, store, is_open in rooms:
             expected = set()
             for node in store.tree.nodes() if is_open else ():

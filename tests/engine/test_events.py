@@ -113,7 +113,7 @@ def test_what_is_condemned_while_somebody_reads_it_is_told_at_once() -> None:
     reader = cache.new_lease("b", "", prompt)
     cache.attach(reader, hit := cache.lookup(reader, len(prompt)))
     listener.check([prompt])
-    cache.condemn([hit.path[1]])
+    cache.tiers.condemn_everywhere([hit.path[1]])
     listener.check([prompt])
     assert listener.index.restorable(sent_hashes(prompt)) == 0
     cache.release(reader)

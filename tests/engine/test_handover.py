@@ -138,7 +138,7 @@ def test_a_prompt_is_fetched_while_it_is_computed(tiny_model: Path, one: LLM, de
         early = {**known, "forkpoint": {**known["forkpoint"], **lease, "early": True}}
         first_id = start(first, token_ids, {**ASKS, "forkpoint": lease})
         second_id = start(decode, token_ids, early)
-        peers, landed = decode._engine.core.scheduler.cache.peers, list[int]()
+        peers, landed = decode._engine.core.scheduler.cache.tiers.peers, list[int]()
         assert peers is not None and peers.fetched is not None
         answers: dict[str, RequestOutput] = {}
         while second_id not in answers:
@@ -310,7 +310,7 @@ def test_memory_comes_back(prefill: LLM, decode: LLM) -> None:
     """On P when a prompt was fetched, and on D when it was restored or nobody waits for it any more."""
     token_ids = prompt(98)
     assert prefill.reset_prefix_cache()
-    peers = decode._engine.core.scheduler.cache.peers
+    peers = decode._engine.core.scheduler.cache.tiers.peers
     assert peers is not None and peers.fetched is not None
     arena = decode._engine.core._runner.arena  # type: ignore[union-attr]
     ask(decode, token_ids, computed(prefill, token_ids))
@@ -323,7 +323,7 @@ def test_memory_comes_back(prefill: LLM, decode: LLM) -> None:
 
 def test_nobody_waits_for_a_fetch_any_more(prefill: LLM, hasty: LLM) -> None:
     params, core = computed(prefill, prompt(120)), hasty._engine.core
-    peers = core.scheduler.cache.peers
+    peers = core.scheduler.cache.tiers.peers
     assert peers is not None and peers.fetched is not None
     with false_peer(params["remote_host"], params["remote_port"], lambda _, __: SILENCE.wait(20) and None) as port:
         wanted = SamplingParams(max_tokens=4, kv_transfer_params={**params, "remote_port": port})

@@ -49,7 +49,7 @@ def test_restored_prefixes_have_the_bits_of_computed_ones(family: str, drafts: A
         answers.append(llm.generate(prompts, PARAMS, use_tqdm=False))
     room = (layout.num_pages_for(1100, 4) + 1) * layout.page_bytes  # one request and little else
     with LLM(str(tmp_path), kv_cache_memory_bytes=room, kv_offloading_size=0.25, **shared) as llm:
-        tier, until = llm._engine.core.scheduler.cache.tier, time.monotonic() + 60
+        tier, until = llm._engine.core.scheduler.cache.tiers.host, time.monotonic() + 60
         while not getattr(tier, "is_ready", False) and time.monotonic() < until:
             llm.generate([[5, 6, 7]], PARAMS, use_tqdm=False)
         answers.append(llm.generate(prompts, PARAMS, use_tqdm=False))

@@ -119,8 +119,8 @@ class Harness:
             state_write_interval=self.state_write_interval,
         )
         if self.host_streams:
-            self.sched.cache.apply_news(TierNews((HOST_READY,)))
-        restoring = self.sched.cache.restoring
+            self.sched.cache.tiers.apply_news(TierNews((HOST_READY,)))
+        restoring = self.sched.cache.tiers.restoring
         if restoring is not None and self.loaded_at_once:
             restoring.loaded_at_once = self.loaded_at_once
         self.rows: dict[int, str] = {}

@@ -45,10 +45,10 @@ def test_what_leaves_the_host_tier_goes_to_the_disk(layout: str) -> None:
     for seed in range(4):
         evicted(harness, seed)
     prompts = [request.prompt_token_ids for request in harness.requests.values()]
-    assert cache.disk is not None and cache.tier is not None
+    assert cache.tiers.disk is not None and cache.tiers.host is not None
     chains = [cache.new_lease("look", "", prompt).chain for prompt in prompts]
-    fallen = [i for i, chain in enumerate(chains) if cache.disk.find(chain, 10)]
-    cache.tier.reset()  # it may have them too, if they were evicted again
+    fallen = [i for i, chain in enumerate(chains) if cache.tiers.disk.find(chain, 10)]
+    cache.tiers.host.reset()  # it may have them too, if they were evicted again
     cache.store.reset()
     again = harness.ask("again", next_turn(prompts[fallen[0]]), 2)
     stats = harness.sched.stats().cache
@@ -73,7 +73,7 @@ def test_nothing_is_held_after_reads_were_given_up(how: str) -> None:
     harness = with_disk(disk_delay=20)
     harness.add("waits", next_turn(evicted(harness)), 2)
     harness.step()
-    disk = harness.sched.cache.disk
+    disk = harness.sched.cache.tiers.disk
     assert disk is not None and disk.is_reading
     if how == "abort":
         harness.sched.abort("waits")
@@ -108,8 +108,8 @@ def test_a_shorter_prefix_is_taken_where_the_end_is_damaged() -> None:
     harness.ask("second", prompt, 2)
     flood(harness, prompt)
     disk = harness.runner.disk
-    assert harness.sched.cache.disk is not None
-    node = harness.sched.cache.disk.find(harness.sched.cache.new_lease("look", "", prompt).chain, 10)
+    assert harness.sched.cache.tiers.disk is not None
+    node = harness.sched.cache.tiers.disk.find(harness.sched.cache.new_lease("look", "", prompt).chain, 10)
     assert node is not None and node.depth == 10
     disk.num_failed += 1  # a write that nobody noticed
     for key, name in list(disk._names.items()):
@@ -133,7 +133,7 @@ def test_a_failed_write_ends_storing_and_nothing_else() -> None:
 
 def test_the_writes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = with_disk(disk_delay=50)
-    layout, disk = harness.layout, harness.sched.cache.disk
+    layout, disk = harness.layout, harness.sched.cache.tiers.disk
     assert disk is not None
     room = 11 * layout.block_bytes + layout.slot_bytes
     monkeypatch.setattr("forkpoint.cache.disk_tier.UNWRITTEN_AT_ONCE", room)
@@ -153,7 +153,7 @@ def test_a_disk_that_does_not_answer_is_read_again_later(
     prompt, listener = evicted(harness), Listener(harness.sched.cache)
     listener.check([prompt])
     assert listener.index._resumable["STORAGE"]
-    disk = harness.sched.cache.disk
+    disk = harness.sched.cache.tiers.disk
     assert disk is not None
     with monkeypatch.context() as silent:
         silent.setattr("forkpoint.cache.disk_tier.STALLED_S", 0.02)
@@ -212,9 +212,9 @@ def test_entries_without_the_blocks_before_them_are_left_out(layout: str, longes
     entries["parent"] = [np.void(names[depth - 1]) for depth in (*blocks, *slots)]
     sizes = TierSizes(disk=DiskFacts(40, entries))
     cache = CacheManager(chosen, 20, CacheConfig(), deterministic=False, cost=RecomputeCost(), tiers=sizes)
-    assert cache.disk is not None
-    found = cache.disk.find(chain, 10)
+    assert cache.tiers.disk is not None
+    found = cache.tiers.disk.find(chain, 10)
     assert found is not None and found.depth == longest
     check_integrity(cache, [])
     cache.reset()
-    assert cache.disk.find(chain, 10) is None
+    assert cache.tiers.disk.find(chain, 10) is None

@@ -111,7 +111,7 @@ def test_an_early_fetch_ends_with_what_it_waits_for(how: str, layout: str) -> No
     second.step()
     asked = {"another prompt": tokens(2, 641), "no offer": tokens(3, 30)}.get(how, prompt)
     if how == "is refused":
-        first.sched.cache.peers.end_lease(LEASE)  # type: ignore[union-attr]
+        first.sched.cache.tiers.peers.end_lease(LEASE)  # type: ignore[union-attr]
     else:
         first.add("p", asked, 1, kv_transfer_params={**ASKS, "forkpoint": {"lease": LEASE}})
     for _ in range(3):
@@ -128,7 +128,7 @@ def test_an_early_fetch_ends_with_what_it_waits_for(how: str, layout: str) -> No
     second.run()
     second.check_output("d")
     assert decode.cache is not None and decode.cache.num_peer_tokens == decode.cache.num_cached_tokens == 0
-    assert not first.sched.cache.peers._open  # type: ignore[union-attr]
+    assert not first.sched.cache.tiers.peers._open  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("layout", ["several blocks a page", "no states"])
@@ -216,7 +216,7 @@ def test_a_fetch_that_does_not_come_is_given_up() -> None:
     first, second = pair("several blocks a page", peers=facts("d", timeout_s=0.01))
     second.runner.peers.is_stuck = True
     params = offered(first, "a", tokens(1, 641))
-    fetched = second.sched.cache.peers.fetched  # type: ignore[union-attr]
+    fetched = second.sched.cache.tiers.peers.fetched  # type: ignore[union-attr]
     assert fetched is not None
     now = [0.0]
     fetched._clock = lambda: now[0]
@@ -238,7 +238,7 @@ def test_an_offer_of_wrong_contents_is_withdrawn() -> None:
     first.run()
     assert first.runner.peers.offered
     cache = first.sched.cache
-    cache.condemn([node for node in cache.store.tree.nodes() if node.depth == 3])
+    cache.tiers.condemn_everywhere([node for node in cache.store.tree.nodes() if node.depth == 3])
     first.run()
     assert not first.runner.peers.offered
     assert second.ask("a", tokens(1, 641), 3, kv_transfer_params=params).cache.num_peer_tokens == 0
@@ -249,7 +249,7 @@ def test_the_bytes_on_their_way_are_bounded() -> None:
     room = 10 * layout.block_bytes + layout.slot_bytes
     first, second = pair("several blocks a page", peers=facts("d", max_bytes=room + 1))
     second.runner.peers.most_delay = 3
-    fetched = second.sched.cache.peers.fetched  # type: ignore[union-attr]
+    fetched = second.sched.cache.tiers.peers.fetched  # type: ignore[union-attr]
     assert fetched is not None
     params = {seed: offered(first, str(seed), tokens(seed, 641)) for seed in range(6)}
     requests = [second.add(str(seed), tokens(seed, 641), 2, kv_transfer_params=params[seed]) for seed in params]

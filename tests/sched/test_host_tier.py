@@ -34,8 +34,8 @@ def in_arena(harness: Harness, prompt: np.ndarray, salt: str = "") -> int:
 
 def in_tier(harness: Harness, prompt: np.ndarray, salt: str = "") -> Node | None:
     cache = harness.sched.cache
-    assert cache.tier is not None
-    return cache.tier.find(cache.new_lease("look", salt, prompt).chain, len(prompt) // 64)
+    assert cache.tiers.host is not None
+    return cache.tiers.host.find(cache.new_lease("look", salt, prompt).chain, len(prompt) // 64)
 
 
 def flood(harness: Harness, prompt: np.ndarray, salt: str = "") -> None:
@@ -139,7 +139,7 @@ def test_a_long_prefix_is_stored_over_several_plans(layout: str, monkeypatch: py
     monkeypatch.setattr("forkpoint.cache.streamed_tier.AHEAD_AT_ONCE", 2 * block_bytes)
     for share in ("RESERVE_SHARE", "LARGEST_SHARE"):
         monkeypatch.setattr(f"forkpoint.cache.streamed_tier.{share}", 1)  # from the start on
-    tier = harness.sched.cache.tier
+    tier = harness.sched.cache.tiers.host
     assert isinstance(tier, StreamedHostTier)
     tier.stored_at_once = 3 * block_bytes + harness.layout.slot_bytes
     prompt = tokens(0, 641)
@@ -158,7 +158,7 @@ def test_a_prefix_is_stored_while_its_own_memory_is_still_free(layout: str, monk
     chosen = WITH_WINDOWS[layout]
     harness = Harness(chosen, num_pages=chosen.num_pages_for(2400, 4), num_host_pages=400, host_streams=True)
     harness.ask("first", tokens(0, 641), 2)
-    store, tier = harness.sched.cache.store, harness.sched.cache.tier
+    store, tier = harness.sched.cache.store, harness.sched.cache.tiers.host
     victim = store.next_victim()
     assert isinstance(victim, Checkpoint) and tier is not None
     num_own = victim.num_tokens // 64 * chosen.block_bytes // chosen.page_bytes
@@ -172,12 +172,12 @@ def test_a_prefix_is_stored_while_its_own_memory_is_still_free(layout: str, monk
 def test_nothing_is_stored_before_the_memory_is_ready() -> None:
     harness = tight(host_streams=True)
     cache = harness.sched.cache
-    assert isinstance(cache.tier, StreamedHostTier)
-    cache.tier.is_ready = False
+    assert isinstance(cache.tiers.host, StreamedHostTier)
+    cache.tiers.host.is_ready = False
     evicted(harness)
     stats = harness.sched.stats().cache
     assert stats.host_stored_bytes == 0 and stats.host_skipped > 0
-    cache.apply_news(TierNews((HOST_READY,)))
+    cache.tiers.apply_news(TierNews((HOST_READY,)))
     evicted(harness, 1)
     assert harness.sched.stats().cache.host_stored_bytes > 0
 
@@ -201,7 +201,7 @@ def begin(harness: Harness, **options: object) -> Request:
     """A request whose prefix is on its way."""
     request = harness.add("waits", next_turn(evicted(harness)), 2, **options)
     harness.step()
-    restoring = harness.sched.cache.restoring
+    restoring = harness.sched.cache.tiers.restoring
     assert restoring is not None and restoring.current is not None and not restoring.current.is_complete
     return request
 
@@ -218,7 +218,7 @@ def test_nothing_is_held_after_a_restore_was_given_up(how: str, host_streams: bo
     elif how == "fail":
         harness.fail_next = True
     else:
-        restoring = harness.sched.cache.restoring
+        restoring = harness.sched.cache.tiers.restoring
         assert restoring is not None
         while restoring.current is not None and restoring.current.node.depth < 8:
             harness.step()
@@ -238,7 +238,7 @@ def test_nothing_is_held_after_a_restore_was_given_up(how: str, host_streams: bo
 
 def test_a_restored_prefix_stays_until_its_request_runs() -> None:
     harness = tight(loaded_at_once=ONE_UNIT)
-    waiting, restoring = begin(harness), harness.sched.cache.restoring
+    waiting, restoring = begin(harness), harness.sched.cache.tiers.restoring
     assert restoring is not None and restoring.current is not None
     restoring.loaded_at_once = 1 << 30
     restoring.begin_plan(is_busy=False)
@@ -273,9 +273,9 @@ def test_garbage_leaves_the_host_tier_with_the_request_that_made_it() -> None:
     bad = harness.add("bad", prompt, 60)
     while not bad.output_token_ids:
         harness.step()
-    assert harness.sched.cache.tier is not None
+    assert harness.sched.cache.tiers.host is not None
     for node in harness.sched.cache.store.tree.nodes():
-        harness.sched.cache.tier.keep(node, node.checkpoint)  # as if all of it had been evicted by now
+        harness.sched.cache.tiers.host.keep(node, node.checkpoint)  # as if all of it had been evicted by now
     assert in_tier(harness, prompt) is not None
     harness.runner.non_finite_requests.add("bad")
     harness.run()
@@ -303,7 +303,7 @@ def test_answers_that_one_request_alone_can_find_are_not_stored() -> None:
     request = harness.add("first", tokens(0, 120), 200)
     while len(request.output_token_ids) < 150:
         harness.step()
-    tier, nodes = harness.sched.cache.tier, list(harness.sched.cache.store.tree.nodes())
+    tier, nodes = harness.sched.cache.tiers.host, list(harness.sched.cache.store.tree.nodes())
     assert tier is not None and max(node.depth for node in nodes) == 4
     for node in nodes:
         tier.keep(node, node.checkpoint)
@@ -318,7 +318,7 @@ def test_a_restore_gives_its_memory_to_running_requests(layout: str) -> None:
     harness.add("running", tokens(1, 100), 600)
     harness.step()
     harness.add("waits", next_turn(prompt), 2)
-    restoring = harness.sched.cache.restoring
+    restoring = harness.sched.cache.tiers.restoring
     assert restoring is not None
     while restoring.current is None or restoring.current.node.depth < 9:
         harness.step()
@@ -335,7 +335,7 @@ def test_a_restore_gives_its_memory_to_running_requests(layout: str) -> None:
 def test_a_restore_gives_way_to_an_earlier_request_that_shares_only_its_blocks(host_streams: bool) -> None:
     """The blocks that the restore holds seem to be of use to the other request, until its lookup finds no prefix."""
     harness = tight("several slots a page", loaded_at_once=ONE_UNIT, host_streams=host_streams)
-    waiting, restoring = begin(harness), harness.sched.cache.restoring
+    waiting, restoring = begin(harness), harness.sched.cache.tiers.restoring
     assert restoring is not None
     while restoring.current is not None and restoring.current.node.depth < 8:
         harness.step()
@@ -350,7 +350,7 @@ def test_a_restore_gives_way_to_an_earlier_request_that_shares_only_its_blocks(h
 
 def test_a_late_host_tier_is_not_published_until_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = tight(host_streams=True)
-    prompt, tier, listener = evicted(harness), harness.sched.cache.tier, Listener(harness.sched.cache)
+    prompt, tier, listener = evicted(harness), harness.sched.cache.tiers.host, Listener(harness.sched.cache)
     assert isinstance(tier, StreamedHostTier)
     now = [100.0]
     tier._clock = tier._reader._clock = tier._choice._clock = lambda: now[0]
@@ -380,7 +380,7 @@ def test_a_tier_that_overflows_stays_right(layout: str, host_streams: bool) -> N
     for index, prompt in enumerate(prompts):
         harness.ask(f"first {index}", prompt, 2)
     flood(harness, prompts[-1])
-    stats, tier = harness.sched.stats().cache, harness.sched.cache.tier
+    stats, tier = harness.sched.stats().cache, harness.sched.cache.tiers.host
     assert tier is not None
     assert (
         stats.host_skipped + sum(tier.store.counters.checkpoints_evicted.values()) + tier.store.counters.blocks_evicted
@@ -417,14 +417,15 @@ def test_blocks_are_loaded_from_where_the_tier_moved_them(monkeypatch: pytest.Mo
     harness = tight()
     prompt = evicted(harness)
     cache = harness.sched.cache
-    assert cache.tier is not None
-    source, store, pool, moves = in_tier(harness, prompt), cache.store, cache.tier.arena.blocks, cache.arena.moves
+    tier, restoring = cache.tiers.host, cache.tiers.restoring
+    assert tier is not None and restoring is not None
+    source, store, pool, moves = in_tier(harness, prompt), cache.store, tier.arena.blocks, cache.arena.moves
     take_blocks, num_moved = store.take_blocks, 0
 
     def take_and_move(*given: Any) -> list[int]:
         nonlocal num_moved
         taken, node = take_blocks(*given), source
-        while cache.restoring is not None and cache.restoring.current is not None and node is not None and node.depth:
+        while restoring.current is not None and node is not None and node.depth:
             (block,) = pool.take(node, 1) or [0]
             if not block:
                 break

@@ -22,7 +22,7 @@ def test_a_load_that_is_slower_than_computing_is_given_up(layout: str, monkeypat
     monkeypatch.setattr("forkpoint.cache.tier_reads.PROBE_BYTES", ONE_UNIT)
     monkeypatch.setattr("forkpoint.cache.load_choice.LEAST_BYTES", ONE_UNIT)
     harness = tight(layout, host_streams=True)
-    prompt, tier, now = evicted(harness), harness.sched.cache.tier, [100.0]
+    prompt, tier, now = evicted(harness), harness.sched.cache.tiers.host, [100.0]
     assert isinstance(tier, StreamedHostTier)
     tier._clock = tier._reader._clock = tier._choice._clock = lambda: now[0]
     tier._choice.note_step(640, 0.0, 1.0)  # how long the prompt takes to compute
@@ -42,7 +42,7 @@ def test_only_loads_from_a_tier_of_unknown_rate_begin_small(has_rate: bool, monk
     monkeypatch.setattr("forkpoint.cache.tier_reads.PROBE_BYTES", ONE_UNIT)
     monkeypatch.setattr("forkpoint.cache.load_choice.LEAST_BYTES", ONE_UNIT)
     harness = tight(host_streams=True)
-    prompt, tier = evicted(harness), harness.sched.cache.tier
+    prompt, tier = evicted(harness), harness.sched.cache.tiers.host
     assert isinstance(tier, StreamedHostTier)
     tier._choice.note_load(2**40 if has_rate else 0, 1.0)
     monkeypatch.setattr(type(harness.runner.disk), "news", lambda self, waits: None)

@@ -137,7 +137,7 @@ class Fleet:
         if place is not None and is_early and is_first:
             hand_over({**place, "forkpoint": {**place["forkpoint"], **asks["forkpoint"], "early": True}})
         if request is None and "forkpoint" in asks:  # a server does so for requests that it refuses
-            prefill.harness.sched.cache.peers.end_lease(asks["forkpoint"]["lease"])  # type: ignore[union-attr]
+            prefill.harness.sched.cache.tiers.peers.end_lease(asks["forkpoint"]["lease"])  # type: ignore[union-attr]
         if request is not None:
             self.computing.append((prefill, request, hand_over if not is_early else lambda params: None))
 
@@ -230,7 +230,7 @@ class Fleet:
         return failed
 
     def _check_left(self, harness: Harness) -> None:
-        peers = harness.sched.cache.peers
+        peers = harness.sched.cache.tiers.peers
         assert peers is not None and peers.fetched is not None and not peers._open
         assert not peers.fetched._prompts and not peers.fetched._of and peers.fetched._num_bytes == 0
         harness.sched.reset_prefix_cache()

@@ -86,7 +86,7 @@ def test_a_tier_holds_no_more_than_a_request_resumes_from(name: str) -> None:
     for seed in range(4):
         harness.ask(f"r{seed}", tokens(seed, 1200), 2)
     stats, cache = harness.sched.stats().cache, harness.sched.cache
-    assert cache.tier is not None and stats.num_host_checkpoints and not cache.tier.store.layout.windows
+    assert cache.tiers.host is not None and stats.num_host_checkpoints and not cache.tiers.host.store.layout.windows
     of_windows = sum(group.most_of_state * group.block_bytes for group in layout.windows)
     blocks = stats.num_host_blocks * layout.block_bytes
     assert stats.host_stored_bytes == blocks + stats.num_host_checkpoints * (layout.slot_bytes + of_windows)
