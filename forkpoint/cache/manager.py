@@ -217,10 +217,7 @@ class CacheManager:
         return [lease.block_ids(start, end), *windows] if self.layout.has_kv else windows
 
     def drop_duplicates(self, lease: Lease) -> None:
-        """Give back the lease's blocks that the tree has too, because another request filed them first.
-
-        The plan under construction has to send the row's block table again.
-        """
+        """Give back the lease's blocks that the tree has too, because another request filed them first."""
         assert lease.node is not None
         self.arena.give_blocks(lease.pop_blocks([i for i in lease.own_blocks if i < lease.node.depth]))
         lease.has_duplicates = False

@@ -29,7 +29,7 @@ LOOK_AHEAD = 2  # steps in flight with async scheduling: one runs, the next is p
 
 
 class EngineCore:
-    """Drives a scheduler and a runner. Only one thread may call it. Requests are checked and aborted at `scheduler`.
+    """Drives a scheduler and a runner. Only one thread may call it.
 
     With `async_scheduling` step n+1 is planned and submitted before the result of step n is applied. With `drafts` that
     plan may need the result. Step n+1 is then submitted at least before the result is returned. If a step raises, its

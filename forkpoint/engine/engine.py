@@ -12,6 +12,7 @@ from forkpoint.errors import RequestError
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.sched.request import Request
+from forkpoint.sched.sizes import check_size
 
 
 class Engine:
@@ -27,7 +28,7 @@ class Engine:
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise the RequestError that `add_request` would raise, except QueueFullError. Queues nothing."""
         for request in self._requests(prompt, params, 0):
-            self.core.scheduler.check(request)
+            check_size(request, self.core.scheduler.cache)
 
     def add_request(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> str:
         """Queue one prompt with its `n` completions and return the request's id.

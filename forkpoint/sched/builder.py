@@ -11,6 +11,7 @@ import numpy as np
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.tree import Checkpoint
+from forkpoint.sched.issued_step import IssuedStep
 from forkpoint.sched.plan import (
     LAST_SAMPLED,
     AddedRow,
@@ -21,7 +22,7 @@ from forkpoint.sched.plan import (
     StepRows,
     TokenMasks,
 )
-from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest, num_written
+from forkpoint.sched.scheduled_request import ScheduledRequest, num_written
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,11 @@ class _Work:
 class PlanBuilder:
     """Collects the work of one step, and at the end turns it into a StepPlan."""
 
-    def __init__(self, step: int, budget: int, manager: CacheManager, state_write_interval: int = 1) -> None:
+    def __init__(self, step: int, budget: int, cache: CacheManager, state_write_interval: int) -> None:
         """`budget` is the number of tokens that the step may still compute; each row added lowers it."""
         self.step = step
         self.budget = budget
-        self._manager = manager
+        self._cache = cache
         self._interval = state_write_interval
         self._added: list[ScheduledRequest] = []
         self._replaced: dict[ScheduledRequest, None] = {}
@@ -68,6 +69,12 @@ class PlanBuilder:
     def replace_prefix(self, scheduled: ScheduledRequest) -> None:
         """Let the plan resend the row's block table, up to the blocks that the worker already has."""
         self._replaced[scheduled] = None
+
+    def drop_duplicates(self, scheduled: ScheduledRequest) -> None:
+        """Give back the row's blocks that the tree has too, if there are any, and resend the row's block table."""
+        if scheduled.lease.has_duplicates:
+            self._cache.drop_duplicates(scheduled.lease)
+            self.replace_prefix(scheduled)
 
     def add_steady(self, requests: list[ScheduledRequest]) -> None:
         """Add decode steps of one token that need nothing from the cache, and take them off the budget.
@@ -129,7 +136,7 @@ class PlanBuilder:
         computed: list[tuple[Lease, int]] = []
         if self._decodes or self._prefills:
             readers, computed = self._advance()
-        moves, fetches, filed = self._manager.commit(computed, (scheduled.lease for scheduled in self._steady))
+        moves, fetches, filed = self._cache.commit(computed, (scheduled.lease for scheduled in self._steady))
         token_masks: TokenMasks | None = None
         if masks:
             places = np.asarray([i for i, _ in masks], np.int32)
@@ -178,7 +185,7 @@ class PlanBuilder:
 
     def _sent_blocks(self, scheduled: ScheduledRequest) -> tuple[IntArray, tuple[IntArray, ...]]:
         """Return the blocks that the worker has, or gets with the row: of the first group, and of the others."""
-        groups = self._manager.block_ids(scheduled.lease, 0, scheduled.lease.num_sent_blocks)
+        groups = self._cache.block_ids(scheduled.lease, 0, scheduled.lease.num_sent_blocks)
         first, *more = (np.asarray(ids, np.int32) for ids in groups or [[]])
         return first, tuple(more)
 
@@ -193,7 +200,7 @@ class PlanBuilder:
         if num_steady:
             self._fill_steady(columns[:, :num_steady])
         tokens = [np.full(num_steady, LAST_SAMPLED, np.int32), *(work.tokens for work in works)]
-        blocks: list[list[int]] = [[] for _ in self._manager.layout.groups or [None]]
+        blocks: list[list[int]] = [[] for _ in self._cache.layout.groups or [None]]
         num_blocks = 0
         saves: list[tuple[int, int]] = []
         for i, work in enumerate(works, num_steady):
@@ -204,7 +211,7 @@ class PlanBuilder:
             columns[:8, i] = (*own, lease.first_decode, lease.num_pending)
             if lease.num_blocks > lease.num_sent_blocks:
                 num_blocks += lease.num_blocks - lease.num_sent_blocks
-                new = self._manager.block_ids(lease, lease.num_sent_blocks, lease.num_blocks)
+                new = self._cache.block_ids(lease, lease.num_sent_blocks, lease.num_blocks)
                 for ids, more in zip(blocks, new, strict=True):
                     ids += more
             saves += [(save.num_tokens, save.slot) for save in lease.saves]

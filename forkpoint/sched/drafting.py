@@ -10,10 +10,11 @@ from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import StructuredOutputError
 from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.drafter import Drafter
+from forkpoint.sched.issued_step import IssuedStep
 from forkpoint.sched.plan import IntArray, StepPlan, StepResult
 from forkpoint.sched.prompt_demand import PromptDemand
 from forkpoint.sched.request import Grammar, Request
-from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
+from forkpoint.sched.scheduled_request import ScheduledRequest
 from forkpoint.sched.stats import DraftStats
 from forkpoint.sched.step_pace import StepPace
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
+from forkpoint.sched.issued_step import IssuedStep
 from forkpoint.sched.plan import NO_ROW, StateFlush
-from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
+from forkpoint.sched.scheduled_request import ScheduledRequest
 
 
 class RunningSet:
     """Requests that have a row. A request with steps in flight keeps its row until they end.
 
     Others read `requests`, which may be planned, in order; `leaving`, which leave once their steps in flight have
-    ended; `free_rows`; and `removed_rows` and their `flushes`, freed since the last `drain_removed`.
+    ended; `free_rows`; and `removed_rows`, freed since the last `drain_removed`.
     """
 
     def __init__(self, num_rows: int, issued: Sequence[IssuedStep]) -> None:
@@ -22,7 +23,7 @@ class RunningSet:
         self.leaving: list[ScheduledRequest] = []
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.removed_rows: list[int] = []
-        self.flushes: list[StateFlush] = []
+        self._flushes: list[StateFlush] = []
         self._issued = issued
 
     def start(self, scheduled: ScheduledRequest) -> None:
@@ -55,15 +56,15 @@ class RunningSet:
         """Free the row of a request that has left, and note it for `drain_removed`, with what completes its state."""
         scheduled.leaving = False
         if flush is not None:
-            self.flushes.append(flush)
+            self._flushes.append(flush)
         self.removed_rows.append(scheduled.row)
         self.free_rows.append(scheduled.row)
         scheduled.row = NO_ROW
 
     def drain_removed(self) -> tuple[tuple[int, ...], tuple[StateFlush, ...]]:
         """Return the rows freed since the last call, and their flushes, and forget them; the next plan has both."""
-        drained = tuple(self.removed_rows), tuple(self.flushes)
-        self.removed_rows, self.flushes = [], []
+        drained = tuple(self.removed_rows), tuple(self._flushes)
+        self.removed_rows, self._flushes = [], []
         return drained
 
     def last_unplanned(self, step: int) -> ScheduledRequest | None:

@@ -1,4 +1,4 @@
-"""A request inside the scheduler: its place, what it holds, and what is in flight."""
+"""A request inside the scheduler: its place and what it holds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 from forkpoint.cache.lease import NOT_DECODED, Lease
 from forkpoint.cache.lookup import PrefixHit
-from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.tree import Checkpoint
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.outputs import CacheReport
-from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, StateFlush, StepPlan, StepResult
+from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, StateFlush
 from forkpoint.sched.request import Request
 
 
@@ -88,23 +88,6 @@ class ScheduledRequest:
             request.resume_cache = report
 
 
-@dataclass(slots=True, eq=False)
-class IssuedStep:
-    """A step in flight: what to do when its result arrives, or to undo when it fails.
-
-    `requests` are those of the plan's rows, `sampled` those whose rows sample. `readers` are the checkpoints that its
-    rows read. `filed` entered the tree since the plan before: this plan, or an earlier one, computes it. The scheduler
-    sets `planned_s`, the time at which it was planned.
-    """
-
-    plan: StepPlan
-    requests: list[ScheduledRequest]
-    sampled: list[ScheduledRequest]
-    readers: list[Checkpoint]
-    filed: list[Node | Checkpoint]
-    planned_s: float = 0.0
-
-
 def num_written(first_decode: IntArray, start: IntArray, pending: IntArray, interval: int) -> IntArray:
     """Return how many tokens the states in the rows' slots have at `start`, if written at multiples of `interval`.
 
@@ -114,26 +97,3 @@ def num_written(first_decode: IntArray, start: IntArray, pending: IntArray, inte
     last_start = start - np.maximum(pending, 1)
     written = np.maximum(first_decode, last_start // interval * interval)
     return np.where(first_decode == NOT_DECODED, start, written)
-
-
-def confirm_tokens(issued: IssuedStep, result: StepResult) -> tuple[list[ScheduledRequest], list[int]]:
-    """Confirm the tokens of rows that were not sampled, and take rejected drafts off the planned ones of the others.
-
-    Returns, for each sampled token, its request and how many of the request's tokens are confirmed with it.
-    """
-    rows, requests, sampled = issued.plan.rows, issued.requests, issued.sampled
-    ends = rows.start + rows.num_tokens
-    if len(sampled) < len(requests):
-        for i in np.flatnonzero(~rows.samples).tolist():
-            requests[i].lease.confirm(int(ends[i]))
-    for i in np.flatnonzero(rows.optimistic).tolist():
-        ends[i] = requests[i].lease.num_confirmed + rows.num_tokens[i]
-    ends, counts = ends[rows.samples], result.counts
-    if counts is None:
-        return sampled, ends.tolist()
-    rejected = 1 + rows.num_drafts[rows.samples] - counts
-    for scheduled, num_rejected in zip(sampled, rejected.tolist(), strict=True):
-        if num_rejected:
-            scheduled.lease.reject(num_rejected, in_last_step=scheduled.last_step == result.step)
-    confirmed = [each for each, count in zip(sampled, counts.tolist(), strict=True) for _ in range(count)]
-    return confirmed, np.repeat(ends - rejected, counts).tolist()

@@ -25,15 +25,15 @@ from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.drafting import DraftPlanner
 from forkpoint.sched.encoder_budget import EncoderBudget
 from forkpoint.sched.handover import Handover
+from forkpoint.sched.issued_step import IssuedStep
 from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult, TokenLogprobs
 from forkpoint.sched.prefill_times import note_prefill
 from forkpoint.sched.prompt_demand import PromptDemand
-from forkpoint.sched.prompt_scores import take_prompt_logprobs
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestUpdate, follow
 from forkpoint.sched.retries import Retries
 from forkpoint.sched.running import RunningSet
-from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest, confirm_tokens
+from forkpoint.sched.scheduled_request import ScheduledRequest
 from forkpoint.sched.sizes import check_size, longest_answer
 from forkpoint.sched.stats import DraftStats, EncoderStats, SchedulerStats
 from forkpoint.sched.step_pace import StepPace
@@ -112,7 +112,7 @@ class Scheduler:
                 f"{len(self._waiting.requests)} requests are waiting, the limit is "
                 f"max_queue_len={self.config.max_queue_len}; try again later"
             )
-        self.check(request)
+        check_size(request, self.cache)
         request.max_tokens = longest_answer(request, self.cache)
         salt, images = request.params.cache_salt, request.images
         lease = self.cache.new_lease(request.id, salt, request.prompt_token_ids, images)
@@ -121,10 +121,6 @@ class Scheduler:
         self._handover.take_up(scheduled)
         self._admission.enqueue(scheduled)
         self._requests[request.id] = scheduled
-
-    def check(self, request: Request) -> None:
-        """Raise RequestTooLargeError if even an otherwise empty arena cannot hold the request with all its outputs."""
-        check_size(request, self.cache)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at once and return it; None if there is no such request, or it has ended already."""
@@ -148,13 +144,13 @@ class Scheduler:
         return len(self._waiting.requests) >= self.config.max_queue_len
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests or self._running.leaving or self._issued) or self._tiers.has_unsent
+        return bool(self._requests or self._issued) or self._tiers.has_unsent
 
     @property
     def has_copies_alone(self) -> bool:
         """Whether the next plan only carries copies for other engines."""
         peers = self._tiers.peers
-        return peers is not None and peers.has_unsent and not (self._requests or self._running.leaving or self._issued)
+        return peers is not None and peers.has_unsent and not (self._requests or self._issued)
 
     def reset_prefix_cache(self) -> bool:
         """Let nothing cached so far be found again, embeddings of images included. Always True: that never fails."""
@@ -197,10 +193,7 @@ class Scheduler:
         """
         if self._encoder is not None:
             self._encoder.begin_step()
-        suspect: ScheduledRequest | None = None
-        early = set[ScheduledRequest]()
-        if self._retries.suspects:
-            suspect = self._retries.next()
+        suspect, early = self._retries.next(), set[ScheduledRequest]()
         if self._drafting is not None:
             self._drafting.begin_plan(self.config.max_num_batched_tokens, len(self._running.requests))
             if self._issued and suspect is None:
@@ -223,18 +216,16 @@ class Scheduler:
                 self._plan_alone(builder, suspect)
         waits = False
         # A step in flight may fail. Copies of what it computes have to reach the runner before that is known.
-        must_copy = self._tiers.has_copies or (self._issued and self.cache.arena.moves)
-        if builder.budget == budget and not must_copy:
+        if builder.budget == budget and not (self._tiers.has_copies or (self._issued and self.cache.arena.moves)):
             waits = not self._issued and self._tiers.is_reading
             is_stuck = not self._issued and bool(self._running.requests or self._waiting.requests)
             assert waits or not is_stuck, "nothing can run, yet requests wait"
             if not waits:
                 return None
-        removed, flushes = self._running.drain_removed() if self._running.removed_rows else ((), ())
         dropped_images: tuple[bytes, ...] = ()
         if self._encoder is not None:
             dropped_images = self._encoder.drain_dropped()
-        issued = builder.finish(removed, flushes, dropped_images, waits_for_tiers=waits)
+        issued = builder.finish(*self._running.drain_removed(), dropped_images, waits_for_tiers=waits)
         if self._drafting is not None:
             self._drafting.begin(issued.plan)
         issued.planned_s = self._clock()
@@ -249,7 +240,7 @@ class Scheduler:
         """
         if not self._tiers.save_to_disk():
             return None
-        builder = PlanBuilder(next(self._steps), 0, self.cache)
+        builder = PlanBuilder(next(self._steps), 0, self.cache, self._interval)
         issued = builder.finish(*self._running.drain_removed(), waits_for_tiers=True)
         self._issued.append(issued)
         return issued.plan
@@ -323,7 +314,7 @@ class Scheduler:
         if lease.in_reach:
             self.cache.extend(lease, scheduled.tokens_beyond_chain(start))
             self.cache.boundaries.resolve(lease)
-        self._drop_duplicates(builder, scheduled)
+        builder.drop_duplicates(scheduled)
         # Blocks come before the checkpoint: one that its own request reads could not give way to a block.
         while not self.cache.ensure_blocks(lease, start + 1):
             if not self._departures.make_room(scheduled, builder.step, may_preempt_itself=True):
@@ -336,16 +327,11 @@ class Scheduler:
             self.cache.extend(lease, scheduled.tokens_beyond_chain(start))
             if not self.cache.boundaries.cross(lease):
                 return
-            self._drop_duplicates(builder, scheduled)
+            builder.drop_duplicates(scheduled)
         builder.add_decode(scheduled, drafts, masks)
 
-    def _drop_duplicates(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
-        if scheduled.lease.has_duplicates:
-            self.cache.drop_duplicates(scheduled.lease)
-            builder.replace_prefix(scheduled)
-
     def _plan_prefill(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
-        self._drop_duplicates(builder, scheduled)
+        builder.drop_duplicates(scheduled)
         self._admission.try_jump(builder, scheduled)
         start = scheduled.lease.num_planned
         end = self._chunks.end(scheduled.request, start, scheduled.prefill_end, builder.budget)
@@ -378,12 +364,12 @@ class Scheduler:
             self._tiers.apply_news(result.tier_news, result.fetched)
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)
-        sampled, ends = confirm_tokens(issued, result)
+        sampled, ends = issued.confirm_tokens(result)
         if self._drafting is not None:
             self._drafting.count_accepted(issued, result, seconds)
         updates: list[RequestUpdate] = []
         if result.prompt_logprobs:
-            updates += take_prompt_logprobs(issued, result)
+            updates += issued.take_prompt_logprobs(result)
         if result.failed_rows:
             failed = set(result.failed_rows)
             broken = [scheduled for scheduled in issued.requests if scheduled.row in failed and not scheduled.ended]
