@@ -197,8 +197,6 @@ class CacheLayout:
     states: tuple[StateSpec, ...]
     block_bytes: int  # without padding
     slot_bytes: int  # without padding
-    block_stride_bytes: int
-    slot_stride_bytes: int
     kernel_block_size: int  # tokens
     kernel_blocks: int  # in a block
     has_kv: bool  # blocks that are kept
@@ -246,10 +244,9 @@ class CacheLayout:
             slots = slots or SLOTS_WITHOUT_BYTES
         else:
             blocks, slots, page_bytes = choose_page(block_bytes, slot_bytes, kernel_blocks)
-        block_stride_bytes, groups = 0, windows
+        groups = windows
         if blocks:
-            block_stride_bytes = page_bytes // blocks
-            groups = (BlockGroup(None, block_bytes, blocks, block_stride_bytes, kernel_size, kernel_blocks), *windows)
+            groups = (BlockGroup(None, block_bytes, blocks, page_bytes // blocks, kernel_size, kernel_blocks), *windows)
         return cls(
             layers=tuple(layers),
             blocks_per_page=blocks,
@@ -259,8 +256,6 @@ class CacheLayout:
             states=states,
             block_bytes=block_bytes,
             slot_bytes=slot_bytes,
-            block_stride_bytes=block_stride_bytes,
-            slot_stride_bytes=page_bytes // slots if slots else 0,
             kernel_block_size=kernel_size,
             kernel_blocks=kernel_blocks,
             has_kv=blocks > 0,
@@ -270,6 +265,14 @@ class CacheLayout:
             dealt_to=dealt_to,
             whole_kernel_block_size=whole_size,
         )
+
+    @property
+    def block_stride_bytes(self) -> int:
+        return self.page_bytes // self.blocks_per_page if self.blocks_per_page else 0
+
+    @property
+    def slot_stride_bytes(self) -> int:
+        return self.page_bytes // self.slots_per_page if self.slots_per_page else 0
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -303,8 +306,6 @@ class CacheLayout:
             page_bytes=page_bytes,
             block_bytes=block_bytes,
             slot_bytes=slot_bytes,
-            block_stride_bytes=page_bytes // blocks if blocks else 0,
-            slot_stride_bytes=page_bytes // slots,
             kernel_block_size=size,
             kernel_blocks=1,
             windows=(),
