@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from forkpoint.sched.step_line import StepLine
+
 FIRST_RATE = 0.7  # acceptance rate that is assumed before any draft was judged
 FIRST_WEIGHT, MOST_WEIGHT = 8, 256  # the global acceptance rate is a running mean over 8 drafts at first, then 256
 ROW_MEMORY = 1 / 24  # weight of the newest draft in a row's deviation from the global rate
@@ -12,38 +14,26 @@ SAME = 0.2  # smaller deviations count as chance, since rows with equally many d
 TIME_MEMORY = 0.97  # factor on the weight of earlier steps for each new step
 # Longer steps were held up: clip a duration to 1.5 times the fitted line, or 4 times the mean before there is a line.
 SLOWEST, FIRST_SLOWEST = 1.5, 4.0
-APART = 0.05  # relative deviation of the steps' tokens that is enough to fit the line's slope
 STALE = 512  # steps for which a slope is kept without a new fit
 MOST_WAIT = 64  # steps, at most, between two tries of a row whose drafts do not pay
 
 
 class StepTimes:
-    """Fits a line to the seconds of decode steps over their tokens; newer steps weigh more. Also counts throughput.
-
-    While all steps have about as many tokens, which says nothing about the slope, the last slope is kept for a while.
-    """
+    """Tells what one more token costs, from a line through the seconds of decode steps and from their throughput."""
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 6  # weighted sums of 1, x, y, xx, xy (x tokens in y seconds) and confirmed tokens
-        self._slope: float | None = None
-        self._age = 0
+        self._line = StepLine(TIME_MEMORY, STALE)
+        self._confirmed = 0.0  # tokens: a sum with the line's weights
 
     def add(self, num_tokens: int, num_confirmed: int, elapsed_s: float) -> None:
-        weight, x, y, *_ = self._sums
-        if weight > 1 and self._slope is None:
-            elapsed_s = min(elapsed_s, FIRST_SLOWEST * y / weight)
-        elif self._slope is not None:
-            line = y + self._slope * (weight * num_tokens - x)
-            elapsed_s = min(elapsed_s, SLOWEST * max(line, y / 2) / weight)
-        new = (1.0, num_tokens, elapsed_s, num_tokens**2, num_tokens * elapsed_s, num_confirmed)
-        self._sums = [TIME_MEMORY * before + value for before, value in zip(self._sums, new, strict=True)]
-        weight, x, y, xx, xy, _ = self._sums
-        spread = weight * xx - x**2
-        self._age += 1
-        if spread > (APART * x) ** 2:
-            self._slope, self._age = max(0.0, (weight * xy - x * y) / spread), 0
-        elif self._age > STALE:
-            self._slope = None
+        line = self._line
+        if line.weight > 1 and line.slope is None:
+            elapsed_s = min(elapsed_s, FIRST_SLOWEST * line.seconds / line.weight)
+        elif line.slope is not None:
+            expected = line.seconds + line.slope * (line.weight * num_tokens - line.num_tokens)
+            elapsed_s = min(elapsed_s, SLOWEST * max(expected, line.seconds / 2) / line.weight)
+        line.add(num_tokens, elapsed_s)
+        self._confirmed = TIME_MEMORY * self._confirmed + num_confirmed
 
     @property
     def price(self) -> float | None:
@@ -51,10 +41,10 @@ class StepTimes:
 
         Steps with more and with fewer tokens are needed to find it. It is 0 before the first step.
         """
-        _, _, y, *_, confirmed = self._sums
-        if not confirmed or not y:
+        line = self._line
+        if not self._confirmed or not line.seconds:
             return 0.0
-        return None if self._slope is None else self._slope * confirmed / y
+        return None if line.slope is None else line.slope * self._confirmed / line.seconds
 
 
 @dataclass(slots=True)
