@@ -43,7 +43,7 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
     else:
         assert not own and all(node.block == NO_BLOCK for node in nodes)
     _check_windows(manager, leases, checkpoints)
-    current = manager.tiers.restoring.current if manager.tiers.restoring is not None else None
+    current = manager.tiers.restoring.current
     running: list[Owned] = [(lease.slot, lease) for lease in leases if lease.slot != NO_SLOT]
     saving: list[Owned] = [(save.slot, save) for lease in leases for save in lease.saves]
     _check_owners(arena.slots, [*running, *saving, *((each.slot, each) for each in checkpoints)])

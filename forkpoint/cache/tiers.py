@@ -53,9 +53,8 @@ NO_TIERS: Final = TierSizes()
 class Tiers:
     """The tiers below the arena, the exchange with other engines, and the restore that copies from both.
 
-    `host`, `disk`, `peers`, `fetched` (of `peers`) and `restoring` are None if the engine has no such part. `all` are
-    the tiers that it has. What leaves a room falls into the next one that exists. `load_choices` learn from steps that
-    compute prompts.
+    `host`, `disk`, `peers` and their `fetched` are None if the engine has no such part. `all` are the tiers that it
+    has. What leaves a room falls into the next one that exists. `load_choices` learn from steps that compute prompts.
     """
 
     def __init__(
@@ -110,25 +109,20 @@ class Tiers:
         sources: list[RestoreSource] = [*self.all]
         if self.fetched is not None:
             sources.append(self.fetched)
-        self.restoring = Restoring(store, sources, streams=sizes.streams) if sources else None
+        self.restoring = Restoring(store, sources, streams=sizes.streams)
 
     # --- restoring
 
-    def drop_restore(self, lease: Lease | None = None) -> bool:
-        """Stop restoring a prefix, for this lease or for any. False: nothing was being restored."""
-        return self.restoring is not None and self.restoring.drop(lease)
-
     def stop_waiting(self, lease: Lease) -> None:
         """Stop restoring and fetching a prefix for this lease."""
-        self.drop_restore(lease)
+        self.restoring.drop(lease)
         if self.fetched is not None:
             self.fetched.leave(lease)
 
     @property
     def is_reading(self) -> bool:
         """Whether something for a waiting request is on its way from a tier or from another engine."""
-        is_restoring = self.restoring is not None and self.restoring.is_reading
-        return is_restoring or (self.fetched is not None and self.fetched.is_fetching)
+        return self.restoring.is_reading or (self.fetched is not None and self.fetched.is_fetching)
 
     # --- plans
 
@@ -140,14 +134,13 @@ class Tiers:
     @property
     def has_copies(self) -> bool:
         """Whether the plan under construction is needed although it computes nothing."""
-        return self.has_unsent or (self.restoring is not None and self.restoring.has_loaded)
+        return self.has_unsent or self.restoring.has_loaded
 
     def begin_plan(self, *, is_busy: bool) -> None:
-        """Start to count what the next plan loads, and store what may be evicted soon. Call it if there is `restoring`.
+        """Start to count what the next plan loads, and store what may be evicted soon.
 
         `is_busy`: the plan has rows of requests that run. Fetches that are late are given up.
         """
-        assert self.restoring is not None
         if self.fetched is not None and (doubtful := self.fetched.give_up_late()):
             self.condemn_everywhere(doubtful)
         self.restoring.begin_plan(is_busy=is_busy)
@@ -161,7 +154,7 @@ class Tiers:
         """
         if self.disk is None:
             return False
-        self.drop_restore()
+        self.restoring.drop()
         if not self.disk.is_writing:  # each call walks all entries, and there is one for every plan until the end
             self.disk.save(self._store, MoveRoute.ARENA_TO_DISK)
             if self.host is not None:
@@ -187,8 +180,8 @@ class Tiers:
         finds these copies.
         """
         items = list(items)
-        if self.restoring is not None or self.peers is not None:
-            self.drop_restore()
+        if self.all or self.peers is not None:
+            self.restoring.drop()
             hashes = [item.hash if isinstance(item, Node) else item.node.hash for item in items]
             for tier in self.all:
                 tier.condemn(hashes)
@@ -200,7 +193,7 @@ class Tiers:
 
     def reset(self) -> None:
         """Let nothing stored, offered or fetched so far be found again. The current restore is dropped."""
-        self.drop_restore()
+        self.restoring.drop()
         for tier in self.all:
             tier.reset()
         if self.peers is not None:

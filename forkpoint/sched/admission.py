@@ -121,7 +121,7 @@ class Admission:
         request.
         """
         restoring, request, lease = self._tiers.restoring, scheduled.request, scheduled.lease
-        if restoring is None or not scheduled.restores or request.wants_prompt_logprobs:
+        if not scheduled.restores or request.wants_prompt_logprobs:
             return self.lookup(scheduled)
         is_busy = bool(self._running.requests)
         if not restoring.is_for(lease):
@@ -146,7 +146,6 @@ class Admission:
     def _land(self, scheduled: ScheduledRequest, peers: FetchedPrompts) -> None:
         """Restore what has arrived of a prompt that another engine still sends, unless another prefix is restored."""
         restoring, request, lease = self._tiers.restoring, scheduled.request, scheduled.lease
-        assert restoring is not None
         source = peers.arriving(lease)
         if source is None or not scheduled.restores:
             return
@@ -165,9 +164,7 @@ class Admission:
         Returns whether there was one.
         """
         restoring = self._tiers.restoring
-        if restoring is None or restoring.comes_before(scheduled.order):
-            return False
-        return self._tiers.drop_restore()
+        return not restoring.comes_before(scheduled.order) and restoring.drop()
 
     def _may_end(self, builder: PlanBuilder, scheduled: ScheduledRequest, usable: int) -> bool:
         """Return False, without a lookup, if the budget cannot take the request to the end of its prefill.
@@ -227,7 +224,7 @@ class Admission:
         """Note how many tokens of a hit were restored for the request, and from where."""
         restoring, lease = self._tiers.restoring, scheduled.lease
         num_before: int | None = None
-        if restoring is not None and restoring.current is not None and restoring.is_for(lease):
+        if restoring.current is not None and restoring.is_for(lease):
             num_before, scheduled.restored_from = restoring.current.num_tokens_before, restoring.current.tier.name
         peers = self._tiers.fetched
         if peers is not None and (num_landed_on := peers.num_tokens_before(lease)) is not None:
@@ -238,7 +235,7 @@ class Admission:
     def _others_hold_pages(self, scheduled: ScheduledRequest) -> bool:
         """Return whether other requests hold memory that they will give back, restores included."""
         restoring = self._tiers.restoring
-        if restoring is not None and restoring.current is not None and not restoring.is_for(scheduled.lease):
+        if restoring.current is not None and not restoring.is_for(scheduled.lease):
             return True
         return bool(self._running.requests or self._running.leaving)
 

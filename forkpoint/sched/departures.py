@@ -28,7 +28,7 @@ class Departures:
 
         Returns whether there may be room now. False: `scheduled` has to wait, or was preempted itself.
         """
-        if self._cache.tiers.drop_restore():
+        if self._cache.tiers.restoring.drop():
             return True
         if self._running.leaving:
             return False  # their pages come back with the results in flight

@@ -35,7 +35,7 @@ class Handover:
             return
         usable = self._cache.layout.usable_prefix(request.num_tokens)
         offer, fetched, restoring = peers.read(params, lease.chain, usable), peers.fetched, self._cache.tiers.restoring
-        if offer is None or fetched is None or restoring is None:
+        if offer is None or fetched is None:
             return
         hit = self._cache.lookup(lease, request.num_tokens)
         longest, in_tier = hit.num_tokens, restoring.find(lease, request.num_tokens, hit)

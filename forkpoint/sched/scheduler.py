@@ -202,13 +202,12 @@ class Scheduler:
                     return None
                 early = found
         step, budget = next(self._steps), self.config.max_num_batched_tokens
-        if self._tiers.restoring is not None:
-            self._tiers.begin_plan(is_busy=bool(self._running.requests))
+        self._tiers.begin_plan(is_busy=bool(self._running.requests))
         builder = PlanBuilder(step, budget, self.cache, self._interval)
         if suspect is None:
             self._plan_all(builder, early)
         else:
-            self._tiers.drop_restore()  # it may hold memory that this request needs, and no other request is planned
+            self._tiers.restoring.drop()  # it may hold memory that this request needs, and no other request is planned
             self._plan_alone(builder, suspect)
             if builder.budget == budget and not self._issued:  # other requests hold the memory that it needs
                 self._departures.preempt_all()
@@ -414,7 +413,7 @@ class Scheduler:
         """
         assert self._issued and self._issued[0].plan.step == step
         in_step = list(self._issued[0].requests)
-        self._tiers.drop_restore()
+        self._tiers.restoring.drop()
         filed = self.cache.filing.drain()
         if self._encoder is not None:
             self._encoder.clear()  # the runner has computed only some of the embeddings

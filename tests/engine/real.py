@@ -429,7 +429,7 @@ def start(
         tiers=TierSizes(num_host_pages, disk, streams=device.has_copy_streams),
         state_write_interval=interval,
     )
-    if sched.cache.tiers.restoring is not None and options.loaded_at_once:
+    if options.loaded_at_once:
         sched.cache.tiers.restoring.loaded_at_once = options.loaded_at_once
     probe = Probe(runners[0], runners[1:], bank.threads if len(runners) > 1 else None)
     core = EngineCore(sched, probe, async_scheduling=options.async_scheduling)

@@ -120,9 +120,8 @@ class Harness:
         )
         if self.host_streams:
             self.sched.cache.tiers.apply_news(TierNews((HOST_READY,)))
-        restoring = self.sched.cache.tiers.restoring
-        if restoring is not None and self.loaded_at_once:
-            restoring.loaded_at_once = self.loaded_at_once
+        if self.loaded_at_once:
+            self.sched.cache.tiers.restoring.loaded_at_once = self.loaded_at_once
         self.rows: dict[int, str] = {}
 
     def add(

@@ -202,7 +202,7 @@ def begin(harness: Harness, **options: object) -> Request:
     request = harness.add("waits", next_turn(evicted(harness)), 2, **options)
     harness.step()
     restoring = harness.sched.cache.tiers.restoring
-    assert restoring is not None and restoring.current is not None and not restoring.current.is_complete
+    assert restoring.current is not None and not restoring.current.is_complete
     return request
 
 
@@ -219,7 +219,6 @@ def test_nothing_is_held_after_a_restore_was_given_up(how: str, host_streams: bo
         harness.fail_next = True
     else:
         restoring = harness.sched.cache.tiers.restoring
-        assert restoring is not None
         while restoring.current is not None and restoring.current.node.depth < 8:
             harness.step()
         longest = max(filter(harness.sched.cache.room.ever_fits, range(4096)))  # needs what the restore holds
@@ -239,7 +238,7 @@ def test_nothing_is_held_after_a_restore_was_given_up(how: str, host_streams: bo
 def test_a_restored_prefix_stays_until_its_request_runs() -> None:
     harness = tight(loaded_at_once=ONE_UNIT)
     waiting, restoring = begin(harness), harness.sched.cache.tiers.restoring
-    assert restoring is not None and restoring.current is not None
+    assert restoring.current is not None
     restoring.loaded_at_once = 1 << 30
     restoring.begin_plan(is_busy=False)
     assert restoring.advance(), "the copies are for the next plan"
@@ -319,7 +318,6 @@ def test_a_restore_gives_its_memory_to_running_requests(layout: str) -> None:
     harness.step()
     harness.add("waits", next_turn(prompt), 2)
     restoring = harness.sched.cache.tiers.restoring
-    assert restoring is not None
     while restoring.current is None or restoring.current.node.depth < 9:
         harness.step()
     restoring.loaded_at_once = 0  # the copies stop, and the other request needs the memory before they go on
@@ -336,7 +334,6 @@ def test_a_restore_gives_way_to_an_earlier_request_that_shares_only_its_blocks(h
     """The blocks that the restore holds seem to be of use to the other request, until its lookup finds no prefix."""
     harness = tight("several slots a page", loaded_at_once=ONE_UNIT, host_streams=host_streams)
     waiting, restoring = begin(harness), harness.sched.cache.tiers.restoring
-    assert restoring is not None
     while restoring.current is not None and restoring.current.node.depth < 8:
         harness.step()
     assert restoring.current is not None
@@ -418,7 +415,7 @@ def test_blocks_are_loaded_from_where_the_tier_moved_them(monkeypatch: pytest.Mo
     prompt = evicted(harness)
     cache = harness.sched.cache
     tier, restoring = cache.tiers.host, cache.tiers.restoring
-    assert tier is not None and restoring is not None
+    assert tier is not None
     source, store, pool, moves = in_tier(harness, prompt), cache.store, tier.arena.blocks, cache.arena.moves
     take_blocks, num_moved = store.take_blocks, 0
 
