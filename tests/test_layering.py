@@ -186,7 +186,7 @@ WRITERS = {
     "dropped": "tree store",
     "last_used num_hits superseded num_readers": "store",
     "num_expected": "manager",
-    "queue_entry": "eviction_queue",
+    "queue_place": "eviction_queue",
     "note": "manager learnt",
     "num_planned num_sent_blocks num_survived_tokens hit read_from": "manager",
     "num_confirmed": "manager scheduler",

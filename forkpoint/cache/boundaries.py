@@ -46,7 +46,7 @@ class DecodeBoundaries:
             return not lease.in_reach
         if switches:
             save.slot = lease.slot
-            lease.switch_slot(fresh, self._filing.keep(lease, node, save, num_readers=1))
+            lease.switch_slot(fresh, self._filing.file_checkpoint(lease, node, save, num_readers=1))
         else:
             self._filing.plan_save(lease, save, fresh)
         return True

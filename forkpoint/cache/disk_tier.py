@@ -68,7 +68,7 @@ class DiskTier(LateTier):
         self._write_limit = write_limit
         self._wall_clock = wall_clock
         self._window_start_s, self._window_bytes = facts.window_start_s, facts.window_bytes
-        self._follow(TierReads(layout, moves, tickets, READ_AT_ONCE, clock, self._read), tickets, clock)
+        self._set_reader(TierReads(layout, moves, tickets, READ_AT_ONCE, clock, self._read), tickets, clock)
         if weighs_loads:
             self.choice = LoadChoice(cost, clock)
         self._load(facts)

@@ -38,7 +38,7 @@ class EvictionQueue(Generic[Queued]):
         """Queue an entry, or queue it again after its facts changed. One that cannot be evicted is left out."""
         if not entry.is_evictable:
             return
-        entry.queue_entry = ticket = next(self._tickets)
+        entry.queue_place = ticket = next(self._tickets)
         heapq.heappush(self._heap, (self._key(entry), ticket, entry))
         due = self._due(entry)
         if due < math.inf:
@@ -48,13 +48,13 @@ class EvictionQueue(Generic[Queued]):
 
     def push_later(self, entry: Queued) -> None:
         """Queue an entry without computing its key. That is done when its turn comes in `file_due`."""
-        entry.queue_entry = ticket = next(self._tickets)
+        entry.queue_place = ticket = next(self._tickets)
         heapq.heappush(self._dues, (-math.inf, ticket, entry))
 
     def _compact(self) -> None:
         """Remove old places. An entry that is used again and again leaves many that would never come to the front."""
         for heap in (self._heap, self._dues):
-            heap[:] = [filed for filed in heap if filed[2].queue_entry == filed[1] and not filed[2].dropped]
+            heap[:] = [filed for filed in heap if filed[2].queue_place == filed[1] and not filed[2].dropped]
             heapq.heapify(heap)
         self._most_filed = max(2 * self.num_filed, LEAST_COMPACTED)
 
@@ -66,7 +66,7 @@ class EvictionQueue(Generic[Queued]):
         self.file_due(now)
         while self._heap:
             key, ticket, entry = self._heap[0]
-            if entry.queue_entry != ticket or entry.dropped or not entry.is_evictable:
+            if entry.queue_place != ticket or entry.dropped or not entry.is_evictable:
                 heapq.heappop(self._heap)
                 continue
             current = self._key(entry)
@@ -84,7 +84,7 @@ class EvictionQueue(Generic[Queued]):
         due = list[Queued]()
         while self._dues and self._dues[0][0] <= now and len(due) < most:
             _, ticket, entry = heapq.heappop(self._dues)
-            if entry.queue_entry == ticket and not entry.dropped and entry.is_evictable:
+            if entry.queue_place == ticket and not entry.dropped and entry.is_evictable:
                 due.append(entry)
         for entry in due:
             self.push(entry)

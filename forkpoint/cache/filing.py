@@ -106,7 +106,7 @@ class Filing:
         for depth in sorted({last, *saves}):
             node = self._file_blocks(lease, node, min(depth, last))
             if node.depth == depth and (save := saves.pop(depth, None)):
-                self.keep(lease, node, save)
+                self.file_checkpoint(lease, node, save)
         if node is not old:
             self._store.tree.pin(node)
             self._store.unpin(old)
@@ -153,7 +153,7 @@ class Filing:
         lease.filed += items
         self.filed += items
 
-    def keep(self, lease: Lease, node: Node, save: StateSave, num_readers: int = 0) -> Checkpoint | None:
+    def file_checkpoint(self, lease: Lease, node: Node, save: StateSave, num_readers: int = 0) -> Checkpoint | None:
         """Make the saved state the checkpoint of `node`, and return it; None if the present checkpoint stays.
 
         The end of a turn supersedes the checkpoint that the turn went on from.

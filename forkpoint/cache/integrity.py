@@ -19,13 +19,13 @@ from forkpoint.config import BLOCK_SIZE
 Owned: TypeAlias = tuple[int, UnitOwner]
 
 
-def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
+def check_integrity(cache: CacheManager, leases: Iterable[Lease]) -> None:
     """Raise AssertionError, naming what is off, unless each unit has one owner and the tree agrees with the leases.
 
     `leases` are those of all requests that hold anything.
     """
     leases = list(leases)
-    arena, tree, layout = manager.arena, manager.store.tree, manager.layout
+    arena, tree, layout = cache.arena, cache.store.tree, cache.layout
     arena.check_integrity()
     tree.check_integrity()
     nodes = list(tree.nodes())
@@ -39,17 +39,17 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
     own: list[Owned] = [(block, lease) for lease in leases for block in lease.own_blocks.values()]
     if layout.has_kv:
         _check_owners(arena.blocks, [*own, *((node.block, node) for node in nodes)])
-        assert manager.room.num_blocks_held == len(own) + tree.num_pinned
+        assert cache.room.num_blocks_held == len(own) + tree.num_pinned
     else:
         assert not own and all(node.block == NO_BLOCK for node in nodes)
-    _check_windows(manager, leases, checkpoints)
-    current = manager.tiers.restoring.current
+    _check_windows(cache, leases, checkpoints)
+    current = cache.tiers.restoring.current
     running: list[Owned] = [(lease.slot, lease) for lease in leases if lease.slot != NO_SLOT]
     saving: list[Owned] = [(save.slot, save) for lease in leases for save in lease.saves]
     _check_owners(arena.slots, [*running, *saving, *((each.slot, each) for each in checkpoints)])
     num_read = sum(each.num_readers > 0 for each in checkpoints)
-    assert manager.room.num_slots_held == len(running) + num_read, "a running slot or a reader was not counted"
-    assert manager.store.num_checkpoints == len(checkpoints)
+    assert cache.room.num_slots_held == len(running) + num_read, "a running slot or a reader was not counted"
+    assert cache.store.num_checkpoints == len(checkpoints)
     assert all(each.num_tokens == each.node.depth * BLOCK_SIZE for each in checkpoints)
     pins = sum(node.pins for node in nodes) - sum(node.pins > 0 for node in nodes if node.depth > 1)
     holders = [lease.node for lease in leases if lease.node is not None]
@@ -57,16 +57,16 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
         holders.append(current.node)
     held = sum(node.depth > 0 for node in holders)
     assert pins == held, f"{pins} pins for {held} holders"
-    for tier in manager.tiers.all:
+    for tier in cache.tiers.all:
         _check_tier(tier, current if current is not None and current.tier is tier else None)
 
 
-def _check_windows(manager: CacheManager, leases: Iterable[Lease], checkpoints: Iterable[Checkpoint]) -> None:
+def _check_windows(cache: CacheManager, leases: Iterable[Lease], checkpoints: Iterable[Checkpoint]) -> None:
     """Raise AssertionError unless the blocks of windows are held by requests and checkpoints as often as counted."""
     holders, busy = Counter[WindowBlock](), Counter[WindowBlock]()
     for lease in leases:
         for number, row in enumerate(lease.windows):
-            group = manager.layout.windows[number]
+            group = cache.layout.windows[number]
             assert row.end >= lease.num_blocks, f"{lease.owner}: a hole at the end of its window"
             first = group.first_block(lease.first_position)
             assert row.start <= first, f"{lease.owner}: a block in its window was given back"
@@ -74,16 +74,16 @@ def _check_windows(manager: CacheManager, leases: Iterable[Lease], checkpoints: 
             busy.update(row.blocks)
     for each in checkpoints:
         blocks = [block for run in each.windows for block in run]
-        firsts = [group.first_block(each.num_tokens) for group in manager.layout.windows]
+        firsts = [group.first_block(each.num_tokens) for group in cache.layout.windows]
         assert [len(run) for run in each.windows] == [each.node.depth - index for index in firsts]
         holders.update(blocks)
         if each.num_readers:
             holders.update(blocks)
             busy.update(blocks)
     assert all((each.num_holders, each.num_busy) == (holders[each], busy[each]) for each in holders), "holders are off"
-    for number, pool in enumerate(manager.arena.windows):
+    for number, pool in enumerate(cache.arena.windows):
         _check_owners(pool, [(each.block, each) for each in holders if each.window == number])
-        assert manager.store.windows.num_busy[number] == sum(each.window == number for each in busy)
+        assert cache.store.windows.num_busy[number] == sum(each.window == number for each in busy)
 
 
 def _check_tier(tier: Tier, current: Restore | None) -> None:

@@ -351,14 +351,14 @@ class CacheLayout:
         """Return the pages that a request of `num_tokens` tokens with `num_slots` slots needs at least."""
         return self.num_pages_of(self.num_blocks_for(num_tokens), num_slots, self.num_window_blocks_for(num_tokens))
 
-    def num_pages_of(self, num_blocks: int, num_slots: int, num_window_blocks: Sequence[int] = ()) -> int:
+    def num_pages_of(self, num_blocks: int, num_slots: int, num_window_blocks: Sequence[int]) -> int:
         """Return the pages that so many blocks and slots take, and blocks of each of `windows`, densely packed."""
         pages = 0
         if self.has_kv:
             pages += -(-num_blocks // self.blocks_per_page)
         if self.has_states:
             pages += -(-num_slots // self.slots_per_page)
-        for group, count in zip(self.windows, num_window_blocks, strict=False):
+        for group, count in zip(self.windows, num_window_blocks, strict=True):
             pages += -(-count // group.blocks_per_page)
         return pages
 

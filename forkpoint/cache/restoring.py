@@ -42,7 +42,7 @@ class Restoring:
     whether the plan under construction loads something or starts to read something.
     """
 
-    def __init__(self, store: PrefixStore, tiers: Sequence[RestoreSource], *, streams: bool = False) -> None:
+    def __init__(self, store: PrefixStore, tiers: Sequence[RestoreSource], *, streams: bool) -> None:
         """`store` is the arena's. Of two tiers with the same prefix the first one is used.
 
         With `streams`, a plan loads from buffers of a device, all that has arrived if no other request runs.

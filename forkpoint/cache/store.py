@@ -245,10 +245,10 @@ class PrefixStore:
         """
         assert node.checkpoint is None
         copy = self._enter(Checkpoint(node, slot, source.num_tokens, source.origin, source.decoded, windows))
-        self.follow(source, copy)
+        self.copy_use(source, copy)
         return copy
 
-    def follow(self, source: Checkpoint, copy: Checkpoint) -> None:
+    def copy_use(self, source: Checkpoint, copy: Checkpoint) -> None:
         """Let the copy of another store's checkpoint count as used now, and as often as its source."""
         copy.last_used = self.arena.turnover
         copy.num_hits, copy.superseded = source.num_hits, source.superseded

@@ -49,7 +49,7 @@ class StreamedHostTier(LateTier, HostTier):
         super().__init__(layout, num_pages, moves, policy, cost, counters, has_private=has_private)
         self.is_ready = False
         self.stored_at_once = STORED_AT_ONCE
-        self._follow(TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock, self._fetch), tickets, clock)
+        self._set_reader(TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock, self._fetch), tickets, clock)
         self.choice = self._choice = LoadChoice(cost, clock)
 
     def may_store(self, num_bytes: int) -> bool:

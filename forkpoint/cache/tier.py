@@ -130,7 +130,7 @@ class Tier(RestoreSource):
         """Note that a tier's entry was in use in the arena, as `source`, until now."""
         self.store.touch(node)
         if source is not None and node.checkpoint is not None:
-            self.store.follow(source, node.checkpoint)
+            self.store.copy_use(source, node.checkpoint)
 
     def _copy(
         self, top: Node, missing: Sequence[Node], checkpoint: Checkpoint | None, *, is_whole: bool = True
@@ -226,7 +226,7 @@ class LateTier(Tier):
     A unit is read to a buffer of the worker, from where a later plan copies it to the arena.
     """
 
-    def _follow(self, reader: TierReads, tickets: Iterator[int], clock: Callable[[], float]) -> None:
+    def _set_reader(self, reader: TierReads, tickets: Iterator[int], clock: Callable[[], float]) -> None:
         """Set the reader and the record of writes. Constructors call this. `tickets` are those of all tiers."""
         self._reader, self._tickets, self._clock = reader, tickets, clock
         self._writing: dict[int, tuple[BlockHash, int]] = {}  # ticket -> hash and bytes

@@ -44,13 +44,13 @@ OF_LAST_TURN = (*TURN_ENDS, Origin.NEAR_END)  # hardly useful once their convers
 class Evictable:
     """What the eviction queue orders: checkpoints, or in a layout without states nodes.
 
-    PrefixStore writes how it was used, the queue writes its current place (`queue_entry`).
+    PrefixStore writes how it was used, the queue writes its current place (`queue_place`).
     """
 
     num_hits: int = 0
     last_used: float = 0.0
     dropped: bool = False
-    queue_entry: int = -1
+    queue_place: int = -1
 
     @property
     def is_evictable(self) -> bool:

@@ -119,9 +119,9 @@ class DraftPlanner:
         self._num_left -= len(drafts)
         return drafts, masks[: len(drafts)]
 
-    def begin(self, plan: StepPlan) -> None:
+    def note_plan(self, plan: StepPlan) -> None:
         """Note whether a step computes prompts."""
-        self._demand.planned(plan)
+        self._demand.note_plan(plan)
 
     def count_accepted(self, issued: IssuedStep, result: StepResult, seconds: float) -> None:
         """Count the drafts of a step whose result is there after so many seconds, accepted or not.

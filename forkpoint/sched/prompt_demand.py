@@ -37,6 +37,6 @@ class PromptDemand:
                 return most
         return total
 
-    def planned(self, plan: StepPlan) -> None:
+    def note_plan(self, plan: StepPlan) -> None:
         """Note what a step computes."""
         self._is_blocked = bool(self._waiting.requests) and plan.num_decodes == len(plan.rows)

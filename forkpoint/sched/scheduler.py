@@ -226,7 +226,7 @@ class Scheduler:
             dropped_images = self._encoder.drain_dropped()
         issued = builder.finish(*self._running.drain_removed(), dropped_images, waits_for_tiers=waits)
         if self._drafting is not None:
-            self._drafting.begin(issued.plan)
+            self._drafting.note_plan(issued.plan)
         issued.planned_s = self._clock()
         self._issued.append(issued)
         self._num_steps += 1
