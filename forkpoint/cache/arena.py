@@ -26,8 +26,8 @@ class MoveRoute(enum.StrEnum):
     """The rooms between which a unit is copied: the arena, the host tier's memory, the disk tier, other engines.
 
     A unit comes from the disk in two moves: a read into a buffer of the worker, named by its ticket, and a copy from
-    there. It comes so from the host tier too if the copies of that run beside the steps. Units of another engine come
-    to such a buffer by `StepPlan.fetches`.
+    the buffer. The same holds for a host tier whose copies run next to the steps. Units of another engine come to such
+    a buffer by `StepPlan.fetches`.
     """
 
     ARENA = "arena"  # within the arena

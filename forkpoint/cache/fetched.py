@@ -44,9 +44,9 @@ def _key(offer: Offer) -> _Key:
 class FetchedPrompt:
     """An offer that is taken up for the requests of `leases`. `end` is the last node of its path.
 
-    `places` are those of the entries that are fetched, which are those that the arena lacked. Entries at places below
-    `num_arrived` have arrived. Some may be in the arena before the others come. `landed` are their nodes there, and
-    `num_tokens_before` is what a lookup found before them, by lease.
+    `places` numbers the entries that are fetched: those that the arena lacked. Entries at places below `num_arrived`
+    have arrived. Some may be copied to the arena before the others arrive: `landed` are their nodes in the arena, and
+    `num_tokens_before` is what a lookup found before they were copied, by lease.
     """
 
     offer: Offer
@@ -72,8 +72,8 @@ class FetchedPrompts(RestoreSource):
 
     `layout` is that of tiers. `orders` are for the next plan, which carries the moves too. A request waits until its
     fetch has ended or its time is up. Then it computes what it does not find. Blocks may be copied to the arena while
-    others are still to come. If these do not come, `give_up_late` returns the former: the other engine may have found
-    that they are wrong.
+    others are still to come. If the others do not come, `give_up_late` returns the copied ones, because the other
+    engine may have found that they are wrong.
 
     On a device with streams for copies, entries come to a buffer of the device first, as those of the host tier.
     """

@@ -18,7 +18,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.peer_offers import Offer, PeerFacts
 from forkpoint.cache.tier import unit_of, windows_of
-from forkpoint.cache.tree import Checkpoint, Node, Origin
+from forkpoint.cache.tree import Checkpoint, Node, Origin, path_below
 from forkpoint.config import BLOCK_SIZE
 
 HAS_OFFER: Final = "do_remote_prefill"  # of kv_transfer_params: another engine has computed this prompt
@@ -80,14 +80,9 @@ class PeerExchange:
 
     def _copy_blocks(self, offer: _OpenOffer, end: Node) -> None:
         """Add the copies of the path to `end`, as far as they were not added before."""
-        path: list[Node] = []
-        node = end
-        while node.depth > offer.num_blocks and node.parent is not None:
-            path.append(node)
-            node = node.parent
-        offer.num_blocks = max(offer.num_blocks, end.depth)
-        for node in reversed(path):
+        for node in path_below(offer.num_blocks, end):
             self._copy(offer.lease, node, None, name_of(node, None))
+        offer.num_blocks = max(offer.num_blocks, end.depth)
 
     def _copy(self, lease: int, node: Node, checkpoint: Checkpoint | None, name: EntryName) -> None:
         kind, unit, num_bytes = unit_of(self._layout, node, checkpoint)

@@ -11,7 +11,7 @@ from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.tree import Checkpoint, Node, path_below
 from forkpoint.cache.windows import WindowRow
 from forkpoint.config import BLOCK_SIZE
 
@@ -118,7 +118,7 @@ class Restoring:
                 self.drop()
                 return False
             num_moves = len(self._store.arena.moves)
-            path = self._path(restore.source, restore.node.depth)
+            path = path_below(restore.node.depth, restore.source)
             num_ready = restore.tier.num_ready(path, self._missing_state(restore), is_busy=is_busy)
             self.has_loaded = self.has_loaded or len(self._store.arena.moves) > num_moves
             if path and (num_ready or not self._store.layout.has_kv):
@@ -181,7 +181,7 @@ class Restoring:
             if not count:
                 return False
             # Read the places in the tier only now: taking blocks may have evicted entries to it and compacted it.
-            sources = self._path(restore.source, start)[:count]
+            sources = path_below(start, restore.source)[:count]
             self._store.arena.moves += [
                 restore.tier.load(node, None, block) for node, block in zip(sources, blocks, strict=True)
             ]
@@ -225,15 +225,6 @@ class Restoring:
             store.arena.give_slot(owner.slot)
         store.windows.clear(rows)
         return has_room
-
-    def _path(self, node: Node, start: int) -> list[Node]:
-        """Return the tier's nodes from depth `start + 1` down to `node`."""
-        path: list[Node] = []
-        while node.depth > start:
-            path.append(node)
-            assert node.parent is not None
-            node = node.parent
-        return path[::-1]
 
     def _count(self, num_bytes: int) -> None:
         self.has_loaded = True

@@ -137,8 +137,8 @@ class Tier(RestoreSource):
     ) -> bool:
         """Copy nodes below `top`, and a checkpoint at their end, into units of the tier.
 
-        If the nodes are not the whole path to the checkpoint, that is not copied yet. False: it stores nothing, because
-        it may not or has nothing worth less to evict.
+        Without `is_whole` the nodes are only a part of the path to the checkpoint, which is not copied yet. Returns
+        False if nothing is stored, because the tier may not or has nothing worth less to evict.
         """
         below: float | None = None
         owner: StateSave | None = None

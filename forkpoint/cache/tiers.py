@@ -31,11 +31,10 @@ FIRST_TICKET: Final = HOST_READY + 1
 class TierSizes:
     """The tiers of an engine.
 
-    `num_host_pages` is the size of the host tier in pages of `CacheLayout.in_tiers`, its reserved page included;
-    without pages there is no such tier. It `streams` if its copies run beside the steps.
-    `disk` is the disk tier that the worker has opened. At most `write_limit` bytes are written to it in a day of
-    `wall_clock`. `peers` is the worker's link to other engines. With `weighs_disk`, a prefix is read from the disk only
-    if that is faster than computing it.
+    `num_host_pages` is the size of the host tier in pages of `CacheLayout.in_tiers`, its reserved page included; 0: no
+    host tier. The host tier `streams` if its copies run next to the steps. `disk` is the disk tier that the worker has
+    opened. At most `write_limit` bytes are written to it in a day of `wall_clock`. With `weighs_disk`, a prefix is read
+    from the disk only if that is faster than computing it. `peers` is the worker's link to other engines.
     """
 
     num_host_pages: int = 0

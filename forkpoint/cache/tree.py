@@ -326,3 +326,13 @@ def nearest_checkpoint(node: Node | None) -> Checkpoint | None:
     if node is None:
         return None
     return node.checkpoint
+
+
+def path_below(depth: int, end: Node) -> list[Node]:
+    """Return the nodes below `depth` on the path to `end`, from the top down, with `end` itself."""
+    path: list[Node] = []
+    node: Node | None = end
+    while node is not None and node.depth > depth:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
