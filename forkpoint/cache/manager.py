@@ -29,7 +29,7 @@ from forkpoint.images import ImageSpan
 
 
 class CacheManager:
-    """Keeps the tree, the arena's accounting and the leases consistent: they are after every method.
+    """Keeps the tree, the arena's accounting and the leases consistent after every method.
 
     The scheduler calls this class, its `room`, `boundaries`, `filing` and `tiers`, and the methods of Lease. It only
     reads what is behind them.
