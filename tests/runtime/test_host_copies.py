@@ -75,11 +75,13 @@ class Moving:
 
     def contents(self, kind: MoveKind, unit: int, windows: Windows) -> Tensor:
         """Return what a tier would hold of a unit: the unit, then the blocks of windows, with room for the most."""
-        parts, num_bytes = [self.arena.data[self.arena._extent(kind, unit)]], self.stored.block_bytes
+        parts, num_bytes = [self.arena.data[unit_extent(self.arena.layout, kind, unit)]], self.stored.block_bytes
         if kind is MoveKind.SLOT:
             num_bytes = self.stored.slot_bytes
             for number, (group, blocks) in enumerate(zip(self.layout.windows, windows, strict=True), 1):
-                parts += [self.arena.data[self.arena._extent(MoveKind.BLOCK, block, number)] for block in blocks]
+                parts += [
+                    self.arena.data[unit_extent(self.arena.layout, MoveKind.BLOCK, block, number)] for block in blocks
+                ]
                 lacking = group.most_of_state - len(blocks)
                 parts += [torch.zeros(lacking * group.unit_bytes, dtype=torch.uint8)]
         whole = torch.cat(parts)
@@ -172,10 +174,10 @@ class Moving:
         """Copy to `before` what these moves may write to the arena: units with the padding behind them."""
         places = list[slice]()
         for move in moves if moves[0].route is MoveRoute.LAND else ():
-            start, end = (self.arena._extent(move.kind, unit).start for unit in (move.dst, move.dst + 1))
+            start, end = (unit_extent(self.arena.layout, move.kind, unit).start for unit in (move.dst, move.dst + 1))
             places.append(slice(start, end))
             for number, blocks in enumerate(move.windows, 1):
-                places += [self.arena._extent(MoveKind.BLOCK, block, number) for block in blocks]
+                places += [unit_extent(self.arena.layout, MoveKind.BLOCK, block, number) for block in blocks]
         for place in places:
             before[place] = self.arena.data[place]
 
