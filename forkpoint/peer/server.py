@@ -37,7 +37,8 @@ class OfferServer:
 
     def __init__(self, offered: Offered, namespace: bytes, engine_id: str, host: str, port: int) -> None:
         self._offered, self._namespace, self._engine_id = offered, namespace, engine_id
-        self._listener = socket.create_server((host, port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family)
         self._listener.settimeout(EXPIRE_EVERY_S)
         self.port: int = self._listener.getsockname()[1]
         self._free = threading.Semaphore(MAX_CONNECTIONS)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ from forkpoint.runtime.pinned import SEGMENT_BYTES, PinnedBuffers
 SIZES = {BLOCK: 700, SLOT: 3000}
 NAMES = (*(EntryName(BLOCK, bytes([i]) * 16, bytes([i - 1]) * 16, i) for i in range(1, 5)),)
 NAMES = (*NAMES, EntryName(SLOT, bytes([4]) * 16, bytes([3]) * 16, 4, 1, True))
-HOST = "127.0.0.1"
+HOST, HOST_V6 = "127.0.0.1", "::1"
 AGREES = HEAD.pack(MAGIC, 2) + b"\x91\xa0"  # HeldEntries without a refusal
 
 
@@ -73,9 +74,16 @@ def offer(link: PeerLink) -> int:
     return lease
 
 
-def fetch(link: PeerLink, port: int, lease: int, names: tuple[EntryName, ...] = NAMES, engine_id: str = "p") -> bool:
+def fetch(
+    link: PeerLink,
+    port: int,
+    lease: int,
+    names: tuple[EntryName, ...] = NAMES,
+    engine_id: str = "p",
+    host: str = HOST,
+) -> bool:
     """Fetch and return whether it succeeded. What arrives has to be right."""
-    link.fetching.start(Fetch(1, HOST, (port,), engine_id, lease, names, 5.0))
+    link.fetching.start(Fetch(1, host, (port,), engine_id, lease, names, 5.0))
     news = link.fetching.news(10.0)
     while news is None or not (news.done or news.failed):
         news = link.fetching.news(10.0)
@@ -94,6 +102,20 @@ def test_a_prompt_is_fetched_once(prefill: PeerLink, decode: PeerLink) -> None:
     with prefill.offered._changed:  # a message of its own ends the lease
         assert prefill.offered._changed.wait_for(lambda: lease in prefill.offered._ended, 20)
     assert not fetch(decode, port, lease), "its lease has ended"
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server((HOST_V6, 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_a_prompt_is_fetched_over_ipv6(decode: PeerLink) -> None:
+    with contextlib.closing(open_link(replace(facts(), host=HOST_V6), SIZES, 3600.0, listens=True)) as link:
+        assert fetch(decode, link.facts.port, offer(link), host=HOST_V6)
 
 
 def test_others_are_refused(prefill: PeerLink, decode: PeerLink, monkeypatch: pytest.MonkeyPatch) -> None:
