@@ -66,7 +66,9 @@ def _prepare_streams() -> None:
     for name, mode, errors in (("stdin", "r", "surrogateescape"), ("stdout", "w", escape), ("stderr", "w", escape)):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+            empty = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(empty.fileno(), True)  # it has the number of the closed stream, the lowest free one
+            setattr(sys, name, empty)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
 

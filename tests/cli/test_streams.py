@@ -56,6 +56,15 @@ def test_closed_streams_are_empty_ones(
     )
 
 
+def test_processes_of_a_command_have_the_streams_that_it_lacks() -> None:
+    """Otherwise the next file or socket that they open has the number of standard error."""
+    child = "import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))"
+    code = "import subprocess, sys; from forkpoint.cli.main import _prepare_streams; _prepare_streams(); "
+    code += f"sys.exit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"
+    closing = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    assert subprocess.run([*closing, sys.executable, "-c", code], check=False).returncode == 0
+
+
 def stream_of(data: bytes, encoding: str = "utf-8") -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BytesIO(data), encoding=encoding)
 
