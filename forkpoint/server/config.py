@@ -20,6 +20,7 @@ FOR_ORIGINS, CORS = ("allowed_methods", "allowed_headers", "allow_credentials"),
 HTTPS, ORIGINS = "HTTPS options", "options for pages of other origins (CORS)"
 MEDIA_DOMAINS = "HOST, HOST:PORT or HOST:* for any port, without scheme and path"
 LISTS = ("allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers", "allowed_media_domains")
+IN_ANSWERS = ("served_model_name", "response_role")
 REPORTS = "log and metrics options"
 PREFIX = "letters, digits, '_' and ':', not starting with a digit"
 
@@ -154,6 +155,7 @@ class ServerConfig:
             *((name, getattr(self, name) >= 0, "0 or more") for name in NOT_NEGATIVE),
             ("max_logprobs", 0 <= self.max_logprobs <= MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
             ("response_role", bool(self.response_role), "a role, such as assistant"),
+            *((name, is_text("".join(getattr(self, name))), "valid Unicode") for name in IN_ANSWERS),
             ("log_interval_s", self.log_interval_s > 0, "a number above 0"),
             ("root_path", re.fullmatch(r"(/[^/\s?#]+)*", self.root_path), "/a/path"),
             ("metrics_prefix", re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix), PREFIX),

@@ -178,6 +178,8 @@ def test_a_client_that_leaves_before_the_first_token_ends_the_work() -> None:
         ({"sse_keep_alive_interval": -1.0}, "0 or more"),
         ({"ssl_cert_reqs": 3}, "0, 1 or 2"),
         ({"ssl_cert_reqs": 2}, "ssl_ca_certs too"),
+        ({"served_model_name": ("a", "\udcc3")}, "valid Unicode"),
+        ({"response_role": "\udcc3"}, "valid Unicode"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, object], says: str) -> None:
