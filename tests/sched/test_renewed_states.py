@@ -14,7 +14,7 @@ def test_a_tier_takes_it_only_after_the_request(layout: str, streams: bool) -> N
     chosen = LAYOUTS[layout]
     harness = Harness(chosen, num_pages=chosen.num_pages_for(2400, 8), num_host_pages=400, host_streams=streams)
     harness.add("writes", tokens(0, 10), 260)
-    store, tier = harness.sched.cache.store, harness.sched.cache.tier
+    store, tier = harness.sched.cache.store, harness.sched.cache.tiers.host
     assert tier is not None
     depths = list[int]()
     for steps in (100, 90):
