@@ -86,7 +86,8 @@ class HTTPError(Exception):
     def messages_body(self) -> dict[str, object]:
         """Return the error's body in the form of Anthropic's API."""
         kind = MESSAGES_TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        details = {"error_code": self.code} if self.code is not None else None
+        return {"type": "error", "error": {"type": kind, "message": self.message, "details": details}}
 
     def body_for(self, scope: Scope) -> dict[str, object]:
         """Return the error's body in the form that the client of the request `scope` reads."""

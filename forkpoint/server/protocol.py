@@ -117,7 +117,8 @@ class RequestBody(Body):
         given = self.model_extra or {}
         for name, rule in self.refused.items():
             if name in given and given[name] not in rule.get("neutral", ()):
-                raise HTTPError(400, f"{name} is not supported; {rule['do']}", param=name)
+                text = f"{name} is not supported; {rule['do']}"
+                raise HTTPError(rule.get("status", 400), text, param=name, code=rule.get("code"))
         return self
 
     def unused_fields(self) -> list[str]:

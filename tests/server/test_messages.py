@@ -180,7 +180,6 @@ def test_a_schema_for_the_answer(client: anthropic.Anthropic) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"compaction": {"type": "summarize"}}, "ask for a summary"),
-        ({"thread": {"type": "continue", "previous_message_id": "m"}}, "send the whole conversation"),
         ({"mcp_servers": [{"name": "x"}]}, "runs no tools"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tool_choice": {"type": "tool", "name": "nope"}, "tools": TOOLS}, "nope"),
@@ -244,14 +243,30 @@ def test_the_key_comes_in_either_header(thinker: RunningServer) -> None:
     assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 
 
-def test_the_tool_runner_of_the_official_client(client: anthropic.Anthropic) -> None:
-    @anthropic.beta_tool
-    def forecast() -> str:
-        """The weather."""
-        return "sun"
+@anthropic.beta_tool
+def forecast() -> str:
+    """The weather."""
+    return "sun"
 
-    runner = client.beta.messages.tool_runner(**ask("Weather?"), tools=[forecast])
-    assert runner.until_done().role == "assistant"
+
+def test_the_tool_runner_of_the_official_client(client: anthropic.Anthropic) -> None:
+    """It sends the new messages alone first, and the whole conversation once it hears that there are no threads."""
+    asked: dict[str, Any] = ask("Weather?", max_tokens=80, tool_choice={"type": "any"})
+    runner = client.beta.messages.tool_runner(**asked, tools=[forecast], max_iterations=3)
+    answers = list(runner)
+    assert [answer.stop_reason for answer in answers] == ["tool_use"] * 3
+    prompts = [each.usage.input_tokens + (each.usage.cache_read_input_tokens or 0) for each in answers]
+    assert prompts[0] < prompts[1] < prompts[2]
+
+
+def test_threads_of_the_official_client_send_the_whole_conversation(client: anthropic.Anthropic) -> None:
+    thread = client.beta.messages.thread(model="tiny", max_tokens=4)
+    first = thread.send({"role": "user", "content": "One"})
+    second = thread.send({"role": "user", "content": "Two"})
+    assert second.usage.input_tokens > first.usage.input_tokens + len("Two")
+    fields = {"thread": {"type": "continue", "previous_message_id": first.id}}
+    with pytest.raises(anthropic.NotFoundError, match="send the whole conversation"):
+        client.messages.create(**ask("x"), extra_body=fields)
 
 
 def test_what_other_servers_have_is_taken(server: RunningServer, client: anthropic.Anthropic) -> None:

@@ -53,6 +53,7 @@ class CountReply(ReplyModel):
 class MessagesErrorInfo(ReplyModel):
     type: str
     message: str
+    details: dict[str, Any] | None
 
 
 class MessagesErrorReply(ReplyModel):
