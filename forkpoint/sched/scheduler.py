@@ -152,12 +152,11 @@ class Scheduler:
         peers = self._tiers.peers
         return peers is not None and peers.has_unsent and not (self._requests or self._issued)
 
-    def reset_prefix_cache(self) -> bool:
-        """Let nothing cached so far be found again, embeddings of images included. Always True: that never fails."""
+    def reset_prefix_cache(self) -> None:
+        """Let nothing cached so far be found again, embeddings of images included."""
         self.cache.reset()
         if self._encoder is not None:
             self._encoder.clear()
-        return True
 
     def stats(self) -> SchedulerStats:
         """Return gauges as they are now and counters since the start."""
