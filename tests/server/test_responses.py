@@ -423,6 +423,8 @@ def test_items_of_other_tools_are_calls_or_left_out() -> None:
         {"type": "computer_call_output", "call_id": "c", "output": {**image, "type": "computer_screenshot"}},
         {"type": "custom_tool_call", **call, "name": "see", "input": ""},
         {"type": "custom_tool_call_output", "call_id": "c", "output": image},
+        {"type": "apply_patch_call", **call, "operation": {"type": "delete_file", "path": "a"}},
+        {"type": "apply_patch_call_output", "call_id": "c", "status": "completed"},
         {"type": "compaction", "encrypted_content": "AA"},
     ]
     messages = messages_of(items, notes.append)
@@ -433,10 +435,11 @@ def test_items_of_other_tools_are_calls_or_left_out() -> None:
         {"name": "mcp__agents__spawn", "arguments": "{}"},
         {"name": "computer", "arguments": {"type": "screenshot"}},
         {"name": "see", "arguments": '{"input": ""}'},
+        {"name": "apply_patch", "arguments": {"operation": {"type": "delete_file", "path": "a"}}},
     ]
     assert messages[0]["reasoning_content"] == "Hm"
-    assert [message["role"] for message in messages] == ["assistant", "tool"] * 5
-    assert [message["content"] for message in messages[5::2]] == [[image]] * 3
+    assert [message["role"] for message in messages] == ["assistant", "tool"] * 6
+    assert [message["content"] for message in messages[5::2]] == [[image]] * 3 + ["completed"]
     assert len(notes) == 2 and "'web_search_call'" in notes[0] and "'compaction'" in notes[1]
 
 

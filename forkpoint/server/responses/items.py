@@ -54,8 +54,10 @@ def messages_of(items: Sequence[dict[str, Any]], note: Note) -> list[dict[str, A
             case "reasoning":
                 _last_answer(messages, after=("content", "tool_calls"))["reasoning_content"] = _reasoning(item)
             case _ if kind.endswith(OUTPUT) and item.get("call_id"):
-                content = _output(item.get("output"))
-                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+                output = item.get("output")
+                if output is None:
+                    output = item.get("status")  # a patch that was applied may have no other output
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _output(output)})
             case _ if kind.endswith(CALL) and item.get("call_id"):
                 _last_answer(messages).setdefault("tool_calls", []).append(_call(kind, item))
             case "function_call" | "custom_tool_call" | "function_call_output" | "custom_tool_call_output":
