@@ -59,14 +59,24 @@ def load_rows(first, stride, mask, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _before(here, old, x_stride, row_stride, offset, length, source, present, BACK: tl.constexpr, W: tl.constexpr):
-    """Load the input BACK tokens before a part's first token, from the segment or from the window it starts with."""
-    value = tl.zeros(present.shape, here.dtype.element_ty)
-    if offset > 0:
-        value = tl.load(here - BACK * x_stride, mask=present & (offset < length), other=0.0)
+def _input_at(at, x, old, x_stride, row_stride, source, present, W: tl.constexpr):
+    """Load input `at` of a segment in fp32; a negative one from the window in slot `source`, or zeros."""
+    value = tl.zeros(present.shape, x.dtype.element_ty)
+    if at >= 0:
+        value = tl.load(x + at.to(tl.int64) * x_stride, mask=present, other=0.0)
     elif source >= 0:
-        value = tl.load(old + (W - 1 - BACK) * row_stride, mask=present, other=0.0).to(here.dtype.element_ty)
+        value = tl.load(old + (at + W - 1) * row_stride, mask=present, other=0.0).to(x.dtype.element_ty)
     return value.to(tl.float32)
+
+
+@triton.jit
+def store_output(out, total, bias, channel, present, SILU: tl.constexpr):
+    """Store a token's output: the sum, with bias and SiLU."""
+    if bias is not None:
+        total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
+    if SILU:
+        total = silu_fp32(total)
+    tl.store(out, total.to(out.dtype.element_ty), mask=present)
 
 
 @triton.jit
@@ -118,9 +128,7 @@ def _prefill_kernel(
     present = channel < D
     first = x + start.to(tl.int64) * x_stride
     here = first + offset.to(tl.int64) * x_stride + channel
-    if STRAIGHT:  # the compiler for NPUs lacks tuples
-        old = pool + source.to(tl.int64) * slot_stride + channel
-    else:
+    if not STRAIGHT:
         window = ()
         if not TAKES:
             taps = load_rows(weight + channel * w_channel, w_tap, present, W)
@@ -138,21 +146,23 @@ def _prefill_kernel(
         shift = tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
     OUTS: tl.constexpr = W if TAKES else 1  # rows of the output per token
     place = out + (start + offset).to(tl.int64) * (OUTS * D) + channel
-    for t in tl.static_range(TOKENS):
-        inside = present & (offset + t < length)
-        if STRAIGHT:
+    if STRAIGHT:  # the compiler for NPUs lacks tuples
+        old = pool + source.to(tl.int64) * slot_stride + channel
+        for t in range(tl.minimum(length - offset, TOKENS)):
             total = tl.zeros((BLOCK,), tl.float32)
             for j in tl.static_range(W):
-                if t + j >= W - 1:
-                    value = tl.load(here + (t + j - (W - 1)) * x_stride, mask=inside, other=0.0).to(tl.float32)
-                else:
-                    value = _before(here, old, x_stride, row_stride, offset, length, source, present, W - 1 - t - j, W)
+                at = offset + t + j - (W - 1)
+                value = _input_at(at, first + channel, old, x_stride, row_stride, source, present, W)
                 if TAKES:
-                    tl.store(place + (t * W + j) * D, value.to(out.dtype.element_ty), mask=inside)
+                    tl.store(place + (t * W + j) * D, value.to(out.dtype.element_ty), mask=present)
                 else:
                     tap = tl.load(weight + channel * w_channel + j * w_tap, mask=present, other=0.0)
                     total += value * tap.to(tl.float32)
-        else:
+            if not TAKES:
+                store_output(place + t * D, total + shift, None, channel, present, SILU)
+    else:
+        for t in tl.static_range(TOKENS):
+            inside = present & (offset + t < length)
             newest = tl.load(here + t * x_stride, mask=inside, other=0.0).to(tl.float32)
             window += (newest,)  # type: ignore[assignment]
             if TAKES:
@@ -163,11 +173,11 @@ def _prefill_kernel(
                 for j in tl.static_range(1, W):
                     total += window[j] * taps[j].to(tl.float32)
             window = window[1:]
-        if not TAKES:
-            total += shift
-            if SILU:
-                total = silu_fp32(total)
-            tl.store(place + t * D, total.to(out.dtype.element_ty), mask=inside)
+            if not TAKES:
+                total += shift
+                if SILU:
+                    total = silu_fp32(total)
+                tl.store(place + t * D, total.to(out.dtype.element_ty), mask=inside)
     if offset == 0:
         # The segment may write the slot that it reads. Every warp has read the old window by now.
         tl.debug_barrier()

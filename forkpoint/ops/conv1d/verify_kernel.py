@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.activation.kernel import silu as silu_fp32
-from forkpoint.ops.conv1d.kernel import UPDATE_CHANNELS, described, load_rows, outputs
+from forkpoint.ops.conv1d.kernel import UPDATE_CHANNELS, described, load_rows, outputs, store_output
 from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.metadata import VerifyIndex
 from forkpoint.ops.parameters import ConvTaps, Records
@@ -21,16 +20,6 @@ def _window(pool, source, line, position, channel, row_stride, seen, D: tl.const
     old = tl.load(pool + source + at * row_stride + shown, mask=(at < W - 1) & seen[None, :], other=0.0)
     fresh = (row < W - 1) & (at >= W - 1) & (channel < D)[None, :]
     return tl.where(at < W - 1, old, tl.load(line + (at - (W - 1)) * D + shown, mask=fresh, other=0.0).to(old.dtype))
-
-
-@triton.jit
-def _put(out, total, bias, channel, present, SILU: tl.constexpr):
-    """Store a token's output."""
-    if bias is not None:
-        total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
-    if SILU:
-        total = silu_fp32(total)
-    tl.store(out, total.to(out.dtype.element_ty), mask=present)
 
 
 @triton.jit
@@ -123,7 +112,7 @@ def _verify_kernel(
                         tap = tl.load(taps_at + j * w_tap, mask=present, other=0.0)
                         total += value.to(tl.float32) * tap.to(tl.float32)
                 if not TAKES:
-                    _put(out_at + t * D, total, bias, channel, present, SILU)
+                    store_output(out_at + t * D, total, bias, channel, present, SILU)
                 _leave(write_at + t * D, last, newest, present, length, target)
         else:
             window_on = ()
@@ -142,7 +131,7 @@ def _verify_kernel(
                         total = tl.zeros((BLOCK,), tl.float32)
                         for j in tl.static_range(W):
                             total += window_on[t + j].to(tl.float32) * taps[j].to(tl.float32)
-                        _put(out_at + t * D, total, bias, channel, present, SILU)
+                        store_output(out_at + t * D, total, bias, channel, present, SILU)
                     _leave(write_at + t * D, last, window_on[t + W - 1], present, length, target)
         for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding
             nothing = tl.zeros((BLOCK,), out.dtype.element_ty)
