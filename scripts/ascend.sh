@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What can be shown of Ascend NPUs without one (docs/ascend.md), in the environment of scripts/ascend_env.sh: kernels
-# lowered (B), their IR run on this machine between guard pages (C), names against torch_npu's wheel (D). `quick` is
-# what .ci/run has time for: the names, and the kernels of three of six models.
+# Checks what can be checked of Ascend NPUs without one (docs/ascend.md), in the environment of scripts/ascend_env.sh:
+# kernels are lowered (B), their IR runs on this machine between guard pages (C), and names are compared with
+# torch_npu's wheel (D). `quick` is for .ci/run: the names, and the kernels of three of six models.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.ascend/venv/bin/python

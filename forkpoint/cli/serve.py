@@ -15,7 +15,7 @@ from forkpoint.config import EngineConfig
 from forkpoint.demo.model import MODEL_NAME
 from forkpoint.errors import ConfigError
 from forkpoint.fleet.config import FleetConfig
-from forkpoint.fleet.handover import engine_of
+from forkpoint.fleet.handover import with_role
 from forkpoint.json_options import KVEventsConfig
 from forkpoint.obs.logs import LOGGER
 from forkpoint.quick_imports import collection_paused
@@ -47,7 +47,7 @@ def deploy(options: argparse.Namespace) -> int:
             "kv_events_config is not allowed, because each replica publishes events at its own address; leave it out"
         )
     if fleet.num_prefill_replicas:
-        engine_of(config, "kv_producer")  # raises for another connector
+        with_role(config, "kv_producer")  # raises for another connector
     spec = importlib.util.find_spec("ray")
     if spec is None or spec.origin is None:  # a folder of that name without a module has no origin
         raise ConfigError("replicas run on Ray Serve, which is not installed: pip install 'forkpoint[ray]'")

@@ -18,12 +18,12 @@ FILE_NAMES: Final = ("slab.*", "journal.*", "lock.*")
 LOGGER: Final = logging.getLogger("forkpoint")
 
 
-def own_folder(root: Path, namespace: bytes) -> Path:
+def namespace_folder(root: Path, namespace: bytes) -> Path:
     """Return the path of a namespace's folder in `root`, which it need not have yet."""
     return root / namespace.hex()
 
 
-def make_way(own: Path) -> None:
+def remove_old_namespaces(own: Path) -> None:
     """Remove folders of other namespaces next to `own` until MOST_NAMESPACES are left, that one included.
 
     The folder that was unused for the longest time goes first. Folders in use stay, and so does everything else. One

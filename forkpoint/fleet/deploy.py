@@ -18,7 +18,7 @@ from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
 from forkpoint.fleet.config import FleetConfig
 from forkpoint.fleet.gateway import Gateway
-from forkpoint.fleet.handover import engine_of
+from forkpoint.fleet.handover import with_role
 from forkpoint.fleet.replica import Replica
 from forkpoint.fleet.router import RestorableRouter
 from forkpoint.obs.logs import LOGGER
@@ -36,7 +36,7 @@ def application(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) 
         count = {"autoscaling_config": dict(fleet.autoscaling_config)}
     prefill: Any = None
     if fleet.num_prefill_replicas:
-        first, engine = engine_of(engine, "kv_producer"), engine_of(engine, "kv_consumer")
+        first, engine = with_role(engine, "kv_producer"), with_role(engine, "kv_consumer")
         prefill = _replicas("PrefillReplica", first, server, fleet, num_replicas=fleet.num_prefill_replicas)
     replicas = _replicas("Replica", engine, server, fleet, **count)
     gateway = serve.deployment(

@@ -23,7 +23,7 @@ OF_ANSWER: Final = ("min_tokens", "stream", "stream_options", "n", "best_of", "l
 MAX_TOKENS: Final = ("max_tokens", "max_completion_tokens")
 
 
-def engine_of(engine: EngineConfig, role: Literal["kv_producer", "kv_consumer"]) -> EngineConfig:
+def with_role(engine: EngineConfig, role: Literal["kv_producer", "kv_consumer"]) -> EngineConfig:
     """Return the options of an engine with this kv_role. Raises ConfigError for another connector."""
     link = engine.kv_transfer_config
     if link is None:
@@ -36,7 +36,7 @@ def engine_of(engine: EngineConfig, role: Literal["kv_producer", "kv_consumer"])
     return replace(engine, kv_transfer_config=replace(link, kv_role=role))
 
 
-def reachable(engine: EngineConfig, address: str, nodes: tuple[str, ...]) -> EngineConfig:
+def with_addresses(engine: EngineConfig, address: str, nodes: tuple[str, ...]) -> EngineConfig:
     """Return the options with the address at which other replicas fetch, and those from which this one fetches.
 
     Options that the user gave stay. `nodes` are the addresses of the cluster; none: it has one machine.

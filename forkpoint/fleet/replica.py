@@ -13,9 +13,9 @@ from ray import serve
 
 from forkpoint.config import EngineConfig
 from forkpoint.errors import EngineStoppedError
-from forkpoint.fleet.handover import offer_of, reachable
+from forkpoint.fleet.handover import offer_of, with_addresses
 from forkpoint.fleet.messages import ForwardedRequest, Head, Headers, RoutingHint
-from forkpoint.fleet.server_process import LOOPBACK, free_ports, placed, run_server
+from forkpoint.fleet.server_process import LOOPBACK, free_ports, run_server, with_ports
 from forkpoint.server.config import ServerConfig
 from forkpoint.worker.child import how_it_ended, start_child
 
@@ -43,8 +43,8 @@ class Replica:
         nodes: tuple[str, ...] = ()
         if not on_one_machine:
             nodes = tuple(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
-        engine = reachable(engine, address, nodes)
-        self._process = start_child(run_server, *placed(engine, server, ports, address), name="server")
+        engine = with_addresses(engine, address, nodes)
+        self._process = start_child(run_server, *with_ports(engine, server, ports, address), name="server")
         # No limits, because the router counts the requests, and an answer may take long.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),

@@ -23,7 +23,7 @@ def run_server(engine: EngineConfig, server: ServerConfig) -> None:
     raise SystemExit(serve(engine, server))
 
 
-def placed(
+def with_ports(
     engine: EngineConfig, server: ServerConfig, ports: tuple[int, int, int], address: str
 ) -> tuple[EngineConfig, ServerConfig]:
     """Return the configs with their ports: the server's, which only this machine can reach, and those of the events.

@@ -12,7 +12,7 @@ import torch
 from forkpoint.cache.disk_entries import DiskFacts
 from forkpoint.cache.tree import Origin
 from forkpoint.config import EngineConfig
-from forkpoint.disk.folder import make_way, own_folder
+from forkpoint.disk.folder import namespace_folder, remove_old_namespaces
 from forkpoint.disk.namespace import namespace_of, weights_digest
 from forkpoint.disk.slab import SlabLayout
 from forkpoint.disk.store import open_store
@@ -39,12 +39,12 @@ def open_disk_tier(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ran
             f"{LEAST_PAGES * slab.page_bytes * ranks.size} bytes or more"
         )
     facts = namespace_facts(config, loaded, ranks)
-    folder = own_folder(Path(config.kv_disk_path), namespace_of({**facts, "ranks": ranks.size}))
+    folder = namespace_folder(Path(config.kv_disk_path), namespace_of({**facts, "ranks": ranks.size}))
     open_own = partial(open_store, folder, slab, config.disk_tier_bytes, namespace_of(facts), ranks.rank, ranks.size)
     device, store = loaded.platform.device, None
     # The first ranks decide which of two engines that start at once has the folder, and whether it is in use.
     if not ranks.rank:
-        make_way(folder)
+        remove_old_namespaces(folder)
         store = open_own()
     if not ranks.least(int(store is not None or ranks.rank > 0), device):
         return None

@@ -1,4 +1,4 @@
-"""Calls of every Triton operator at the shapes of models, for what watches launches; no number is looked at."""
+"""Calls of every Triton operator at the shapes of models. Tests watch the launches; no result is checked."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m tests.ascend.sm90 before.json        # in one checkout
     python -m tests.ascend.sm90 after.json before.json
 
-The second prints the launches whose PTX, lines of sources aside, is another one, and fails if there is any.
+The second call prints the launches whose PTX differs, apart from source lines, and fails if there are any.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOPPER = DeviceTraits(
 
 
 class Absent:
-    """What Triton asks of a driver before it compiles."""
+    """Stands in for a driver: answers what Triton asks before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

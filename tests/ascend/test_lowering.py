@@ -1,4 +1,4 @@
-"""Every Triton kernel, at the shapes of models, is lowered for an Ascend 910B; what must not be in its IR is not."""
+"""Every Triton kernel, at the shapes of models, is lowered for an Ascend 910B to IR without forbidden forms."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.ascend.on_chip import on_chip_bytes  # noqa: E402
 from tests.ascend.shapes import SHAPES, Shape, calls  # noqa: E402
 
 ON_CHIP = 192 << 10  # bytes
-# Kernels with loads or stores whose rows are no straight line, and at most how many turns each takes: each becomes a
-# loop over rows, whose loads have no mask. What these load is in range by itself.
+# Kernels with gathered loads or stores, and the most turns of the loops over rows that these become. The loads in such
+# a loop lose their mask, so their indices have to be in range by themselves.
 ROW_LOOPS = {
     "_order_kernel": [32],
     "product_kernel": [64],
