@@ -70,7 +70,6 @@ class _Running:
         self.fetch, self.until_s = fetch, until_s
         self.entries: list[memoryview | None] = [None] * len(fetch.names)
         # Guarded by the lock of Fetching:
-        self.is_forgotten = False
         self.arrived: list[set[int]] = [set() for _ in fetch.names]  # parts of each entry
         self.num_arrived = self.num_reported = 0  # of the first entries
         self.unreported_bytes = 0  # of those that have arrived and were not reported
@@ -129,8 +128,8 @@ class Fetching:
         self.shares_memory = CAN_SHARE  # False: entries come over TCP alone
         self._threads = ThreadPoolExecutor(NUM_FETCHES, "fetch")
         self._helpers = ThreadPoolExecutor(NUM_FETCHES * (MOST_CONNECTIONS - 1), "fetch part")
-        self._changed = threading.Condition()  # guards all below
-        self._fetched: dict[int, list[memoryview | None]] = {}  # by ticket: the buffers of a fetch that has ended
+        self._changed = threading.Condition()  # guards all below; `contents` alone reads without it
+        self._entries: dict[int, list[memoryview | None]] = {}  # by ticket: the buffers of a fetch, until `forget`
         self._running: dict[int, _Running] = {}  # by ticket
         self._ended = _Ended()
 
@@ -143,26 +142,26 @@ class Fetching:
             return
         running = _Running(fetch, until_s)
         with self._changed:
-            self._running[fetch.ticket] = running
+            self._running[fetch.ticket], self._entries[fetch.ticket] = running, running.entries
         self._threads.submit(self._run, running)
 
     def contents(self, ticket: int, place: int) -> memoryview:
-        """Return an entry that has arrived. It is valid until `forget`."""
-        with self._changed:
-            running = self._running.get(ticket)
-            entry = self._fetched[ticket][place] if running is None else running.entries[place]
-            assert entry is not None and (running is None or place < running.num_arrived), "it has not arrived"
-            return entry
+        """Return an entry that has arrived. It is valid until `forget`.
+
+        Steps call this for each entry. They take no lock, for which they would wait as long as a thread that holds it
+        waits for the interpreter.
+        """
+        running, entry = self._running.get(ticket), self._entries[ticket][place]
+        assert entry is not None and (running is None or place < running.num_arrived), "it has not arrived"
+        return entry
 
     def forget(self, ticket: int) -> None:
         with self._changed:
-            entries = self._fetched.pop(ticket, [])
-            running = self._running.get(ticket)
-            if running is not None:
-                running.is_forgotten = True
-        if running is not None:
+            entries, running = self._entries.pop(ticket, []), self._running.get(ticket)
+        if running is None:
+            self._give_all(entries)
+        else:
             running.stop()
-        self._give_all(entries)
 
     def _give_all(self, entries: Iterable[memoryview | None]) -> None:
         for entry in entries:
@@ -222,16 +221,15 @@ class Fetching:
             LOGGER.warning("the prompt at %s port %d is computed instead of fetched: %s", fetch.host, port, error)
         with self._changed:
             del self._running[fetch.ticket]
-            if not running.is_forgotten:
-                # Some entries of a fetch that has failed may be in use.
-                self._fetched[fetch.ticket] = running.entries
+            is_forgotten = fetch.ticket not in self._entries
+            if not is_forgotten:  # even if it failed, some of its entries may be in use
                 (self._ended.done if is_whole else self._ended.failed).append(fetch.ticket)
                 if not is_whole and not answers:
                     self._ended.unreachable.append(fetch.ticket)
             self._changed.notify_all()
-        if running.is_forgotten:
+        if is_forgotten:
             self._give_all(running.entries)
-        if answers or running.is_forgotten:
+        if answers or is_forgotten:
             self._end_lease(fetch)
 
     def _fetch(self, running: _Running) -> None:

@@ -27,7 +27,7 @@ def test_a_fetched_unit_stays_in_its_buffer_until_the_device_has_read_it(monkeyp
     buffer, given = link.fetching.take(sizes[BLOCK]), threading.Event()
     as_tensor(buffer).fill_(7)
     monkeypatch.setattr(link.fetching, "give", lambda _: given.set())
-    link.fetching._fetched[1] = [buffer]
+    link.fetching._entries[1] = [buffer]
     arena.move([Move(MoveKind.BLOCK, 0, 1, MoveRoute.STAGE, 9), Move(MoveKind.BLOCK, 0, 0, MoveRoute.FORGET, 1)])
     assert not given.wait(0.2), "the stream has not read it"
     assert arena.news() is None
