@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from forkpoint.cache.capture import CaptureContext, CapturePolicy
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.peer_offers import chosen_lease
@@ -14,9 +12,9 @@ from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduled_request import ScheduledRequest
 
-# Tokens of a prompt's last chunk if another engine fetches the prompt early. The fetch of its blocks begins when all is
-# computed, so that they delay the first token.
-MOST_FETCHED_LAST: Final = 1024
+# If another engine fetches a prompt early, a chunk leaves this share of the tokens that it could compute, unless they
+# are few. The blocks of a chunk are then fetched while the next one is computed, and the last chunk's are few.
+LEAST_LEFT_SHARE, FEW_LEFT = 0.25, 1024
 
 
 class Chunks:
@@ -53,13 +51,13 @@ class Chunks:
     def end(self, request: Request, start: int, prefill_end: int, budget: int) -> int:
         """Return where a chunk from `start` of at most `budget` tokens ends: at `prefill_end` or a block boundary.
 
-        The last chunk is short if another engine may wait for its blocks. Images whose turn in the vision tower has not
-        come end it earlier. The chunk is empty if the end is not after `start`: then the request has to wait for
-        another step.
+        Chunks get shorter towards the end if another engine may wait for their blocks. Images whose turn in the vision
+        tower has not come end a chunk earlier. The chunk is empty if the end is not after `start`: then the request has
+        to wait for another step.
         """
-        end = min(prefill_end, start + budget)
-        if end == prefill_end and end - start > 2 * MOST_FETCHED_LAST and self._is_fetched_early(request):
-            end -= MOST_FETCHED_LAST
+        end, left = min(prefill_end, start + budget), prefill_end - start
+        if left > FEW_LEFT and self._is_fetched_early(request):
+            end = min(end, prefill_end - int(left * LEAST_LEFT_SHARE))
         if end != prefill_end:
             end = end // BLOCK_SIZE * BLOCK_SIZE
         if self._encoder is not None and end > start:

@@ -85,20 +85,20 @@ def test_a_prompt_is_offered_while_it_is_computed(layout: str, repeats: bool, st
 
 @pytest.mark.parametrize("lease", [LEASE, None])
 def test_little_is_left_to_fetch_after_the_last_chunk(lease: int | None) -> None:
-    """The last chunk of a prompt that is fetched early is short. Other prompts have as few chunks as possible."""
+    """The chunks of a prompt that is fetched early get shorter. Other prompts have as few chunks as possible."""
     first = Harness(LAYOUTS["no states"], num_pages=400, peers=facts("p"), budget=4096)
     asks = {**ASKS, **({"forkpoint": {"lease": lease}} if lease else {})}
     chunks = list[int]()
-    for length in (2048, 7000, 9000):
+    for length in (1024, 7000, 9000):
         first.add(str(length), tokens(length, length), 1, kv_transfer_params=asks)
         chunks.append(0)
         while (plan := first.sched.schedule()) is not None:
             chunks += [plan.num_tokens] if plan.num_tokens else []
             first.sched.apply(first.runner.submit(plan).result())
     if lease is None:
-        assert chunks == [0, 2048, 0, 4096, 2904, 0, 4096, 4096, 808]
+        assert chunks == [0, 1024, 0, 4096, 2904, 0, 4096, 4096, 808]
     else:
-        assert chunks == [0, 2048, 0, 4096, 1856, 1048, 0, 4096, 4096, 808]
+        assert chunks == [0, 1024, 0, 4096, 2176, 728, 0, 4096, 3648, 896, 360]
 
 
 @pytest.mark.parametrize("layout", ["several blocks a page", "no states"])
