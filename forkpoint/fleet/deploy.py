@@ -77,10 +77,11 @@ def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> in
     check_rays_options(fleet)
     root = str(Path(forkpoint.__file__).parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    own, where = fleet.ray_address is None, dict[str, Any](address=fleet.ray_address)
+    own, more = fleet.ray_address is None, dict[str, Any]()
     if own:
-        where = {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
-    ray.init(**where)
+        more = {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
+    # Without an address Ray would join a cluster that runs here, or that RAY_ADDRESS names.
+    ray.init(fleet.ray_address or "local", **more)
     try:
         serve.start(http_options=HTTPOptions(host=server.host, port=server.port))
         serve.run(application(engine, server, fleet), name=NAME, route_prefix=server.root_path or "/")

@@ -29,16 +29,19 @@ import httpx2
 import pytest
 
 from benchmarks.random_model import make_random_model
+from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
 from forkpoint.fleet.config import FleetConfig
+from forkpoint.server.config import ServerConfig
 from tests.engine.conftest import TINY
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'forkpoint[ray]'")
 
+import ray
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from forkpoint.fleet.deploy import check_rays_options
+from forkpoint.fleet.deploy import check_rays_options, deploy
 from forkpoint.fleet.gateway import SENT_TO_ALL, Gateway
 from forkpoint.fleet.messages import ForwardedRequest, Head, RoutingHint
 
@@ -230,6 +233,20 @@ async def load(deployed: Deployed, victim: int) -> Counter[str]:
 def test_what_ray_would_not_take_is_told(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         check_rays_options(FleetConfig(**given))
+
+
+@pytest.mark.parametrize(("given", "joined"), [(None, "local"), ("auto", "auto")])
+def test_a_fleet_joins_only_the_cluster_that_is_given(
+    given: str | None, joined: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an address, Ray would join a cluster that runs on this machine."""
+
+    def init(address: str | None = None, **_: Any) -> None:
+        raise ConnectionError(f"joins {address}")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConnectionError, match=f"joins {joined}"):
+        deploy(EngineConfig.from_flat(model="m"), ServerConfig(), FleetConfig(ray_address=given))
 
 
 class Stopping:
