@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from forkpoint.disk.folder import MOST_NAMESPACES, lock_file, make_way, own_folder
+from forkpoint.disk.folder import MOST_NAMESPACES, lock_file, namespace_folder, remove_old_namespaces
 from tests.disk.stores import open_now
 
 
 def used(root: Path, number: int) -> Path:
     """The folder of a namespace that was used at a time."""
-    folder = own_folder(root, bytes([number]) * 16)
-    make_way(folder)
+    folder = namespace_folder(root, bytes([number]) * 16)
+    remove_old_namespaces(folder)
     open_now(folder, bytes([number]) * 16).close()
     os.utime(folder / "lock.0", (number, number))
     return folder

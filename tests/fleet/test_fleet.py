@@ -23,14 +23,14 @@ from forkpoint.fleet.config import FleetConfig
 from forkpoint.fleet.handover import (
     decode_half,
     early_offer,
-    engine_of,
     new_lease,
     offer_of,
     prefill_half,
-    reachable,
+    with_addresses,
+    with_role,
 )
 from forkpoint.fleet.metrics import joined_metrics
-from forkpoint.fleet.server_process import placed
+from forkpoint.fleet.server_process import with_ports
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.middleware import Hosts
@@ -95,7 +95,7 @@ def test_the_servers_answer_for_the_hosts_that_a_gateway_answers_for(
     options: dict[str, Any], answers: list[str], refuses: list[str]
 ) -> None:
     alone = ServerConfig(**options)
-    engine, behind = placed(EngineConfig.from_flat(model="m"), alone, (1, 2, 3), "10.0.0.7")
+    engine, behind = with_ports(EngineConfig.from_flat(model="m"), alone, (1, 2, 3), "10.0.0.7")
     assert (behind.host, behind.port, engine.kv_events_config.endpoint) == ("127.0.0.1", 1, "tcp://*:2")
     assert engine.kv_events_config.host == "10.0.0.7"
     for config in (alone, behind):
@@ -154,19 +154,19 @@ def test_requests_that_are_not_split(body: bytes) -> None:
 
 
 def test_replicas_of_a_pair_reach_each_other() -> None:
-    engine = engine_of(EngineConfig.from_flat(model="m"), "kv_producer")
-    link = reachable(engine, "127.0.0.1", ()).kv_transfer_config
+    engine = with_role(EngineConfig.from_flat(model="m"), "kv_producer")
+    link = with_addresses(engine, "127.0.0.1", ()).kv_transfer_config
     assert link is not None and link.kv_role == "kv_producer"
     assert link.side_channel == ("127.0.0.1", 0) and link.remote_hosts == ("loopback",)
-    link = reachable(engine, "10.0.0.1", ("10.0.0.1", "10.0.0.2")).kv_transfer_config
+    link = with_addresses(engine, "10.0.0.1", ("10.0.0.1", "10.0.0.2")).kv_transfer_config
     assert link is not None and link.remote_hosts == ("10.0.0.1", "10.0.0.2") and link.side_channel[0] == "10.0.0.1"
     given = {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"remote_hosts": ["10.0.0.0/8"]}}
-    chosen = engine_of(EngineConfig.from_flat(model="m", kv_transfer_config=given), "kv_consumer")
-    link = reachable(chosen, "10.0.0.1", ("10.0.0.2",)).kv_transfer_config
+    chosen = with_role(EngineConfig.from_flat(model="m", kv_transfer_config=given), "kv_consumer")
+    link = with_addresses(chosen, "10.0.0.1", ("10.0.0.2",)).kv_transfer_config
     assert link is not None and link.remote_hosts == ("10.0.0.0/8",)
     other = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
     with pytest.raises(ConfigError, match="OffloadingConnector is not possible with num_prefill_replicas"):
-        engine_of(EngineConfig.from_flat(model="m", kv_transfer_config=other), "kv_producer")
+        with_role(EngineConfig.from_flat(model="m", kv_transfer_config=other), "kv_producer")
 
 
 def test_without_ray_the_command_says_what_to_install() -> None:
