@@ -110,7 +110,7 @@ def draft_well(run: RealEngine, answers: dict[int, list[int]]) -> None:
     runner, chance = run.probe.inner, np.random.default_rng(5)
     drafts, records = runner._drafts, runner._records
     assert isinstance(drafts, DraftGraphs) and records is not None
-    make = drafts._make
+    make = drafts._draft
 
     def made(row: IntArray, start: IntArray, counts: IntArray, *rest: IntArray) -> None:
         make(row, start, counts, *rest)
@@ -120,7 +120,7 @@ def draft_well(run: RealEngine, answers: dict[int, list[int]]) -> None:
             for i, token in enumerate(answers[num_prompt][first + 1 - num_prompt :][:count]):
                 drafts.drafted[r, i] = token + int(chance.random() > 0.8)
 
-    drafts._make = made  # type: ignore[method-assign]
+    drafts._draft = made  # type: ignore[method-assign]
 
 
 FREE: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9}]
