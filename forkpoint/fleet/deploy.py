@@ -15,7 +15,7 @@ from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 
 import forkpoint
 from forkpoint.config import EngineConfig
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, EngineStoppedError
 from forkpoint.fleet.config import FleetConfig
 from forkpoint.fleet.gateway import Gateway
 from forkpoint.fleet.handover import with_role
@@ -23,6 +23,7 @@ from forkpoint.fleet.replica import Replica
 from forkpoint.fleet.router import RestorableRouter
 from forkpoint.obs.logs import LOGGER
 from forkpoint.server.config import ServerConfig
+from forkpoint.server.listener import listen
 
 NAME: Final = "forkpoint"
 MAX_WAITING: Final = 1 << 16  # most requests that a gateway holds at once
@@ -72,7 +73,7 @@ def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> in
     """Start the application. On a local cluster, serve until Ctrl-C or SIGTERM. Returns the exit code, 0.
 
     On a running cluster the application stays. Deploying again replaces its replicas one after another. Raises
-    ConfigError.
+    ConfigError, and EngineStoppedError if a replica cannot start.
     """
     check_rays_options(fleet)
     root = str(Path(forkpoint.__file__).parents[1])
@@ -80,17 +81,18 @@ def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> in
     own, more = fleet.ray_address is None, dict[str, Any]()
     if own:
         more = {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
+        with listen(server):  # Ray takes seconds to find out, and explains it with tracebacks
+            pass
     # Without an address Ray would join a cluster that runs here, or that RAY_ADDRESS names.
     ray.init(fleet.ray_address or "local", **more)
     try:
         serve.start(http_options=HTTPOptions(host=server.host, port=server.port))
-        serve.run(application(engine, server, fleet), name=NAME, route_prefix=server.root_path or "/")
+        _run(application(engine, server, fleet), server.root_path or "/")
         LOGGER.info("ready: replicas of %s on http://%s:%d", engine.model, server.host, server.port)
         if own:
             _wait_for_signal()
-    finally:
-        if own:
             _delete_application()
+    finally:
         ray.shutdown()
     return 0
 
@@ -116,8 +118,16 @@ def _devices(count: int) -> dict[str, Any]:
     return {"num_gpus": count} if ray.cluster_resources().get("GPU") else {"num_cpus": count}
 
 
+def _run(app: Any, path: str) -> None:
+    """Start the application, and wait until all replicas are ready. Raises EngineStoppedError if one cannot start."""
+    try:
+        serve.run(app, name=NAME, route_prefix=path)
+    except RuntimeError as error:
+        raise EngineStoppedError(f"{error} The lines of its replicas above say why") from error
+
+
 def _delete_application() -> None:
-    """Delete the application if it is there, and wait until its open requests have ended or their time is over.
+    """Delete the application, and wait until its open requests have ended or their time is over.
 
     Ray's `serve.shutdown` would end clients' connections at once.
     """

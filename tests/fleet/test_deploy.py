@@ -30,7 +30,7 @@ import pytest
 
 from benchmarks.random_model import make_random_model
 from forkpoint.config import EngineConfig
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, EngineStoppedError
 from forkpoint.fleet.config import FleetConfig
 from forkpoint.server.config import ServerConfig
 from tests.engine.conftest import TINY
@@ -38,6 +38,7 @@ from tests.engine.conftest import TINY
 pytest.importorskip("ray", reason="ray is not installed: pip install 'forkpoint[ray]'")
 
 import ray
+from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
@@ -246,7 +247,27 @@ def test_a_fleet_joins_only_the_cluster_that_is_given(
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ConnectionError, match=f"joins {joined}"):
-        deploy(EngineConfig.from_flat(model="m"), ServerConfig(), FleetConfig(ray_address=given))
+        deploy(EngineConfig.from_flat(model="m"), ServerConfig(port=0), FleetConfig(ray_address=given))
+
+
+def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray needs seconds to find out"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = ServerConfig(port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"cannot listen on .*: Address already in use"):
+            deploy(EngineConfig.from_flat(model="m"), server, FleetConfig())
+
+
+def test_replicas_that_cannot_start_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Failed to update the deployments ['Replica'].")
+
+    monkeypatch.setattr(serve, "run", failing)
+    monkeypatch.setattr(serve, "start", lambda **_: None)
+    monkeypatch.setattr(ray, "init", lambda *_, **__: None)
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    with pytest.raises(EngineStoppedError, match=r"\['Replica'\]. The lines of its replicas above say why"):
+        deploy(EngineConfig.from_flat(model="m"), ServerConfig(port=0), FleetConfig())
 
 
 class Stopping:
