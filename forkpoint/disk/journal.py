@@ -1,4 +1,4 @@
-"""The journal: which unit of the slab holds what. An append-only file of checked batches of records."""
+"""The journal: which unit of the slab holds which entry. An append-only file of checked batches of records."""
 
 from __future__ import annotations
 

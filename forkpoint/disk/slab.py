@@ -10,7 +10,7 @@ from typing import Final
 
 from forkpoint.cache.disk_entries import BLOCK
 
-SECTOR_BYTES: Final = 4096  # what direct reads and writes are aligned to
+SECTOR_BYTES: Final = 4096  # alignment of direct reads and writes
 
 
 def _aligned(num_bytes: int) -> int:

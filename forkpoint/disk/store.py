@@ -66,7 +66,7 @@ class DiskStore:
         self.facts = DiskFacts(slab.num_pages, entries, journal.window_start_s, journal.window_bytes)
         self.writes = True
         self._has_failed_reads = False
-        self.allocate: Callable[[int], mmap.mmap] = partial(mmap.mmap, -1)  # memory of so many bytes for a buffer
+        self.allocate: Callable[[int], mmap.mmap] = partial(mmap.mmap, -1)  # returns memory for a buffer of a size
         self._changed = threading.Condition()  # guards all below
         self._jobs: deque[Job] = deque()
         self._num_reads = 0  # of the jobs
@@ -128,7 +128,7 @@ class DiskStore:
     def news(self, wait_s: float = 0.0) -> TierNews | None:
         """Return the tickets that were done or failed since the last call; None if there are none.
 
-        With `wait_s`, wait so long for the first one.
+        Wait at most `wait_s` for the first one.
         """
         with self._changed:
             if wait_s:

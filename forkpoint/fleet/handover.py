@@ -1,4 +1,4 @@
-"""Prefill and decode replicas: which requests are split between them, and what each half is sent."""
+"""Prefill and decode replicas: which requests are split between them, and the body of each half."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forkpoint.transfer_options import LINKS, KVTransferConfig
 
 SPLIT: Final = frozenset({"/v1/chat/completions", "/v1/completions"})  # paths whose bodies take kv_transfer_params
 PARAMS: Final = "kv_transfer_params"
-# Fields of a body that is not split: a proxy's own parameters, and what needs the prompt's logits.
+# Fields of a body that is not split: a proxy's own parameters, and fields that need the prompt's logits.
 UNSPLIT: Final = frozenset({PARAMS, "prompt_logprobs", "echo"})
 # Fields of a body that only concern the answer, of which a prefill replica samples one token that nobody reads.
 OF_ANSWER: Final = ("min_tokens", "stream", "stream_options", "n", "best_of", "logprobs", "top_logprobs")

@@ -34,8 +34,8 @@ from forkpoint.shared_arrays import CAN_SHARE, MemoryReader
 
 NUM_FETCHES: Final = 8  # fetches at the same time
 MOST_CONNECTIONS: Final = 8  # connections of a fetch; each has a thread, which also computes checksums
-BYTES_OF_CONNECTION: Final = 2**25  # a fetch opens another connection for so many bytes
-PROGRESS_BYTES: Final = 2**25  # a worker without other work wakes up when so many bytes have arrived
+BYTES_OF_CONNECTION: Final = 2**25  # bytes for which a fetch opens another connection
+PROGRESS_BYTES: Final = 2**25  # arrived bytes that wake up a worker without other work
 # Seconds without a byte, after which a peer has stopped. One that runs sends an entry, or gives up, in COPIES_WAIT_S.
 SILENCE_S: Final = COPIES_WAIT_S + 5.0
 END_S: Final = 2.0  # time to tell a peer that its lease has ended
@@ -124,7 +124,7 @@ class Fetching:
     def __init__(self, namespace: bytes, unit_bytes: Mapping[int, int], rank: int = 0) -> None:
         self._namespace, self._unit_bytes, self._rank = namespace, unit_bytes, rank
         self.take: Callable[[int], memoryview] = lambda num_bytes: memoryview(bytearray(num_bytes))
-        self.give: Callable[[memoryview], None] = lambda buffer: None  # takes what is not needed any more
+        self.give: Callable[[memoryview], None] = lambda buffer: None  # takes buffers that are not needed any more
         self.shares_memory = CAN_SHARE  # False: entries come over TCP alone
         self._threads = ThreadPoolExecutor(NUM_FETCHES, "fetch")
         self._helpers = ThreadPoolExecutor(NUM_FETCHES * (MOST_CONNECTIONS - 1), "fetch part")
@@ -171,7 +171,7 @@ class Fetching:
     def news(self, wait_s: float = 0.0) -> FetchNews | None:
         """Return which fetches have ended or progressed since the last call; None if none has.
 
-        With `wait_s`, wait so long until a fetch has ended or PROGRESS_BYTES of one have arrived.
+        Wait at most `wait_s` until a fetch has ended or PROGRESS_BYTES of one have arrived.
         """
         with self._changed:
             if wait_s:
@@ -257,7 +257,7 @@ class Fetching:
         try:
             try:
                 self._receive(running, parts, self.shares_memory)
-            except _NotSharedError:  # what has arrived may be in use already
+            except _NotSharedError:  # parts that have arrived may be in use already
                 self._receive(running, [each for each in parts if each[1] not in running.arrived[each[0]]], False)
         except BaseException:
             running.stop()

@@ -1,4 +1,4 @@
-"""A worker's link to other engines: what it offers to them, and what it fetches from them."""
+"""A worker's link to other engines: the entries that it offers to them and fetches from them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Offered:
     ) -> None:
         self._namespace, self._max_bytes, self._lease_s, self._clock = namespace, max_bytes, lease_s, clock
         self._changed = threading.Condition()  # guards all below
-        self.give: Callable[[memoryview], None] = lambda data: None  # takes what is not needed any more
+        self.give: Callable[[memoryview], None] = lambda data: None  # takes buffers that are not needed any more
         self._entries: dict[bytes, OfferedEntry] = {}
         self._leases: dict[int, _Lease] = {}  # the oldest first
         self._ended: dict[int, None] = {}  # leases, in the order in which they ended
@@ -193,5 +193,5 @@ class Offered:
 
 
 def key_of(name: EntryName) -> bytes:
-    """Return what names an entry in messages."""
+    """Return the name of an entry in messages: its kind and its hash."""
     return bytes([name.kind]) + name.hash

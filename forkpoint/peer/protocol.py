@@ -74,11 +74,11 @@ class PartHead(NamedTuple):
 
 
 class PeerError(Exception):
-    """The peer did not do what the protocol asks for."""
+    """The peer broke the protocol."""
 
 
 def num_parts(num_bytes: int) -> int:
-    """Return in how many parts an entry of so many bytes travels."""
+    """Return the number of parts in which an entry of `num_bytes` travels."""
     return -(-num_bytes // PART_BYTES)
 
 
@@ -137,7 +137,7 @@ class Line:
             raise PeerError(f"it sent a message that cannot be read: {error}") from error
 
     def receive_head(self) -> PartHead:
-        """Return what comes before the next part."""
+        """Return the head of the next part."""
         head = PartHead.unpack(self._receive(PART.size))
         if head.status not in (GONE, SENT, SHARED) or (head.status == SHARED) == (head.place == NO_PLACE):
             raise PeerError("it does not speak this protocol")

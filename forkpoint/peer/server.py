@@ -33,7 +33,7 @@ LOGGER: Final = logging.getLogger("forkpoint")
 
 
 class OfferServer:
-    """Sends what `offered` has to engines of the same namespace. Raises OSError if it cannot listen."""
+    """Sends offered entries to engines of the same namespace. Raises OSError if it cannot listen."""
 
     def __init__(self, offered: Offered, namespace: bytes, engine_id: str, host: str, port: int) -> None:
         self._offered, self._namespace, self._engine_id = offered, namespace, engine_id

@@ -141,16 +141,13 @@ class ArenaBuffer:
                 late.issue()
 
     def news_of_copies(self, wait_s: float) -> NewsOfCopies:
-        """Return what reads the news of late copies at the end of a step."""
+        """Return the reader of the news of late copies, for the end of a step."""
         is_late = self._disk_copies is not None or isinstance(self.copies, StreamCopies)
         fetches = None if self.peers is None else self.peers.fetching
         return NewsOfCopies(self.news if is_late else None, fetches, wait_s)
 
     def news(self, wait_s: float = 0.0) -> TierNews | None:
-        """Return what the tiers have done since the last call; None if that is nothing.
-
-        With `wait_s`, wait so long for the first news.
-        """
+        """Return the tiers' news since the last call; None if there is none. Wait at most `wait_s` for it."""
         done = self.copies.news(wait_s)
         if self._disk_copies is None:
             return done

@@ -14,7 +14,7 @@ class DeviceBuffers:
     """Hands out memory for units, from buffers that are allocated for many units at once."""
 
     def __init__(self, buffer_bytes: int, padding: int) -> None:
-        """`padding` bytes stay free after each unit, so that units lie as those of the arena and of the host do."""
+        """`padding` bytes stay free after each unit, so that units are as far apart as in the arena and on the host."""
         self._buffer_bytes, self._padding = buffer_bytes, padding
         self._rest = Stretch.of(torch.empty(0, dtype=torch.uint8))  # the free part of the last buffer
 

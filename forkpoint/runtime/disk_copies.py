@@ -57,22 +57,22 @@ class DirectDisk:
         self._disk.submit_write(name, move.dst, buffer, move.ticket)
 
     def issue(self) -> None:
-        """Begin what `run` has only noted. Call it after the last move of a plan."""
+        """Begin the work that `run` has only noted. Call it after the last move of a plan."""
         return
 
     def news(self, wait_s: float) -> TierNews | None:
-        """Return what the disk has done since the last call; None if that is nothing. Wait so long for the first."""
+        """Return the disk's news since the last call; None if there is none. Wait at most `wait_s` for it."""
         return self._disk.news(wait_s)
 
     def close(self) -> None:
-        """Write what is left and close the disk. All copies of the device must be done."""
+        """Finish all writes and close the disk. All copies of the device must be done."""
         self._disk.close()
 
 
 class StreamedDisk(DirectDisk):
     """Copies units of a device on the streams of `copies`, to and from buffers that the disk reads and writes.
 
-    The disk's work keeps the order of the moves: what follows a write waits for the write's copy. Contents that were
+    The disk's work keeps the order of the moves: work after a write waits for the write's copy. Contents that were
     read go on to the device at once. They are reported when they are there, and LAND is then a move of `copies`.
     """
 

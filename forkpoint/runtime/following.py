@@ -36,7 +36,7 @@ class Following:
         self._added.append((run, after))
 
     def flush(self) -> None:
-        """Let what was added begin. All its copies must have been issued."""
+        """Let the added functions begin. All their copies must have been issued."""
         if not self._added:
             return
         added, self._added = self._added, []
@@ -45,7 +45,7 @@ class Following:
             self._changed.notify()
 
     def close(self) -> None:
-        """Run what is left and end the thread. All copies must be done."""
+        """Run the remaining functions and end the thread. All copies must be done."""
         self.flush()
         with self._changed:
             self._is_closing = True

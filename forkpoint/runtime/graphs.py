@@ -30,9 +30,9 @@ _BESIDE = (0, 8, 32, 64, 128, 256, 384, 512)  # tokens of decode rows in steps t
 _DRAFTING = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows in steps with drafts
 _WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of each row in steps with drafts
 _TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens in steps that prefill
-_LONG_TOTALS = (1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # the same in models that launch longer than they run
-_BESIDE_LONG = (0, 32, 128, 512)  # as _BESIDE, in steps of so many tokens; fewer, because each graph takes memory
-_TOKENS_PER_SEGMENT = 32  # a shape has a segment for so many prefill tokens: short chunks are common
+_LONG_TOTALS = (1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # also, if launches take longer than their work
+_BESIDE_LONG = (0, 32, 128, 512)  # as _BESIDE, for _LONG_TOTALS; fewer, because each graph takes memory
+_TOKENS_PER_SEGMENT = 32  # prefill tokens of a shape for each of its segments: short chunks are common
 _MIN_SEGMENTS = 4
 _NUM_STAGED = 3  # steps whose inputs may still wait for their copy: two in flight and the one under construction
 

@@ -140,22 +140,19 @@ class HostCopies(ABC):
         raise NotImplementedError(f"{type(self).__name__} loads units without a buffer in between")
 
     def land(self, moves: Sequence[Move]) -> Sequence[Move]:
-        """Run moves of the route LAND, and return those of no concern here."""
+        """Run moves of the route LAND, and return the moves of other copies."""
         return moves
 
     def fill(self) -> None:
-        """Copy what has only been noted from the arena. Call it before anything else may write there."""
+        """Make the copies from the arena that were only noted. Call it before anything else may write there."""
         return
 
     def issue(self) -> None:
-        """Issue what `run` has only noted. Call it after the last move of a plan."""
+        """Issue the copies that `run` has only noted. Call it after the last move of a plan."""
         return
 
     def news(self, wait_s: float = 0.0) -> TierNews | None:
-        """Return the tickets that were done since the last call; None if there are none.
-
-        With `wait_s`, wait so long for the first one.
-        """
+        """Return the tickets that were done since the last call; None if there are none. Wait at most `wait_s`."""
         return None
 
     def close(self) -> None:
@@ -224,7 +221,7 @@ class CopyLane:
         return self.next
 
     def issue(self, other: CopyLane) -> CopyBatch:
-        """Issue the batch under construction. It waits for what the other lane does with its pages."""
+        """Issue the batch under construction. It waits for the other lane's copies of its pages."""
         batch, self.next = self.next, CopyBatch()
         marks = {id(each): each for page in batch.pages if (each := other.mark_of(page)) is not None}
         for mark in (*batch.after, *marks.values()):
@@ -405,7 +402,7 @@ class StreamCopies(HostCopies):
         return self._out.add(target, buffer, page)
 
     def _keep_order(self, lane: CopyLane, page: int) -> None:
-        """Issue what a lane has to do with a page before the other lane uses the page."""
+        """Issue a lane's copies of a page before the other lane uses the page."""
         if page in lane.next.pages:
             self.issue()
 

@@ -1,4 +1,4 @@
-"""A model on a device, and what follows from both for the arena and the steps."""
+"""A model on a device, and the facts about arena and steps that follow from both."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from forkpoint.sched.plan import FetchNews, TierNews
 
-TURN_S: Final = 0.001  # a step without work waits so long for fetches before it looks at the tiers again
+TURN_S: Final = 0.001  # wait of a step without work for fetches, before it looks at the tiers again
 
 
 class Fetches(Protocol):

@@ -43,7 +43,7 @@ class DirectPeers:
         self._link.fetching.forget(ticket)
 
     def _follow(self, run: Callable[[], None]) -> None:
-        """Run what concerns leases after the offers before it."""
+        """Run a change of leases after the offers before it."""
         run()
 
     def _offer(self, move: Move, name: EntryName) -> None:
@@ -52,7 +52,7 @@ class DirectPeers:
         self._link.offered.add(name, data, move.ticket)
 
     def issue(self) -> None:
-        """Begin what `run` has only noted. Call it after the last move of a plan."""
+        """Begin the work that `run` has only noted. Call it after the last move of a plan."""
         return
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class PinnedBuffers:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, num_bytes: int) -> None:
-        """Pin memory for so many bytes in the background, so that `take` need not wait for it. Call it once."""
+        """Pin `num_bytes` of memory in the background, so that `take` need not wait. Call it once."""
         self._preparing = threading.Thread(target=self._prepare, args=(num_bytes,), name="pin buffers", daemon=True)
         self._preparing.start()
 

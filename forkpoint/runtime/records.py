@@ -149,7 +149,7 @@ class TokenRecords:
         return np.where(rows.optimistic, rows.row, np.int32(len(self._line)))
 
     def issued(self, plan: StepPlan) -> None:
-        """Turn the lines of the plan's decode rows: what its step wrote is read next. Call it after `columns`."""
+        """Swap the decode rows' lines, so that the next step reads those written now. Call it after `columns`."""
         self._line[plan.rows.row[: plan.num_decodes]] ^= 1
 
     def flush(self, flushes: Sequence[StateFlush]) -> None:

@@ -49,7 +49,7 @@ def joined(copies: Iterable[tuple[Stretch, Stretch]], padding: int = 0) -> Itera
 
 
 def _gap(stretch: Stretch, following: Stretch) -> int:
-    """Return the bytes between a stretch and one that follows it in its memory; -1 if it does not."""
+    """Return the bytes between two stretches of a memory; -1 if they are of different memories."""
     return following.start - stretch.end if following.memory is stretch.memory else -1
 
 
