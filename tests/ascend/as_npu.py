@@ -1,4 +1,4 @@
-"""A plugin for pytest (`-p tests.ascend.as_npu`): a fake NPU is here, so that `auto` takes it."""
+"""A plugin for pytest (`-p tests.ascend.as_npu`): installs a fake NPU, which `auto` then takes."""
 
 from __future__ import annotations
 

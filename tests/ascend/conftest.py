@@ -1,4 +1,4 @@
-"""A fake card for the tests here; without a C++ compiler they are skipped."""
+"""A fake card for these tests, which are skipped without a C++ compiler."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Memref(ctypes.Structure):
 
 @dataclass
 class Fault:
-    """A launch that touched memory beside its buffers."""
+    """A launch that touched memory outside its buffers."""
 
     kernel: str
     where: str
@@ -90,7 +90,7 @@ class Fault:
 
 @dataclass
 class Ran:
-    """What was run in this process."""
+    """The launches of this process, and their faults."""
 
     launches: Counter[str] = field(default_factory=Counter)
     guarded: Counter[Any] = field(default_factory=Counter)  # by kernel, grid and shapes
@@ -102,7 +102,7 @@ RAN = Ran()
 
 
 def plain_mlir(text: str) -> str:
-    """The IR without Ascend's own operations."""
+    """Return the IR without Ascend's own operations."""
     constants = dict(re.findall(r"(%[\w#]+) = arith\.constant (-?\d+) : i32", text))
     constants |= dict(re.findall(r"(%\w+) = arith\.constant (true|false)", text))
     sums = {m[1]: m for m in re.finditer(r"call @(triton_cumsum_\d+)\(%[\w#]+, (%\w+), (%\w+)\)", text)}
@@ -126,7 +126,7 @@ def plain_mlir(text: str) -> str:
 
 
 def _pointer_cast(result: str, address: str, size: str, kind: str, place: int) -> list[str]:
-    """A buffer at an address, in LLVM's terms."""
+    """Return the lines of a buffer at an address, in LLVM's operations."""
     struct, p = "!llvm.struct<(ptr, ptr, i64, array<1 x i64>, array<1 x i64>)>", f"%cast{place}"
     return [
         f"{p}p = llvm.inttoptr {address} : i64 to !llvm.ptr",
@@ -144,7 +144,7 @@ def _pointer_cast(result: str, address: str, size: str, kind: str, place: int) -
 
 
 def _cumsum(name: str, sizes: Sequence[int], kind: str, axis: int, backwards: bool) -> list[str]:
-    """Running sums along an axis, one element after another."""
+    """Return a function of running sums along an axis, one element after another."""
     tensor = f"tensor<{'x'.join(map(str, sizes))}x{kind}>"
     real = kind[0] in "fb"
     lines = [
@@ -244,7 +244,7 @@ def _kernel(linalg: str, name: str) -> Kernel:
 
 
 def run(lowered: Lowered, given: list[tuple[str, Any]], grid: tuple[int, int, int]) -> None:
-    """A launch, on tensors of the host or of the fake NPU."""
+    """Run a launch on tensors of the host or of the fake NPU."""
     RAN.launches[lowered.name] += 1
     kernel = _kernel(lowered.linalg, lowered.name)
     total = grid[0] * grid[1] * grid[2]
@@ -288,7 +288,7 @@ def _libc() -> Any:
 def _run_guarded(
     kernel: Kernel, name: str, given: list[tuple[str, Any]], grid: tuple[int, int, int], programs: Iterable[int]
 ) -> None:
-    """In a child; what it did to memory is copied back if it ended well, else the launch is run as it is."""
+    """Run a launch in a child process, and copy its memory back. If it fails, note a fault and run it unguarded."""
     libc, regions, values = _libc(), dict[int, tuple[_Guarded, Any]](), list[Any]()
     pools = list[tuple[_Guarded, int]]()
     for argument, value in given:
@@ -328,8 +328,8 @@ def _run_guarded(
 
 
 def _guarded_pools(libc: Any, given: dict[str, Any]) -> tuple[Tensor, list[tuple[_Guarded, int]]]:
-    """The table of a launch that copies states, with copies of the pools whose addresses it has, up to the last slot
-    that is named; and where each was."""
+    """Return the table of a launch that copies states, with guarded copies of its pools up to the last slot in use, and
+    the address of each pool."""
     table, last = given["pools"].clone(), int(max(given["src"].max(), given["dst"].max()))
     pools = []
     for line, (address, stride, size) in enumerate(table.tolist()):

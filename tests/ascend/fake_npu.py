@@ -35,14 +35,14 @@ class Event:
         self._at_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Work is done when the call that issues it returns."""
+        """Does nothing: work is done when the call that issues it returns."""
 
     def elapsed_time(self, later: Event) -> float:
         return (later._at_s - self._at_s) * 1e3
 
 
 class NPUGraph:
-    """Calls to be made again: (function, the result's memory)."""
+    """Calls to repeat: (function, the result's memory)."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], object]] = []
@@ -53,7 +53,7 @@ class NPUGraph:
 
 
 class _Recorder(TorchDispatchMode):
-    """Operators run once, to make the memory of their results, and again at each replay."""
+    """Runs operators once, for the memory of their results, and again at each replay."""
 
     def __init__(self, graph: NPUGraph) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def _again(func: Any, args: Any, kwargs: Any, kept: list[Tensor]) -> None:
 
 
 class FakeModule(ModuleType):
-    """`torch.npu`; `num_cards` is 0 but within `card()`."""
+    """Stands in for `torch.npu`. `num_cards` is 0 outside `card()`."""
 
     Event, NPUGraph = Event, NPUGraph
 
@@ -148,7 +148,7 @@ class FakeModule(ModuleType):
 
 @functools.cache
 def load() -> FakeModule:
-    """Build the device where this machine has not done so yet (about 20 seconds), and give it to torch."""
+    """Build the device, unless that was done before (about 20 seconds), and register it with torch."""
     torch.utils.rename_privateuse1_backend("npu")
     torch.ops.load_library(str(_built()))
     torch.ops.fake_npu.install()
@@ -160,7 +160,7 @@ def load() -> FakeModule:
 
 @contextmanager
 def card() -> Iterator[FakeModule]:
-    """One card is here, for a while."""
+    """Provide one card while the context is open."""
     module = load()
     module.num_cards = 1
     try:
@@ -170,12 +170,12 @@ def card() -> Iterator[FakeModule]:
 
 
 def counted() -> dict[str, int]:
-    """Operators, "to host", "to device", "blocking copy" and "scalar read" since the last call."""
+    """Return the calls since the last call: operators, "to host", "to device", "blocking copy" and "scalar read"."""
     return dict(torch.ops.fake_npu.counted())
 
 
 def hosted(x: Tensor) -> Tensor:
-    """The same bytes as a tensor on the host, uncounted."""
+    """Return the same bytes as a tensor on the host, without counting."""
     shared: Tensor = torch.ops.fake_npu.hosted(x)
     return shared
 

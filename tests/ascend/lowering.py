@@ -35,7 +35,7 @@ KEEP_MASKS = "--discrete-mask-access-conversion=compile-on-910-95=False force-si
 
 
 class NotLowered(Exception):
-    """A kernel that triton-ascend refuses: its diagnostics."""
+    """triton-ascend refuses a kernel, with these diagnostics."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Lowered:
 
     @property
     def row_loops(self) -> list[int]:
-        """The turns of each loop over rows that a load or store became, because its index is not affine."""
+        """Return the turns of each loop over rows into which a load or store with a non-affine index was lowered."""
         constants = dict(re.findall(r"(%\w+) = arith\.constant (\d+) : index", self.linalg))
         ends, found = list[str](), list[int]()
         for line in self.linalg.splitlines():
@@ -64,7 +64,7 @@ class Lowered:
 
     @property
     def lost_masks(self) -> int:
-        """Loads and stores with a mask that the adapter cannot keep."""
+        """Return the number of loads and stores whose mask the adapter drops."""
         with tempfile.NamedTemporaryFile("w", suffix=".mlir") as file:
             file.write(self.ttir)
             file.flush()
@@ -78,14 +78,14 @@ class Lowered:
 
 
 def _num_masked(ttir: str) -> int:
-    """Loads and stores with a mask."""
+    """Return the number of loads and stores with a mask."""
     found = re.findall(r"tt\.(load|store) ([^:{]*)", ttir)
     return sum(operands.count("%") >= (2 if kind == "load" else 3) for kind, operands in found)
 
 
 @dataclass
 class Launches:
-    """What was launched. `run` gets each launch: (specialisation, (name, value) of its arguments, grid)."""
+    """The lowered kernels. `run` gets each launch: (specialisation, (name, value) of its arguments, grid)."""
 
     seen: dict[str, Lowered] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ LAUNCHES = Launches()
 
 
 def lower(fn: JITFunction, signature: dict[str, str], constants: dict[str, Any], attrs: Any, opts: Any) -> Lowered:
-    """Raises NotLowered."""
+    """Lower one specialisation of a kernel. Raises NotLowered."""
     known = {name: value for name, value in opts.items() if name in ascend.NPUOptions.__dataclass_fields__}
     options = BACKEND.parse_options(known)
     metadata = {"target": TARGET, **options.__dict__}

@@ -1,8 +1,8 @@
-"""What a program of a lowered kernel holds on the chip: its buffers that live at the same time, a rough estimate.
+"""A rough estimate of the on-chip memory of a program: the buffers of a lowered kernel that live at the same time.
 
-MLIR 19 gives each tensor of the IR a buffer, after it has joined element by element work; a buffer lives from where it
-is made to its last use, or to the end of the loop that this is in. Matrix units have memory of their own, and Huawei's
-compiler buffers copies twice: neither is known here.
+MLIR 19 fuses elementwise operations and gives each tensor of the IR a buffer. A buffer lives from its creation to its
+last use, or to the end of the loop around that use. The estimate ignores the memory of the matrix units and the double
+buffering of Huawei's compiler.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _num_bytes(kind: str) -> int:
 
 
 def on_chip_bytes(lowered: Lowered) -> int:
-    """The most that live at the same time."""
+    """Return the largest number of bytes that live at the same time."""
     names, uses, loops = _Names(), defaultdict[str, list[int]](list), list[tuple[int, int]]()
     made: dict[str, tuple[int, int]] = {}
     regions: list[tuple[int, list[str], bool]] = []  # first line, results, whether it is run again

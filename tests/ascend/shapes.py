@@ -93,7 +93,7 @@ def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def calls(shape: Shape, deterministic: bool = False) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """(what, the call) of every operator, for few rows and many."""
+    """Yield (label, call) of every operator, for few rows and many."""
     ops = triton_table(torch_table(deterministic))
     yield from _elementwise(shape, ops)
     yield from _attention(shape, ops)

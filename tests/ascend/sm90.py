@@ -1,4 +1,4 @@
-"""Compile every launch of the operators, at the shapes of models, for a Hopper GPU, which need not be here.
+"""Compile every launch of the operators, at the shapes of models, for a Hopper GPU. No GPU is needed.
 
     python -m tests.ascend.sm90 before.json        # in one checkout
     python -m tests.ascend.sm90 after.json before.json
@@ -49,7 +49,7 @@ class Absent:
 
 
 def instructions() -> dict[str, str]:
-    """A hash of the PTX of each launch."""
+    """Return a hash of the PTX of each launch."""
     found: dict[str, str] = {}
     label, compile_only = "", JITFunction.run
 

@@ -54,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _answers(folder: Path, device: str, **options: Any) -> tuple[list[RequestOutput], dict[str, Any]]:
-    """What is answered, and the engine's counts."""
+    """Return the answers and the engine's counts."""
     numbers: dict[str, Any] = {
         "max_model_len": 512,
         "max_num_batched_tokens": 192,
@@ -230,8 +230,8 @@ def test_steps_with_drafts_read_no_scalars_either(
 def test_nothing_waits_for_a_step_that_is_on_its_way(
     tmp_path: Path, interpreted: fake_npu.FakeModule, monkeypatch: pytest.MonkeyPatch, recorded: bool
 ) -> None:
-    """Each is planned while the one before runs, with the model's own drafts: from a step's submission to its result
-    the host neither reads nor waits, but for memory that the inputs of the third step before were copied from."""
+    """Steps with the model's own drafts are planned while the step before runs. Between a step's submission and its
+    result the host reads nothing. It waits only to reuse the staging memory of the third step before."""
     waits, plan_step = list[int](), 0
     monkeypatch.setattr(fake_npu.Event, "record", lambda event, stream=None: setattr(event, "step", plan_step))
     monkeypatch.setattr(fake_npu.Event, "synchronize", lambda event: waits.append(plan_step - event.step))

@@ -108,7 +108,7 @@ def test_rows_in_turns_are_the_rows_of_one_launch() -> None:
 
 
 def _of_tokens(s: Shape, ops: OpTable) -> None:
-    """What knows no rows."""
+    """Call the operators that know no rows."""
     x, weight = s.empty(TOKENS, s.hidden), real(s.hidden)
     ops.rmsnorm(x, weight, 1e-6)
     ops.add_rmsnorm(x, x, weight, 1e-6)
@@ -140,7 +140,7 @@ def _params(s: Shape) -> RecurrenceParams:
 
 
 def _prefill(s: Shape, ops: OpTable) -> None:
-    """One prompt, and as many as there can be rows."""
+    """Prefill one prompt, and as many prompts as there can be rows."""
     spec, pool = s.recurrence, s.empty(6, 3, s.recurrence.mixed_dim)
     states = real(6, spec.num_v_heads, spec.value_dim, spec.key_dim)
     for lens in ([TOKENS], [TOKENS // ROWS] * ROWS):
@@ -179,7 +179,7 @@ def _attend(s: Shape, ops: OpTable, index: AttentionIndex, count: int) -> None:
 
 
 def _decode(s: Shape, ops: OpTable) -> None:
-    """256 rows of long contexts, plainly and with drafts."""
+    """Decode 256 rows of long contexts, with and without drafts."""
     spec, pool, rows = s.recurrence, s.empty(6, 3, s.recurrence.mixed_dim), DecodeIndex(whole(ROWS), whole(ROWS))
     states = real(6, spec.num_v_heads, spec.value_dim, spec.key_dim)
     count, weight = ROWS * (1 + DRAFTS), s.empty(4, spec.mixed_dim).t()

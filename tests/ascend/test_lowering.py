@@ -102,7 +102,7 @@ REFUSED = [_tuples, _vector_of_addresses, _three_terms, _moved_in_a_branch]
 
 @pytest.mark.parametrize("kernel", REFUSED, ids=lambda k: k.fn.__name__)
 def test_forms_that_are_refused_still_are(kernel: Any) -> None:
-    """A version that takes them lets kernels be simpler."""
+    """Kernels can be simpler once a version accepts these forms."""
     values = [torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8), 7]
     with pytest.raises(NotLowered):
         kernel[(1,)](*values[: len(kernel.arg_names)])

@@ -1,4 +1,4 @@
-"""What the platform asks of `torch.npu` is in torch_npu's wheel, and the operators that a step calls are registered."""
+"""torch_npu's wheel has the names that the platform reads of `torch.npu`, and registers the operators of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parents[2] / ".ascend" / "wheels"
 
 @pytest.fixture(scope="module")
 def wheel() -> zipfile.ZipFile:
-    """Downloaded once, never installed: importing it without CANN breaks `import torch`."""
+    """Download the wheel once. It is never installed, because importing it without CANN breaks `import torch`."""
     if not FOLDER.parent.exists():
         pytest.skip("make ascend downloads torch_npu's wheel")
     if not list(FOLDER.glob("torch_npu-*.whl")):
@@ -44,7 +44,7 @@ def test_devices_are_named_by_their_platforms_alone() -> None:
 
 
 def asked() -> set[str]:
-    """Attributes of torch's module that the platform reads."""
+    """Return the attributes of torch's module that the platform reads."""
     tree = ast.parse(inspect.getsource(AcceleratorPlatform))
     return {
         node.attr

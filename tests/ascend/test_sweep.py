@@ -1,4 +1,4 @@
-"""Every Triton kernel that is launched is among those lowered for an NPU, or here with the reason why not."""
+"""Every Triton kernel that is launched is lowered for an NPU, or NEVER_LAUNCHED has the reason why not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NEVER_LAUNCHED = {  # by what their names begin with
 
 
 def _kernels() -> Iterator[str]:
-    """`module.kernel` of every function for Triton whose name ends so; launched are those alone."""
+    """Yield `module.kernel` of every Triton function whose name ends in `kernel`. Only these are launched."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
     others: set[str] = set()
     for path, tree in trees.items():
