@@ -289,21 +289,6 @@ def test_nobody_finds_the_response_of_another_key(thinker: RunningServer) -> Non
         one.responses.retrieve(mine.id)
 
 
-def test_reasoning_is_an_item_and_comes_back(thinker: RunningServer) -> None:
-    client = openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="one", max_retries=0)
-    answer = client.responses.create(**GREEDY, input="Think")
-    [thought] = answer.output
-    assert thought.type == "reasoning" and thought.content and thought.content[0].text
-    assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens == 12
-    kinds = [event.type for event in client.responses.create(**GREEDY, input="Think", stream=True)]
-    assert "response.reasoning_text.delta" in kinds and "response.reasoning_text.done" in kinds
-    items: list[Any] = [{"role": "user", "content": "Think"}, thought.model_dump(exclude_none=True)]
-    told = client.responses.create(**GREEDY, input=[*items, {"role": "user", "content": "So?"}])
-    without = client.responses.create(**GREEDY, input=[items[0], {"role": "user", "content": "So?"}])
-    assert told.usage is not None and without.usage is not None
-    assert told.usage.input_tokens >= without.usage.input_tokens + len(thought.content[0].text.encode())
-
-
 def test_the_store_is_bounded() -> None:
     store = ResponseStore(max_responses=3, max_bytes=100)
     keys = [Key(b"me", str(number)) for number in range(5)]

@@ -13,6 +13,7 @@ from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.api_answer import ApiAnswer
 from forkpoint.server.errors import HTTPError, to_http
 from forkpoint.server.protocol import ReplyModel
+from forkpoint.server.responses.items import sealed
 from forkpoint.server.responses.store import NAME_TAIL, Key, ResponseStore, Stored
 from forkpoint.server.responses.tools import CalledTool, custom_input
 from forkpoint.server.sse import encode, named_event
@@ -67,9 +68,11 @@ class PreparedResponse(PreparedTurn):
 
     `echo`: fields of the request that the response repeats. `input_items`: the conversation as a JSON list of items,
     None if the response is not to be stored. `called`: tools that the client names in another way than the model.
+    `seals_reasoning`: reasoning items have `encrypted_content`.
     """
 
     background: bool
+    seals_reasoning: bool
     called: Mapping[str, CalledTool]
     echo: dict[str, Any]
     input_items: bytes | None
@@ -184,6 +187,8 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                     yield self._of_item("function_call_arguments.done", **call)
                 else:
                     part = item["content"][0]
+                    if isinstance(piece, Reasoning) and self.prepared.seals_reasoning:
+                        item["encrypted_content"] = sealed(part["text"])
                     yield self._of_text("done", text=part["text"])
                     yield self._of_item("content_part.done", content_index=0, part=part)
                 yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}

@@ -57,6 +57,7 @@ def prepare_response(
         texts,
         validated(ChatBody, chat_fields(body, conversation, tools, note)),
         background=bool(body.background),
+        seals_reasoning="reasoning.encrypted_content" in (body.include or ()),
         called=tools.called,
         input_items=encode(named(conversation, name)) if body.store is not False else None,
         echo=echo(body),

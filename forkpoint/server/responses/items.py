@@ -13,6 +13,7 @@ from forkpoint.server.protocol import MAX_SHOWN
 from forkpoint.server.responses.tools import INPUT, flat_name
 
 CALL, OUTPUT = "_call", "_call_output"  # suffixes of the types of calls, and of their results
+SEAL: Final = "plain:"  # begins the `encrypted_content` of this server's reasoning
 RESULT_PARTS: Final = ("input_text", "input_image", "input_file")  # part types of tools' results
 ITEM_FIELDS: Final = ("id", "type", "status", "call_id", "caller", "created_by")  # fields that are not arguments
 
@@ -130,7 +131,14 @@ def _output(output: Any) -> Any:
     return _content(output)
 
 
+def sealed(text: str) -> str:
+    """Return the `encrypted_content` of a reasoning item. It is not encrypted: it is the client's to keep."""
+    return SEAL + text
+
+
 def _reasoning(item: dict[str, Any]) -> str:
-    parts = item.get("content") or item.get("summary") or []
-    texts = [member(part, "text") for part in listed(parts)]
+    content, given = item.get("content"), item.get("encrypted_content")
+    if not content and isinstance(given, str) and given.startswith(SEAL):
+        return given.removeprefix(SEAL)
+    texts = [member(part, "text") for part in listed(content or item.get("summary") or [])]
     return "\n".join(text for text in texts if isinstance(text, str))
