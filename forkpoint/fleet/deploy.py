@@ -91,6 +91,8 @@ def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> in
         LOGGER.info("ready: replicas of %s on http://%s:%d", engine.model, server.host, server.port)
         if own:
             _wait_for_signal()
+            limit = server.shutdown_timeout_s
+            LOGGER.info("stopping: open requests may take %g s to end; Ctrl-C again ends them at once", limit)
             _delete_application()
     finally:
         ray.shutdown()
@@ -137,8 +139,11 @@ def _delete_application() -> None:
 
 
 def _wait_for_signal() -> None:
+    """Wait for Ctrl-C or SIGTERM. A second one has its effect again."""
     asked = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked.set())
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: asked.set()) for number in numbers]
     while not asked.wait(1.0):  # with a timeout, because signals are not handled during a wait without one
         pass
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)

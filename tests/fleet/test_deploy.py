@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -42,7 +43,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from forkpoint.fleet.deploy import check_rays_options, deploy
+from forkpoint.fleet.deploy import _wait_for_signal, check_rays_options, deploy
 from forkpoint.fleet.gateway import SENT_TO_ALL, Gateway
 from forkpoint.fleet.messages import ForwardedRequest, Head, RoutingHint
 
@@ -268,6 +269,13 @@ def test_replicas_that_cannot_start_are_one_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ray, "cluster_resources", dict)
     with pytest.raises(EngineStoppedError, match=r"\['Replica'\]. The lines of its replicas above say why"):
         deploy(EngineConfig.from_flat(model="m"), ServerConfig(port=0), FleetConfig())
+
+
+def test_ctrl_c_again_is_not_ignored() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,)).start()
+    _wait_for_signal()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 class Stopping:
