@@ -82,6 +82,15 @@ def unlock(fd: int) -> None:
     os.close(fd)
 
 
+def names_open_file(path: Path, fd: int, num_bytes: int = 0) -> bool:
+    """Return whether the path still names the open file, and that has at least so many bytes."""
+    try:
+        found = os.stat(path)
+        return os.path.samestat(found, os.fstat(fd)) and found.st_size >= num_bytes
+    except OSError:
+        return False
+
+
 def _last_used_s(folder: Path) -> float:
     return max((path.stat().st_mtime for path in folder.glob("lock.*")), default=0.0)
 

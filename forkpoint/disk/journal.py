@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from forkpoint.cache.disk_entries import RECORD, Records, no_entries, window_at
+from forkpoint.disk.folder import names_open_file
 
 MAGIC: Final = b"FKJ1"
 # Magic, number of records, start of the day's window in seconds, bytes written in it, check of all but the magic.
@@ -101,11 +102,7 @@ class Journal:
             os.ftruncate(self._fd, 0)
 
     def is_in_place(self) -> bool:
-        """Return whether the path still names the open file."""
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._fd))
-        except OSError:
-            return False
+        return names_open_file(self._path, self._fd)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from forkpoint.cache.disk_entries import BLOCK
+from forkpoint.disk.folder import names_open_file
 
 SECTOR_BYTES: Final = 4096  # alignment of direct reads and writes
 
@@ -56,18 +57,18 @@ class Slab:
     def __init__(self, path: Path, layout: SlabLayout, num_pages: int) -> None:
         self.layout = layout
         self.num_pages = num_pages
-        num_bytes = num_pages * layout.page_bytes
+        self._path, self._num_bytes = path, num_pages * layout.page_bytes
         flags = os.O_RDWR | os.O_CREAT
         fd = os.open(path, flags, 0o600)
         try:
             had = os.fstat(fd).st_size
             self.num_old_pages = min(had // layout.page_bytes, num_pages)
-            if had > num_bytes:
-                os.ftruncate(fd, num_bytes)
+            if had > self._num_bytes:
+                os.ftruncate(fd, self._num_bytes)
             try:
-                os.posix_fallocate(fd, 0, num_bytes)
+                os.posix_fallocate(fd, 0, self._num_bytes)
             except OSError:
-                os.ftruncate(fd, min(had, num_bytes))  # it may have filled the disk
+                os.ftruncate(fd, min(had, self._num_bytes))  # it may have filled the disk
                 raise
         finally:
             os.close(fd)
@@ -84,6 +85,9 @@ class Slab:
     def read(self, kind: int, unit: int, data: mmap.mmap) -> bool:
         """Read a unit's stored bytes into `data`. Returns False if the file ends before it."""
         return os.preadv(self._fd, [data], self.layout.offset(kind, unit)) == len(data)
+
+    def is_in_place(self) -> bool:
+        return names_open_file(self._path, self._fd, self._num_bytes)
 
     def close(self) -> None:
         os.close(self._fd)

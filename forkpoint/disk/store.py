@@ -49,7 +49,7 @@ class DiskStore:
     """Owns a folder's slab and journal, and the thread that uses them.
 
     `submit_*` methods only queue work. `news` says which tickets are done or failed. Contents that were read wait in
-    buffers until `take` or `discard`. After an error of a write, or once the folder has vanished, nothing is written
+    buffers until `take` or `discard`. After an error of a write, or once its files have vanished, nothing is written
     any more, which is logged once. Reads go on. Damaged contents are failed reads, and the first of these is logged.
     """
 
@@ -266,8 +266,8 @@ class DiskStore:
 
         The journal removes the overwritten entries before the write, and adds the new one after it.
         """
-        if not self._journal.is_in_place():
-            raise FileNotFoundError(errno.ENOENT, "the folder or its journal was removed")
+        if not (self._journal.is_in_place() and self._slab.is_in_place()):
+            raise FileNotFoundError(errno.ENOENT, "the folder or a part of its files was removed")
         assert job.data is not None
         record: Records | None = None
         if job.source is None:

@@ -356,15 +356,23 @@ def test_a_disk_that_is_full_at_the_start_keeps_its_entries(
     store.close()
 
 
-def test_a_vanished_folder_ends_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = open_now(tmp_path / "gone")
+@pytest.mark.parametrize("what", ["folder", "journal", "slab", "end of the slab"])
+def test_files_that_vanish_end_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
+    folder = tmp_path / "gone"
+    store = open_now(folder)
     write(store, name_of(1), 2, 1)
     settled(store, {1})
-    shutil.rmtree(tmp_path / "gone")
+    if what == "folder":
+        shutil.rmtree(folder)
+    elif what == "end of the slab":
+        os.truncate(folder / "slab.0", (NUM_PAGES - 1) * LAYOUT.page_bytes)
+    else:
+        (folder / f"{what}.0").unlink()
     with caplog.at_level(logging.WARNING, "forkpoint"):
         write(store, name_of(2), 3, 2)
-        assert not settled(store, {2}).writes
-    assert "removed" in caplog.text
+        write(store, name_of(3), 4, 3)
+        assert not settled(store, {2, 3}).writes
+    assert len(caplog.records) == 1 and "removed" in caplog.text
     assert read(store, name_of(1), 2) is not None
     store.close()
 
