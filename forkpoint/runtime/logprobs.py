@@ -41,9 +41,9 @@ class Scores:
 def score(logits: Tensor, token_ids: Tensor, asked: Mapping[int, int], ops: OpTable, platform: Platform) -> Scores:
     """Start the copy to the host of log-probabilities under `logits[N, V]`: of `token_ids[N]`, and of the likeliest.
 
-    Returns the scores, to be read after a mark. `asked`, by the number of each position, says how many of the
-    likeliest; it is not empty. A row's result does not depend on what other rows ask for: of equally likely tokens the
-    lower id comes first.
+    Returns the scores, to be read after a mark. `asked` maps the number of each position to the number of likeliest
+    tokens; it is not empty. Of equally likely tokens the lower id comes first, so a row's result does not depend on
+    other rows.
     """
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     num_top = min(max(asked.values()), logits.shape[1])

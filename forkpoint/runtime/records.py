@@ -81,8 +81,8 @@ class TokenRecords:
     def columns(self, plan: StepPlan, size: int, verifies: bool) -> Columns:
         """Return the columns of the step's decode rows, of which a padded step has `size`.
 
-        Those of RecordIndex are there if some states are written every few tokens only, those of VerifyIndex if the
-        step `verifies` drafts. Both share src, dst and cu_tokens.
+        The columns of RecordIndex are there if some states are written only every few tokens, the columns of
+        VerifyIndex if the step `verifies` drafts. Both share src, dst and cu_tokens.
         """
         rows, decodes, found = plan.rows, plan.num_decodes, Columns()
         # A copy, because catch_up takes rejected drafts off the tensor, which may share the array's memory.

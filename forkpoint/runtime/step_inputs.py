@@ -71,7 +71,7 @@ class StepShape:
 
 
 class StepBuilder:
-    """Makes the input arrays of plans. The block table has to be up to date with the plan.
+    """Builds the input arrays of plans. The block table has to be up to date with the plan.
 
     Padding consists of decode rows and segments without tokens, which read and write nothing; of tokens that are stored
     nowhere; of samples that go to the spare row `table.num_rows`; and of list entries of row -1.
@@ -89,12 +89,12 @@ class StepBuilder:
         tables: Mapping[int | None, BlockTable] = MappingProxyType({}),
         dealt: DealtKeys | None = None,
     ) -> None:
-        """`splits` makes the work lists of a device's kernels; None: there are none.
+        """`splits` makes the work lists of a device's kernels; None: the operators need no lists.
 
         `copies`: some operators need their states copied first. `records` is given if drafts are verified or states are
-        written every few tokens only. `most_drafts` of a row come from DraftGraphs; 0: none do. `images` are those of
-        rows, None if the model reads none. `tables` are those of each window, `table` among them. `dealt` is
-        given if the tokens of `table` are dealt to ranks.
+        written only every few tokens. DraftGraphs computes up to `most_drafts` drafts of a row. `images` is None if the
+        model reads none. `tables` are the batch's block tables by window, `table` among them. `dealt` is given if the
+        tokens of `table` are dealt to ranks.
         """
         self._windows = {width: each for width, each in tables.items() if width is not None and each is not table}
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
@@ -278,8 +278,8 @@ class StepBuilder:
     ) -> Columns:
         """Return the columns of attention.
 
-        `decoding` are the numbers of tokens of the decode rows, `lens` those of the segments. `kv_lens` and `rows` are
-        for each token of a decode row, then for each segment.
+        `decoding` and `lens` are the numbers of tokens of each decode row and of each segment. `kv_lens` and `rows`
+        have an entry for each token of the decode rows, then one for each segment.
         """
         num_decodes, num_rows = len(kv_lens) - len(lens), shape.num_rows
         own_lens = kv_lens[:num_decodes]
