@@ -211,7 +211,8 @@ class AsyncEngine:
         self._calls[number] = answer
         self._process.send(messages.Call(number, name))
         try:
-            return await asyncio.wait_for(answer, CALL_TIMEOUT_S)
+            async with asyncio.timeout(CALL_TIMEOUT_S):  # Python 3.11's `wait_for` may lose a cancellation
+                return await answer
         except TimeoutError:
             raise EngineStoppedError(f"the engine did not answer within {CALL_TIMEOUT_S:g} s") from None
         finally:

@@ -12,6 +12,7 @@ from forkpoint import EngineNotReadyError, EngineStoppedError, ForkpointError, S
 from forkpoint.config import EngineConfig
 from forkpoint.engine.async_engine import AsyncEngine, OpenRequest
 from forkpoint.engine.llm import LLM
+from forkpoint.engine.messages import Call, CallReply
 from forkpoint.engine.outputs import RequestState
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 
@@ -103,5 +104,23 @@ def test_who_reads_slowly_is_told_why_the_engine_ended(tiny_model: Path) -> None
                     assert all(delta.finish_reason is None for _, delta in found), "told as aborted"
         finally:
             await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_cancelled_while_its_answer_comes_stays_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the task that logs the load never ends, and neither does a server that is told to stop."""
+
+    async def run() -> None:
+        engine = AsyncEngine(EngineConfig(), Fragile())
+        sent: list[Call] = []
+        monkeypatch.setattr(engine, "check_ready", lambda: None)
+        monkeypatch.setattr(engine._process, "send", sent.append)
+        calling = asyncio.create_task(engine.call("stats"))
+        await asyncio.sleep(0)
+        engine._on_report(CallReply(sent[0].number, {}))
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
 
     asyncio.run(run())
