@@ -66,9 +66,9 @@ class _Ended:
 class _Running:
     """A fetch that has not ended: its buffers, and its connections, which `stop` ends."""
 
-    def __init__(self, fetch: Fetch, until_s: float) -> None:
+    def __init__(self, fetch: Fetch, until_s: float, buffers: Sequence[memoryview]) -> None:
         self.fetch, self.until_s = fetch, until_s
-        self.entries: list[memoryview | None] = [None] * len(fetch.names)
+        self.entries: list[memoryview | None] = [*buffers] or [None] * len(fetch.names)
         # Guarded by the lock of Fetching:
         self.arrived: list[set[int]] = [set() for _ in fetch.names]  # parts of each entry
         self.num_arrived = self.num_reported = 0  # of the first entries
@@ -135,14 +135,16 @@ class Fetching:
 
     # --- called by the worker's thread
 
-    def start(self, fetch: Fetch) -> None:
+    def start(self, fetch: Fetch, buffers: Sequence[memoryview] = ()) -> None:
+        """Start a fetch, to these buffers if they are given."""
         until_s = time.monotonic() + fetch.timeout_s
         if not fetch.names:
             self._threads.submit(self._end_lease, fetch)
             return
-        running = _Running(fetch, until_s)
+        running = _Running(fetch, until_s, buffers)
         with self._changed:
             self._running[fetch.ticket], self._entries[fetch.ticket] = running, running.entries
+            self._changed.notify_all()
         self._threads.submit(self._run, running)
 
     def contents(self, ticket: int, place: int) -> memoryview:
@@ -159,11 +161,12 @@ class Fetching:
         with self._changed:
             entries, running = self._entries.pop(ticket, []), self._running.get(ticket)
         if running is None:
-            self._give_all(entries)
+            self._give_all(ticket, entries)
         else:
             running.stop()
 
-    def _give_all(self, entries: Iterable[memoryview | None]) -> None:
+    def _give_all(self, ticket: int, entries: Iterable[memoryview | None]) -> None:
+        """Give back the buffers of a fetch that was forgotten and has ended."""
         for entry in entries:
             if entry is not None:
                 self.give(entry)
@@ -228,7 +231,7 @@ class Fetching:
                     self._ended.unreachable.append(fetch.ticket)
             self._changed.notify_all()
         if is_forgotten:
-            self._give_all(running.entries)
+            self._give_all(fetch.ticket, running.entries)
         if answers or is_forgotten:
             self._end_lease(fetch)
 

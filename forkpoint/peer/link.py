@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.peer.fetching import Fetching
 from forkpoint.peer.offered import Offered
+from forkpoint.peer.process_fetching import ProcessFetching
 from forkpoint.peer.server import OfferServer
 
 
@@ -16,7 +17,7 @@ class PeerLink:
     """Offers entries, fetches entries, or both. Without a `server`, nobody gets what is `offered`. Use `open_link`."""
 
     facts: PeerFacts
-    fetching: Fetching
+    fetching: Fetching | ProcessFetching
     offered: Offered
     server: OfferServer | None
 
@@ -31,14 +32,22 @@ class PeerLink:
 
 
 def open_link(
-    facts: PeerFacts, unit_bytes: Mapping[int, int], lease_s: float, *, listens: bool, rank: int = 0
+    facts: PeerFacts,
+    unit_bytes: Mapping[int, int],
+    lease_s: float,
+    *,
+    listens: bool,
+    rank: int = 0,
+    fetches_apart: bool = False,
 ) -> PeerLink:
     """Open a rank's link as `facts` describe it. With `listens`, others can fetch at the port of the link's facts.
 
-    Raises OSError if that port cannot be had.
+    With `fetches_apart`, a process of its own fetches, to buffers that have to lie in shared memory. Raises OSError if
+    the port cannot be had.
     """
-    fetching, offered = Fetching(facts.namespace, unit_bytes, rank), Offered(facts.namespace, facts.max_bytes, lease_s)
-    if not listens:
-        return PeerLink(replace(facts, port=0), fetching, offered, None)
-    server = OfferServer(offered, facts.namespace, facts.engine_id, facts.host, facts.port)
-    return PeerLink(replace(facts, port=server.port), fetching, offered, server)
+    offered = Offered(facts.namespace, facts.max_bytes, lease_s)
+    server: OfferServer | None = None
+    if listens:
+        server = OfferServer(offered, facts.namespace, facts.engine_id, facts.host, facts.port)
+    fetching = (ProcessFetching if fetches_apart else Fetching)(facts.namespace, unit_bytes, rank)
+    return PeerLink(replace(facts, port=0 if server is None else server.port), fetching, offered, server)

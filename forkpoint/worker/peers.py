@@ -13,6 +13,7 @@ from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.loaded import Loaded
 from forkpoint.sched.plan import MoveKind
+from forkpoint.shared_arrays import CAN_SHARE
 from forkpoint.worker.disk import namespace_facts
 
 
@@ -35,7 +36,12 @@ def open_peer_link(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ran
     unit_bytes = {BLOCK: arena.stored_bytes(MoveKind.BLOCK), SLOT: arena.stored_bytes(MoveKind.SLOT)}
     try:
         link: PeerLink = open_link(
-            facts, unit_bytes, options.lease_s, listens=options.kv_role != "kv_consumer", rank=ranks.rank
+            facts,
+            unit_bytes,
+            options.lease_s,
+            listens=options.kv_role != "kv_consumer",
+            rank=ranks.rank,
+            fetches_apart=CAN_SHARE and bool(allowed_hosts),
         )
     except (OSError, OverflowError) as error:
         raise ConfigError(
