@@ -2,8 +2,11 @@
 
 Two engines of the 9B shape with dummy weights run in processes of their own, one on each GPU. The time to the first
 token of a long prompt is measured on one GPU and through the pair: one engine after the other, over shared memory and
-over TCP, and both asked at once. Then streams decode on the second GPU: alone, while
-prompts arrive that the first GPU computes, and while the same prompts are computed next to the streams.
+over TCP, and both asked at once. Then streams decode on the second GPU: alone, while prompts arrive that the first
+engine computed before, while prompts arrive that it computes meanwhile, and while prompts are computed next to the
+streams.
+
+With one GPU, both engines run there, and no streams run while the first engine computes.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ PREFILL, DECODE = "kv_producer", "kv_consumer"
 ASKS = {"do_remote_decode": True}
 START_S = 240.0  # for an engine to start and to compile
 ANSWER_S = 120.0  # for an answer of an engine
+MAX_HELD = 6  # prompts that the first engine holds for the second one
 MAY_TAKE_MS, MAY_SLOW = 15.0, 1.1  # asked: more time to the first token, and p99 of the streams against alone
 
 
@@ -237,7 +241,8 @@ def engines(folder: Path, sizes: PairSizes, device: str) -> Iterator[tuple[Remot
         "kv_cache_memory_bytes": int(sizes.arena_gib * GIB),
         "max_num_seqs": sizes.max_num_seqs,
     }
-    numbers = [*os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(","), "", ""]
+    numbers = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    numbers += numbers[:1] * 2
     first, second = (
         RemoteEngine(folder, role, options, number) for role, number in zip((PREFILL, DECODE), numbers, strict=False)
     )
@@ -289,14 +294,18 @@ def compare_pauses(
 ) -> dict[str, Pauses]:
     """Return the streams' pauses alone, next to prompts of the other engine, and next to prompts computed here."""
     streams = [_ids(rng, sizes.stream_prompt, vocab_size) for _ in range(sizes.num_streams)]
+    held = [_ids(rng, sizes.prompt, vocab_size) for _ in range(min(sizes.num_arrivals, MAX_HELD))]
+    offers = [first.ask(prompt, ASKS).offer for prompt in held]
     second.call("start_streams", streams, 1 << 14)
     found: dict[str, Pauses] = {}
-    for name in ("alone", "pair", "one"):
+    for name in ("alone", "fetched", *(("pair", "one") if torch.cuda.device_count() != 1 else ())):
         second.send("measure")
-        for _ in range(sizes.num_arrivals):
+        for number in range(len(held) if name == "fetched" else sizes.num_arrivals):
             start = time.perf_counter()
             prompt = _ids(rng, sizes.prompt, vocab_size)
-            if name == "pair":
+            if name == "fetched":
+                second.send(held[number], offers[number])
+            elif name == "pair":
                 second.send(prompt, first.ask(prompt, ASKS).offer)
             elif name == "one":
                 second.send(prompt, None)
@@ -333,8 +342,8 @@ def run_pair(folder: Path, shape: HybridShape, sizes: PairSizes, device: str) ->
             )
         pauses = compare_pauses(first, second, sizes, rng, shape.vocab_size)
     alone = pauses["alone"].p99
-    for name, asked in (("alone", ""), ("pair", f"{MAY_SLOW:g} x alone"), ("one", "")):
-        each = pauses[name]
+    for name, each in pauses.items():
+        asked = f"{MAY_SLOW:g} x alone" if name in ("fetched", "pair") else ""
         print(
             f"| p99 between tokens of {sizes.num_streams} streams, {name} | {asked} | {each.p99 * 1e3:.2f} ms "
             f"({each.p99 / alone:.3f} x; p50 {each.p50 * 1e3:.2f}, longest {each.longest * 1e3:.1f}) |",

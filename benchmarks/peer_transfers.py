@@ -2,8 +2,7 @@
 
 The entries have the sizes of a 9B model's prompt of 16,384 tokens: 256 blocks of 2 MiB, and a state of 49 MiB. They are
 offered from shared memory and fetched from there, or over TCP. Each fetch checks every checksum. `--busy` keeps the
-thread that waits for the fetch in Python all the time, as a decode engine's steps do in part. CPU seconds are those of
-both processes. They say more than the time on a machine that others use.
+thread that waits for the fetch in Python all the time, as a decode engine's steps do in part.
 
 The second table has a prompt that is asked for early, from shared memory. It shows what is left when the last chunk is
 computed: the time until all is in an arena, and what is fetched and copied to the arena in this time. "At the end" is
@@ -58,15 +57,15 @@ class EarlyWay:
 EARLY_WAYS: Final = (
     EarlyWay("at the end", (128, 128), lands_early=False),
     EarlyWay("as it arrives", (128, 128), lands_early=True),
-    EarlyWay("as it arrives, last chunk of 1,024 tokens", (128, 112, 16), lands_early=True),
+    EarlyWay("as it arrives, in shorter and shorter chunks", (128, 96, 24, 8), lands_early=True),
 )
 
 
 def offer_prompts(connection: Connection) -> None:
-    """Run in a process of its own: offer a prompt whenever the connection says so. Answer with the CPU seconds.
+    """Run in a process of its own: offer a prompt whenever the connection says so.
 
-    The connection names a lease, and the blocks of each chunk if the prompt is asked for early. The answer is then the
-    time when the last chunk was computed.
+    The connection names a lease, and the blocks of each chunk if the prompt is asked for early. The answer is the time
+    when the last chunk was computed.
     """
     link, buffers = open_link(facts("p"), UNIT_BYTES, 3600.0, listens=True), PinnedBuffers()
     link.use_buffers(buffers.take, buffers.give)
@@ -87,9 +86,7 @@ def offer_prompts(connection: Connection) -> None:
             connection.recv()  # all of it has been fetched
         computed_s = time.perf_counter()
         offer(left, lease)
-        connection.send(computed_s if chunks else time.process_time())
-        connection.recv()
-        connection.send(time.process_time())
+        connection.send(computed_s)
     link.close()
 
 
@@ -103,7 +100,8 @@ def main() -> None:
     process = multiprocessing.get_context("spawn").Process(target=offer_prompts, args=(there,), daemon=True)
     process.start()
     port = connection.recv()
-    link, buffers = open_link(facts("d"), UNIT_BYTES, 3600.0, listens=False), PinnedBuffers()
+    link = open_link(facts("d"), UNIT_BYTES, 3600.0, listens=False, fetches_apart=True)
+    buffers = PinnedBuffers()
     link.use_buffers(buffers.take, buffers.give)
     lease = time_fetches(connection, link, port, args)
     time_early_fetches(connection, link, port, lease, args)
@@ -116,28 +114,25 @@ def time_fetches(connection: Connection, link: PeerLink, port: int, args: argpar
     """Time the fetch of a computed prompt, over each path. Returns the last lease."""
     wanted, lease = names(), 0
     num_bytes = sum(UNIT_BYTES[name.kind] for name in wanted)
-    print("| path | ms | GB/s | CPU s |")
+    print("| path | ms | GB/s |")
     for path, shares in (("shared memory", True), ("TCP", False)):
         link.fetching.shares_memory = shares
-        seconds, cpu = list[float](), list[float]()
+        seconds = list[float]()
         for number in range(args.repeats + 1):
             lease += 1
             connection.send((lease,))
-            before = connection.recv() + time.process_time()
+            connection.recv()
             start, news = time.perf_counter(), None
             link.fetching.start(Fetch(lease, HOST, (port,), "p", lease, wanted, TIMEOUT_S))
             while news is None or not (news.done or news.failed):
                 news = link.fetching.news(0.0 if args.busy else TIMEOUT_S)
             elapsed = time.perf_counter() - start
             assert news.done == (lease,), "the fetch failed; the line above says why"
-            connection.send("measured")
-            after = connection.recv() + time.process_time()
             link.fetching.forget(lease)
             if number:  # the first time touches new memory
                 seconds.append(elapsed)
-                cpu.append(after - before)
         median = float(np.median(seconds))
-        print(f"| {path} | {median * 1e3:.0f} | {num_bytes / median / 1e9:.2f} | {np.median(cpu):.2f} |", flush=True)
+        print(f"| {path} | {median * 1e3:.0f} | {num_bytes / median / 1e9:.2f} |", flush=True)
     return lease
 
 
@@ -193,8 +188,6 @@ def fetch_early(
             num_early = num_landed
             connection.send(ends.pop(0))
     end_s, computed_s = time.perf_counter(), connection.recv()
-    connection.send("measured")
-    connection.recv()
     link.fetching.forget(lease)
     fetched = starts[-1] - starts[sum(way.chunks[:-1])]
     return (end_s - computed_s) * 1e3, fetched >> 20, (starts[-1] - starts[num_early]) >> 20

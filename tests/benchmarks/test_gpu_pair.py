@@ -17,6 +17,7 @@ def test_a_pair_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["first_token_ms"]["pair"][0] >= found["first_token_ms"]["prefill"][0] > 0
     pauses = found["pauses_s"]
     assert pauses["pair"]["num_peer_tokens"] == 2 * 256 and len(pauses["pair"]["first_tokens"]) == 2
+    assert pauses["fetched"]["num_peer_tokens"] == 2 * 256
     assert pauses["alone"]["num_peer_tokens"] == pauses["one"]["num_peer_tokens"] == 0
     assert min(found["first_token_ms"]["tcp"] + found["first_token_ms"]["early"]) > 0
-    assert capsys.readouterr().out.count("\n") == 8
+    assert capsys.readouterr().out.count("\n") == 9
