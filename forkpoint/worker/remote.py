@@ -266,6 +266,8 @@ def serve_worker(config: EngineConfig, rank: int, place: Path | None, socket: Co
         with contextlib.suppress(OSError):  # the engine ended after another rank's failure
             socket.send(Failure.of(error))
         return
+    if rank and config.log_level != "error":
+        set_up_logging("warning")  # from now on an error, such as one of its disk, may be of this rank alone
     try:
         socket.send(worker.facts)
         _run_plans(worker, socket, rank)
