@@ -125,11 +125,6 @@ class DiskTier(LateTier):
         self.keep(node, checkpoint)
         self._source = usual
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether the worker still has to report some writes."""
-        return bool(self._writing)
-
     def may_store(self, num_bytes: int) -> bool:
         self._window_start_s, self._window_bytes = window_at(
             self._wall_clock(), self._window_start_s, self._window_bytes

@@ -60,6 +60,11 @@ class Tier(RestoreSource):
         """Return whether the tier takes so many bytes more now."""
         return True
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether copies to the tier are still to be reported."""
+        return False
+
     def is_open(self) -> bool:
         """Return whether prefixes are restored from here now."""
         return True
@@ -92,11 +97,12 @@ class Tier(RestoreSource):
     def keep(self, node: Node, checkpoint: Checkpoint | None) -> None:
         """Store the path of a node of the arena, and `checkpoint` if one is given, before they are evicted.
 
-        Nothing is stored if that would evict entries of the tier that are worth more, or for a state that its row is
-        about to renew.
+        Nothing is stored if that would evict entries of the tier that are worth more. A state that its row is about to
+        renew is stored only while nothing else is on its way: rows that come to a boundary together would evict as many
+        such states in one plan.
         """
         assert not node.condemned, "condemned entries are dropped, not evicted"
-        if checkpoint is not None and checkpoint.is_renewed_soon:
+        if checkpoint is not None and checkpoint.is_renewed_soon and self.is_writing:
             return
         split = self._split(node)
         if split is None:
@@ -246,6 +252,10 @@ class LateTier(Tier):
         block_hash, num_bytes = self._writing.pop(ticket)
         self._unwritten_bytes -= num_bytes
         return block_hash
+
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._writing)
 
     @property
     def is_reading(self) -> bool:

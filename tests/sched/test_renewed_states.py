@@ -1,34 +1,34 @@
-"""The state that a decoding row keeps at its newest block boundary goes to no tier while the row renews it."""
+"""The states that decoding rows keep at their newest block boundaries do not crowd a tier's copies."""
 
 from __future__ import annotations
 
 import pytest
 
-from forkpoint.cache.tree import Origin
 from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
+
+ROWS = 3
 
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("layout", HYBRIDS)
-def test_a_tier_takes_it_only_after_the_request(layout: str, streams: bool) -> None:
+def test_a_tier_that_is_writing_takes_none_of_them(layout: str, streams: bool) -> None:
     chosen = LAYOUTS[layout]
-    harness = Harness(chosen, num_pages=chosen.num_pages_for(2400, 8), num_host_pages=400, host_streams=streams)
-    harness.add("writes", tokens(0, 10), 260)
+    harness = Harness(chosen, num_pages=chosen.num_pages_for(2400, 12), num_host_pages=400, host_streams=streams)
+    for number in range(ROWS):
+        harness.add(str(number), tokens(number, 10), 260)
     store, tier = harness.sched.cache.store, harness.sched.cache.tiers.host
     assert tier is not None
-    depths = list[int]()
-    for steps in (100, 90):
-        for _ in range(steps):
-            harness.step()
-        newest = max(store.by_worth(), key=lambda entry: entry.num_tokens)  # type: ignore[union-attr]
-        assert newest.origin is Origin.DECODE  # type: ignore[union-attr]
-        tier.store_ahead(store)
-        while store.evict_least():
-            pass
-        depths.append(tier.store.tree.num_nodes)
-    assert depths == [0, 0], "the row goes on, and nothing else was evicted"
-    harness.run()
-    harness.check_output("writes")
+    for _ in range(100):
+        harness.step()
+    assert store.num_checkpoints == ROWS
+    tier.store_ahead(store)
     while store.evict_least():
         pass
-    assert tier.store.num_checkpoints, "it is the end of the answer now"
+    assert tier.store.num_checkpoints == (1 if streams else ROWS), "copies to streams end later"
+    harness.run()
+    for number in range(ROWS):
+        harness.check_output(str(number))
+    stored = tier.store.num_checkpoints
+    while store.evict_least():
+        pass
+    assert tier.store.num_checkpoints == stored + ROWS, "they are the ends of answers now"
