@@ -67,7 +67,7 @@ class StreamedHostTier(LateTier, HostTier):
         if entry is None:
             return
         node, checkpoint = (entry, None) if isinstance(entry, Node) else (entry.node, entry)
-        if checkpoint is not None and checkpoint.is_renewed_soon:
+        if checkpoint is not None and self._can_do_without(node, checkpoint):
             return
         own_pages = node.depth * self.layout.block_bytes // store.layout.page_bytes
         if num_free > num_pages // RESERVE_SHARE + own_pages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters, CacheStats
@@ -19,6 +20,8 @@ from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Node, nearest_checkpoint
 from forkpoint.cache.windows import WindowRuns, ids_of
+
+NEAR_BLOCKS: Final = 8  # from one state to the next
 
 
 class Tier(RestoreSource):
@@ -97,12 +100,11 @@ class Tier(RestoreSource):
     def keep(self, node: Node, checkpoint: Checkpoint | None) -> None:
         """Store the path of a node of the arena, and `checkpoint` if one is given, before they are evicted.
 
-        Nothing is stored if that would evict entries of the tier that are worth more. A state that its row is about to
-        renew is stored only while nothing else is on its way: rows that come to a boundary together would evict as many
-        such states in one plan.
+        Nothing is stored if that would evict entries of the tier that are worth more, or for a state that its row may
+        soon renew (`_can_do_without`).
         """
         assert not node.condemned, "condemned entries are dropped, not evicted"
-        if checkpoint is not None and checkpoint.is_renewed_soon and self.is_writing:
+        if checkpoint is not None and self._can_do_without(node, checkpoint):
             return
         split = self._split(node)
         if split is None:
@@ -115,6 +117,22 @@ class Tier(RestoreSource):
         if not self._copy(top, missing, checkpoint):
             self._skip(node, checkpoint)
         self.store.unpin(top)
+
+    def _can_do_without(self, node: Node, checkpoint: Checkpoint) -> bool:
+        """Return whether a state need not be copied now: its row may soon renew it, and an earlier one is near.
+
+        Rows that come to a boundary together evict as many such states in one plan, so only one is copied at a time. If
+        a row ends before it comes to the next boundary, at most NEAR_BLOCKS blocks have to be computed again.
+        """
+        near = node.parent if self.is_writing and checkpoint.is_provisional else None
+        for _ in range(NEAR_BLOCKS):
+            if near is None:
+                return False
+            stored = self.store.tree.find(near.hash)
+            if near.checkpoint is not None or (stored is not None and stored.checkpoint is not None):
+                return True
+            near = near.parent
+        return False
 
     def _split(self, node: Node) -> tuple[Node, list[Node]] | None:
         """Return the tier's deepest node on the path to a node of the arena, and the arena's nodes below it.

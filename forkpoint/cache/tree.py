@@ -112,10 +112,10 @@ class Checkpoint(Evictable):
         return not (self.dropped or self.num_readers or self.num_hits or self.num_expected)
 
     @property
-    def is_renewed_soon(self) -> bool:
-        """Whether a decoding row still holds the end of its history here, and keeps a newer state at its next block.
+    def is_provisional(self) -> bool:
+        """Whether nobody has used the checkpoint, and rows that run have its block.
 
-        Nobody has used the checkpoint.
+        The row that decoded past it keeps a newer one at its next block boundary.
         """
         return self.origin is Origin.DECODE and self.node.pins > 0 and self.is_spare
 
