@@ -1,4 +1,4 @@
-"""The rooms below the arena: which there are, what falls into which, and what comes back."""
+"""The tiers below the arena and the exchange with other engines, as the scheduler sees them."""
 
 from __future__ import annotations
 

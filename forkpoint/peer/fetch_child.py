@@ -6,6 +6,7 @@ step would wait for such threads at each of its hundreds of calls.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -13,11 +14,12 @@ from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
 
-from forkpoint.cache.peer_offers import Fetch
+from forkpoint.cache.disk_entries import EntryName
+from forkpoint.cache.peer_offers import Fetch, FetchNews
 from forkpoint.peer.fetching import LOGGER, Fetching
 from forkpoint.shared_arrays import OpenedMemory, Place
 
-NEWS_S: Final = 0.004  # what has arrived is reported so often
+NEWS_S: Final = 0.004  # seconds between two reports of what has arrived
 
 
 class Identity(NamedTuple):
@@ -54,62 +56,78 @@ class LogLine(NamedTuple):
 
 
 class _Fetching(Fetching):
-    """Fetches to the engine's memory, and says when a fetch that was forgotten has ended."""
+    """Fetches to the engine's memory, and says when nothing is written there any more.
 
-    def __init__(self, identity: Identity, connection: Connection) -> None:
+    The thread of `report` alone sends. The engine may send while it does not read, so the thread that reads must not
+    wait for it.
+    """
+
+    def __init__(self, identity: Identity) -> None:
         super().__init__(*identity)
-        self._connection, self._memory = connection, OpenedMemory()
-        self._sending = threading.Lock()
+        self._memory = OpenedMemory()
         self._mapped: dict[tuple[int, ...], Any] = {}  # an array of each memory, which stays mapped for later fetches
+        self._unsent: list[FetchNews | Freed | LogLine] = []  # guarded by the lock of Fetching
 
-    def send(self, message: Any) -> None:
-        with self._sending:
-            self._connection.send(message)
+    def add(self, message: FetchNews | Freed | LogLine) -> None:
+        """Let `report` send a message."""
+        with self._changed:
+            self._unsent.append(message)
+            self._changed.notify_all()
 
     def begin(self, order: Start) -> None:
+        """Start a fetch, or report that it fails because the engine's memory cannot be opened."""
         self.shares_memory = order.shares_memory
-        self.start(order.fetch, [self._view(*each) for each in zip(order.places, order.fetch.names, strict=True)])
+        try:
+            buffers = [self._view(*each) for each in zip(order.places, order.fetch.names, strict=True)]
+        except OSError as error:
+            LOGGER.warning("a prompt is computed instead of fetched: this engine's memory cannot be opened: %s", error)
+            self.add(FetchNews(failed=(order.fetch.ticket,)))
+            return
+        self.start(order.fetch, buffers)
 
-    def _view(self, place: Place, name: Any) -> memoryview:
+    def _view(self, place: Place, name: EntryName) -> memoryview:
         array = self._memory.array(place, "u1", (self._unit_bytes[name.kind],))
         self._mapped.setdefault(place[:3], array)
         return array.data
 
     def _give_all(self, ticket: int, entries: Iterable[memoryview | None]) -> None:
-        self.send(Freed(ticket))
+        self.add(Freed(ticket))
 
-    def report(self) -> None:
-        """Send news for as long as the process runs."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(self._is_fetching)
-            news = self.news(NEWS_S)
-            if news is not None:
-                self.send(news)
+    def report(self, connection: Connection) -> None:
+        """Send what is to be sent for as long as the engine runs."""
+        with contextlib.suppress(OSError):  # the engine has ended
+            while True:
+                with self._changed:
+                    self._changed.wait_for(self._is_active)
+                news = None if self._unsent else self.news(NEWS_S)
+                with self._changed:
+                    messages, self._unsent = self._unsent, []
+                for message in [*messages, *([] if news is None else [news])]:
+                    connection.send(message)
 
-    def _is_fetching(self) -> bool:
-        return bool(self._running or self._ended.done or self._ended.failed)
+    def _is_active(self) -> bool:
+        return bool(self._running or self._unsent or self._ended.done or self._ended.failed)
 
 
 class _Forwarding(logging.Handler):
-    """Sends lines of the log to the engine, which writes them."""
+    """Passes lines of the log on to the engine, which writes them."""
 
     def __init__(self, fetching: _Fetching) -> None:
         super().__init__()
         self._fetching = fetching
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._fetching.send(LogLine(record.levelno, record.getMessage()))
+        self._fetching.add(LogLine(record.levelno, record.getMessage()))
 
 
 def main(descriptor: int) -> None:
     """Carry out what comes over a connection until the engine closes it or ends."""
     connection = Connection(descriptor)
     try:
-        fetching = _Fetching(connection.recv(), connection)
+        fetching = _Fetching(connection.recv())
         LOGGER.addHandler(_Forwarding(fetching))
         LOGGER.propagate = False
-        threading.Thread(target=fetching.report, name="news", daemon=True).start()
+        threading.Thread(target=fetching.report, args=(connection,), name="news", daemon=True).start()
         while True:
             message = connection.recv()
             if isinstance(message, Start):
@@ -118,3 +136,7 @@ def main(descriptor: int) -> None:
                 fetching.forget(message.ticket)
     except (EOFError, OSError):  # the engine has ended
         os._exit(0)  # threads may still wait for other engines
+    except BaseException:
+        LOGGER.propagate = True
+        LOGGER.exception("the process that fetches prompts ends")
+        os._exit(1)

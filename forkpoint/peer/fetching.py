@@ -75,18 +75,23 @@ class _Running:
         self.unreported_bytes = 0  # of those that have arrived and were not reported
         self._lock = threading.Lock()  # guards all below
         self._lines: set[Line] = set()
-        self._is_stopped = False
+        self._is_stopped = self._is_filling = False
+        self.is_free = False  # it was stopped before anything was written to its buffers
 
     def buffer(self, index: int, num_bytes: int, take: Callable[[int], memoryview]) -> memoryview:
-        """Return the buffer of an entry, which several connections fill."""
+        """Return the buffer of an entry, which several connections fill. Raises _UnwantedError after `stop`."""
         with self._lock:
+            self._check()
+            self._is_filling = True
             found = self.entries[index]
             if found is None:
                 found = self.entries[index] = take(num_bytes)
             return found
 
     def stop(self) -> None:
+        """End its connections. It is free if nothing was written, and nothing is written then."""
         with self._lock:
+            self.is_free = not self._is_filling
             self._is_stopped = True
             for line in self._lines:
                 line.end()
@@ -94,6 +99,8 @@ class _Running:
     @contextlib.contextmanager
     def connect(self, rank: int) -> Iterator[Line]:
         """Connect to the other engine's rank. Raises OSError, and _UnwantedError after `stop`."""
+        with self._lock:
+            self._check()
         with _connect(self.fetch, rank, self.until_s) as line:
             with self._lock:
                 self._check()
@@ -160,13 +167,13 @@ class Fetching:
     def forget(self, ticket: int) -> None:
         with self._changed:
             entries, running = self._entries.pop(ticket, []), self._running.get(ticket)
-        if running is None:
+            if running is not None:
+                running.stop()
+        if running is None or running.is_free:
             self._give_all(ticket, entries)
-        else:
-            running.stop()
 
     def _give_all(self, ticket: int, entries: Iterable[memoryview | None]) -> None:
-        """Give back the buffers of a fetch that was forgotten and has ended."""
+        """Give back the buffers of a fetch that was forgotten, to which nothing is written any more."""
         for entry in entries:
             if entry is not None:
                 self.give(entry)
@@ -224,13 +231,13 @@ class Fetching:
             LOGGER.warning("the prompt at %s port %d is computed instead of fetched: %s", fetch.host, port, error)
         with self._changed:
             del self._running[fetch.ticket]
-            is_forgotten = fetch.ticket not in self._entries
+            is_forgotten, is_given = fetch.ticket not in self._entries, running.is_free
             if not is_forgotten:  # even if it failed, some of its entries may be in use
                 (self._ended.done if is_whole else self._ended.failed).append(fetch.ticket)
                 if not is_whole and not answers:
                     self._ended.unreachable.append(fetch.ticket)
             self._changed.notify_all()
-        if is_forgotten:
+        if is_forgotten and not is_given:
             self._give_all(fetch.ticket, running.entries)
         if answers or is_forgotten:
             self._end_lease(fetch)

@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -21,24 +23,33 @@ CLOSE_S: Final = 2.0  # time for the process to end
 
 
 class _Child:
-    """The process and the connection to it."""
+    """The process and the connection to it. Raises OSError if it cannot be started."""
 
     def __init__(self, identity: Identity) -> None:
         self.connection, there = multiprocessing.Pipe()
         run = f"from forkpoint.peer.fetch_child import main; main({there.fileno()})"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", run],
-            pass_fds=[there.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the engine, which closes the connection
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        there.close()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", run],
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the engine, which closes the connection
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)},
+            )
+        except BaseException:
+            self.connection.close()
+            raise
+        finally:
+            there.close()
         self.connection.send(identity)
 
     @property
     def process_id(self) -> int:
         return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def close(self) -> None:
         """End the process. It writes nothing afterwards."""
@@ -50,10 +61,37 @@ class _Child:
             self._process.wait()
 
 
+@dataclass(slots=True)
+class _Ordered:
+    """A fetch that was ordered, until `forget`. Its first `num_arrived` buffers are filled."""
+
+    buffers: list[memoryview]
+    num_arrived: int = 0
+    is_reported: bool = False  # its end is, or is among the news
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_arrived == len(self.buffers)
+
+
+@dataclass(slots=True)
+class _News:
+    """What `news` returns next, by ticket where later news replace earlier ones."""
+
+    done: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    unreachable: list[int] = field(default_factory=list)
+    arrived: dict[int, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.done or self.failed or self.arrived)
+
+
 class ProcessFetching:
     """Fetches as `Fetching` does, in a process of its own, to buffers in shared memory.
 
-    If the process ends, its fetches fail, and the next fetch starts another one. Only the worker's thread may call it.
+    If the process ends, its fetches fail, and the next fetch starts another process. The worker's thread and those that
+    follow its copies may call it.
     """
 
     def __init__(self, namespace: bytes, unit_bytes: Mapping[int, int], rank: int = 0) -> None:
@@ -61,70 +99,91 @@ class ProcessFetching:
         self.take: Callable[[int], memoryview]  # `PeerLink.use_buffers` sets both
         self.give: Callable[[memoryview], None]
         self.shares_memory = True  # with other engines of this machine
-        self._entries: dict[int, list[memoryview]] = {}  # by ticket: the buffers of a fetch, until `forget`
-        self._num_arrived: dict[int, int] = {}  # by ticket: of the first entries
-        self._written: set[int] = set()  # tickets whose buffers the process may write to
-        self._leaving: dict[int, list[memoryview]] = {}  # such buffers of fetches that were forgotten
-        self._news: dict[str, dict[int, Any]] = {}  # not returned yet: for each kind of news, its tickets
-        self._forget_news()
-        self._child: _Child | None = _Child(self._identity)
+        self._lock = threading.Lock()  # guards all below; `contents` alone reads without it
+        self._ordered: dict[int, _Ordered] = {}  # by ticket
+        self._written: set[int] = set()  # tickets of fetches to whose buffers the process may write
+        self._leaving: dict[int, list[memoryview]] = {}  # by ticket: such buffers of fetches that were forgotten
+        self._news = _News()
+        self._child: _Child | None = None
+        self._revive()  # it is ready when the first request comes
 
     def start(self, fetch: Fetch) -> None:
-        buffers = [self.take(self._identity.unit_bytes[name.kind]) for name in fetch.names]
-        places = [place_of(np.frombuffer(buffer, np.uint8)) for buffer in buffers]
-        if buffers:
-            self._entries[fetch.ticket], self._num_arrived[fetch.ticket] = buffers, 0
-        if None in places:
-            LOGGER.warning("the system has no shared memory left for a prompt, which is computed instead of fetched")
-            self._news["failed"][fetch.ticket] = True
-            return
-        if buffers:
-            self._written.add(fetch.ticket)
-        self._send(Start(fetch, tuple(filter(None, places)), self.shares_memory))
+        buffers = list[memoryview]()
+        try:
+            for name in fetch.names:
+                buffers.append(self.take(self._identity.unit_bytes[name.kind]))
+        except (OSError, MemoryError) as error:
+            LOGGER.warning("a prompt is computed instead of fetched: the system has no memory left for it: %s", error)
+        found = [place_of(np.frombuffer(buffer, np.uint8)) for buffer in buffers]
+        places = tuple(place for place in found if place is not None)
+        with self._lock:
+            if fetch.names:
+                # Buffers that are not shared are not given back: others would get them.
+                shared = [buffer for buffer, place in zip(buffers, found, strict=True) if place is not None]
+                self._ordered[fetch.ticket] = _Ordered(shared)
+            if len(places) < len(buffers):
+                LOGGER.warning("a prompt is computed instead of fetched: the system has no shared memory left for it")
+            if len(places) < len(fetch.names) or not self._revive():
+                self._fail(fetch.ticket)
+                return
+            self._written.update([fetch.ticket] if fetch.names else [])
+            self._send(Start(fetch, places, self.shares_memory))
 
     def contents(self, ticket: int, place: int) -> memoryview:
         """Return an entry that has arrived. It is valid until `forget`."""
-        assert place < self._num_arrived[ticket], "it has not arrived"
-        return self._entries[ticket][place]
+        ordered = self._ordered[ticket]
+        assert place < ordered.num_arrived, "it has not arrived"
+        return ordered.buffers[place]
 
     def forget(self, ticket: int) -> None:
-        entries = self._entries.pop(ticket, [])
-        self._num_arrived.pop(ticket, None)
-        if ticket not in self._written:
-            self._give_all(entries)
-            return
-        self._leaving[ticket] = entries
-        self._send(Forget(ticket))
+        with self._lock:
+            ordered = self._ordered.pop(ticket, None)
+            if ordered is None:
+                return
+            if ticket in self._written:
+                self._leaving[ticket] = ordered.buffers
+                self._send(Forget(ticket))
+            else:
+                self._give_all(ordered.buffers)
 
     def news(self, wait_s: float = 0.0) -> FetchNews | None:
-        """Return what has ended or arrived since the last call; None if that is nothing.
+        """Return what has ended or arrived since the last call; None if nothing has.
 
-        With `wait_s`, wait so long until a fetch has ended or much of one has arrived.
+        With `wait_s`, wait at most so long until a fetch has ended or some of its entries have arrived.
         """
         until_s = time.monotonic() + wait_s
-        while self._written and self._child is not None:
-            left_s = 0.0 if any(self._news.values()) else max(0.0, until_s - time.monotonic())
+        while True:
+            child, has_news = self._child, bool(self._news)
+            left_s = 0.0 if has_news else max(0.0, until_s - time.monotonic())
+            if child is None or not (self._written or left_s):
+                if not has_news:
+                    time.sleep(left_s)
+                break
             try:
-                if not self._child.connection.poll(left_s):
+                if not child.connection.poll(left_s):
                     break
-                self._take(self._child.connection.recv())
+                message = child.connection.recv()
             except (EOFError, OSError):
-                self._lose_child()
-        news = self._news
-        if not any(news.values()):
+                with self._lock:
+                    if self._child is child:
+                        self._lose_child()
+                continue
+            with self._lock:
+                self._take(message)
+        with self._lock:
+            news, self._news = self._news, _News()
+        if not news:
             return None
-        self._forget_news()
-        return FetchNews(
-            tuple(news["done"]), tuple(news["failed"]), tuple(news["unreachable"]), tuple(news["arrived"].items())
-        )
+        return FetchNews(tuple(news.done), tuple(news.failed), tuple(news.unreachable), tuple(news.arrived.items()))
 
     def close(self) -> None:
-        if self._child is not None:
-            self._child.close()
-            self._child = None
+        with self._lock:
+            if self._child is not None:
+                self._child.close()
+                self._child = None
+            self._written.clear()
 
-    def _forget_news(self) -> None:
-        self._news = {name: {} for name in ("done", "failed", "unreachable", "arrived")}
+    # --- with the lock
 
     def _take(self, message: Any) -> None:
         """Take in a message of the process."""
@@ -135,37 +194,65 @@ class ProcessFetching:
             self._give_all(self._leaving.pop(message.ticket, []))
         else:
             for ticket, count in message.arrived:
-                if ticket in self._entries:
-                    self._num_arrived[ticket] = self._news["arrived"][ticket] = count
+                if ticket in self._ordered:
+                    self._ordered[ticket].num_arrived = self._news.arrived[ticket] = count
             for ticket in message.done:
-                if ticket in self._entries:
-                    self._num_arrived[ticket] = len(self._entries[ticket])
-                    self._news["done"][ticket] = True
-            self._news["failed"].update(dict.fromkeys(self._entries.keys() & set(message.failed)))
-            self._news["unreachable"].update(dict.fromkeys(self._entries.keys() & set(message.unreachable)))
+                if ticket in self._ordered:
+                    self._finish(ticket, self._ordered[ticket])
+            for ticket in message.failed:
+                self._fail(ticket)
+            self._news.unreachable += [ticket for ticket in message.unreachable if ticket in self._ordered]
+
+    def _finish(self, ticket: int, ordered: _Ordered) -> None:
+        ordered.num_arrived, ordered.is_reported = len(ordered.buffers), True
+        self._news.done.append(ticket)
+
+    def _fail(self, ticket: int) -> None:
+        """Report that a fetch has failed, once."""
+        ordered = self._ordered.get(ticket)
+        if ordered is not None and not ordered.is_reported:
+            ordered.is_reported = True
+            self._news.failed.append(ticket)
+
+    def _revive(self) -> bool:
+        """Start the process if it does not run. Returns whether it runs."""
+        if self._child is not None and self._child.has_ended:
+            self._lose_child()
+        if self._child is None:
+            try:
+                self._child = _Child(self._identity)
+            except OSError as error:
+                LOGGER.warning("the process that fetches prompts cannot be started; they are computed: %s", error)
+        return self._child is not None
 
     def _send(self, message: Start | Forget) -> None:
-        if self._child is None:
-            self._child = _Child(self._identity)
+        assert self._child is not None
         try:
             self._child.connection.send(message)
         except OSError:
             self._lose_child()
 
     def _lose_child(self) -> None:
-        """Let the fetches of a process that has ended fail."""
+        """Let the fetches of a process that has ended fail, except those that have all their entries."""
+        assert self._child is not None
+        self._child.close()
+        self._child = None
+        lost = [ticket for ticket in self._written if ticket in self._ordered and not self._ordered[ticket].is_reported]
+        num_computed = sum(not self._ordered[ticket].is_whole for ticket in lost)
         LOGGER.warning(
-            "the process that fetches prompts has ended; the prompts are computed, and the next starts another"
+            "the process that fetches prompts has ended; the next fetch starts another; %d prompts are computed",
+            num_computed,
         )
-        self.close()
-        for ticket in self._written & self._entries.keys():
-            if self._num_arrived[ticket] < len(self._entries[ticket]):
-                self._news["failed"][ticket] = True
+        for ticket in lost:
+            if self._ordered[ticket].is_whole:
+                self._finish(ticket, self._ordered[ticket])
+            else:
+                self._fail(ticket)
         self._written.clear()
-        for entries in self._leaving.values():
-            self._give_all(entries)
+        for buffers in self._leaving.values():
+            self._give_all(buffers)
         self._leaving.clear()
 
-    def _give_all(self, entries: list[memoryview]) -> None:
-        for entry in entries:
-            self.give(entry)
+    def _give_all(self, buffers: list[memoryview]) -> None:
+        for buffer in buffers:
+            self.give(buffer)

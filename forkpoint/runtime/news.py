@@ -44,7 +44,7 @@ class NewsOfCopies:
             left_s = until_s - time.monotonic()
             if copied is not None or fetched is not None or left_s <= 0:
                 return copied, fetched
-            # The tiers do not wait while they have no copies. The thread has to sleep: fetches need the interpreter.
+            # The tiers do not wait while they have no copies. The thread sleeps, because others need the interpreter.
             fetched = self.fetches.news(min(left_s, TURN_S))
             if fetched is not None:
                 return None, fetched

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import threading
@@ -23,7 +22,7 @@ class PinnedBuffers:
     """Allocates buffers that the device reads and writes beside its other work. Several threads may use it.
 
     If the system does not pin them, copies work all the same and hold up steps, which is logged once. Other processes
-    of the same user can read the buffers that `take` returns, where the system allows that (shared_arrays.py).
+    of the same user can open the buffers that `take` returns, where the system allows that (shared_arrays.py).
     """
 
     def __init__(self, platform: Platform | None = None) -> None:
@@ -46,7 +45,10 @@ class PinnedBuffers:
         for _ in range(num_bytes // SEGMENT_BYTES):
             if self._is_closing or self._is_refused:
                 return
-            segment = memoryview(self._pin(_new_segment(SEGMENT_BYTES)))
+            memory = _new_memory(SEGMENT_BYTES)
+            if CAN_SHARE and not isinstance(memory, SharedMemory):
+                return
+            segment = memoryview(self._pin(memory))
             with self._lock:
                 self._left.append(segment)
 
@@ -78,7 +80,7 @@ class PinnedBuffers:
                 return idle.pop()
             place = next((place for place, left in enumerate(self._left) if len(left) >= num_bytes), None)
             if place is None:
-                left = memoryview(self._pin(_new_segment(max(num_bytes, SEGMENT_BYTES))))
+                left = memoryview(self._pin(_new_memory(num_bytes)))
             else:
                 left = self._left.pop(place)
             if len(left) > num_bytes:
@@ -104,12 +106,18 @@ class PinnedBuffers:
             self._left.clear()
 
 
-def _new_segment(num_bytes: int) -> mmap.mmap:
-    """Return memory that other processes can read, or memory of this process alone where that is not possible."""
-    if CAN_SHARE:
-        with contextlib.suppress(OSError):
-            return SharedMemory.new(num_bytes)
-    return mmap.mmap(-1, num_bytes)
+def _new_memory(num_bytes: int) -> mmap.mmap:
+    """Return a segment of at least so many bytes.
+
+    Other processes can open it. If the system has no shared memory left, it is just as large as necessary and belongs
+    to this process alone, so that later buffers are shared again.
+    """
+    if not CAN_SHARE:
+        return mmap.mmap(-1, max(num_bytes, SEGMENT_BYTES))
+    try:
+        return SharedMemory.new(max(num_bytes, SEGMENT_BYTES))
+    except OSError:
+        return mmap.mmap(-1, num_bytes)
 
 
 def as_tensor(memory: mmap.mmap | memoryview) -> Tensor:

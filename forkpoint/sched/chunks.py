@@ -12,8 +12,9 @@ from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduled_request import ScheduledRequest
 
-# If another engine fetches a prompt early, a chunk leaves this share of the tokens that it could compute, unless they
-# are few. The blocks of a chunk are then fetched while the next one is computed, and the last chunk's are few.
+# If another engine fetches a prompt early, a chunk leaves this share of the tokens from its start to the prompt's end.
+# Its blocks are fetched while the next chunk is computed, and the last chunk has few blocks. A rest of FEW_LEFT tokens
+# is one chunk.
 LEAST_LEFT_SHARE, FEW_LEFT = 0.25, 1024
 
 

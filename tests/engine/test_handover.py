@@ -317,7 +317,7 @@ def test_memory_comes_back(prefill: LLM, decode: LLM) -> None:
     arena = decode._engine.core._runner.arena  # type: ignore[union-attr]
     ask(decode, token_ids, computed(prefill, token_ids))
     ask(decode, prompt(99, 20))  # a plan that carries what is to be forgotten
-    assert not peers.fetched._prompts and not arena.peers.fetching._entries
+    assert not peers.fetched._prompts and not arena.peers.fetching._ordered
     offered = prefill._engine.core._runner.arena.peers.offered  # type: ignore[union-attr]
     with offered._changed:
         assert offered._changed.wait_for(lambda: not offered._leases, 10) and offered.num_bytes == 0

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import queue
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from forkpoint.cache.peer_offers import Fetch, FetchNews
+from forkpoint.peer.fetch_child import Forget
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.process_fetching import ProcessFetching
 from forkpoint.runtime.pinned import PinnedBuffers
-from forkpoint.shared_arrays import CAN_SHARE
+from forkpoint.shared_arrays import CAN_SHARE, Place, SharedMemory, place_of
 from tests.peer.test_link import HOST, NAMES, SIZES, contents, facts
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="this system has no memory for several processes")
@@ -71,7 +78,7 @@ def test_a_prompt_arrives_and_its_memory_comes_back(prefill: PeerLink, fetching:
     fetching.forget(lease)
     while len(given) < len(NAMES):
         assert fetching.news(0.01) is None
-    assert not fetching._entries and not fetching._written and not fetching._leaving
+    assert not fetching._ordered and not fetching._written and not fetching._leaving
 
 
 def test_entries_are_used_before_the_others_come(prefill: PeerLink, fetching: ProcessFetching) -> None:
@@ -125,6 +132,111 @@ def test_a_killed_process_fails_its_fetches_alone(
     for ticket in (40, 41):
         fetching.forget(ticket)
     assert len(given) == 3 * len(NAMES)
+
+
+def test_a_process_that_died_meanwhile_is_replaced(prefill: PeerLink, fetching: ProcessFetching) -> None:
+    assert fetching._child is not None
+    os.kill(fetching._child.process_id, signal.SIGKILL)
+    fetching._child._process.wait()
+    offer(prefill, 50)
+    fetching.start(order(prefill, 50))
+    assert wait_for_end(fetching).done == (50,)
+
+
+def test_memory_that_cannot_be_opened_fails_one_fetch(
+    prefill: PeerLink, fetching: ProcessFetching, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("forkpoint"), "propagate", True)
+    given, is_gone = list[memoryview](), [True]
+    fetching.give = given.append
+
+    def elsewhere(array: np.ndarray) -> Place | None:
+        place = place_of(array)
+        return None if place is None else place._replace(inode=place.inode + is_gone[0])
+
+    monkeypatch.setattr("forkpoint.peer.process_fetching.place_of", elsewhere)
+    offer(prefill, 60)
+    fetching.start(order(prefill, 60))
+    assert wait_for_end(fetching).failed == (60,)
+    assert "memory cannot be opened" in caplog.text
+    fetching.forget(60)
+    is_gone[0] = False
+    fetching.start(replace(order(prefill, 60), ticket=61))
+    assert wait_for_end(fetching).done == (61,)
+    assert len(given) == len(NAMES)
+
+
+def test_memory_that_is_not_shared_fails_one_fetch(
+    prefill: PeerLink, fetching: ProcessFetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(num_bytes: int) -> SharedMemory:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedMemory, "new", refuse)
+        fetching.start(order(prefill, 70))
+        assert wait_for_end(fetching).failed == (70,)
+    fetching.forget(70)
+    offer(prefill, 71)
+    fetching.start(order(prefill, 71))
+    assert wait_for_end(fetching).done == (71,)
+
+
+def test_fetches_that_nobody_wants_hold_no_memory(fetching: ProcessFetching) -> None:
+    """A peer that does not answer keeps a thread busy, but nothing is written to the buffers."""
+    given = list[memoryview]()
+    fetching.give = given.append
+    with socket.create_server((HOST, 0)) as silent:
+        for ticket in range(100, 130):
+            fetching.start(Fetch(ticket, HOST, (silent.getsockname()[1],), "p", ticket, NAMES, 30.0))
+            fetching.forget(ticket)
+        until_s = time.monotonic() + 10
+        while len(given) < 30 * len(NAMES):
+            assert time.monotonic() < until_s, f"{len(given)} buffers came back"
+            fetching.news(0.01)
+
+
+def test_nobody_waits_for_the_other_side_to_read(prefill: PeerLink, fetching: ProcessFetching) -> None:
+    """A step may take seconds, in which the engine reads no news."""
+    offer(prefill, 80)
+    fetching.start(order(prefill, 80))
+    assert wait_for_end(fetching).done == (80,)
+    assert fetching._child is not None
+    fetching._child.connection.send(Forget(10**6))
+    for _ in range(4000):  # each answer takes about a hundred bytes, and the connection has room for some hundreds
+        fetching._child.connection.send(Forget(10**6))
+    offer(prefill, 81)
+    fetching.start(order(prefill, 81))
+    assert wait_for_end(fetching).done == (81,)
+
+
+def test_waiting_for_no_fetch_takes_its_time(fetching: ProcessFetching) -> None:
+    start_s = time.monotonic()
+    assert fetching.news(0.05) is None
+    assert time.monotonic() - start_s >= 0.05
+
+
+def test_threads_may_forget_while_others_start(prefill: PeerLink, fetching: ProcessFetching) -> None:
+    tickets = queue.SimpleQueue[int | None]()
+
+    def forget() -> None:
+        while (ticket := tickets.get()) is not None:
+            fetching.forget(ticket)
+
+    thread = threading.Thread(target=forget)
+    thread.start()
+    for ticket in range(1000, 1200):
+        many = tuple(replace(NAMES[0], hash=number.to_bytes(16, "big")) for number in range(300))
+        fetching.start(Fetch(ticket, HOST, (prefill.facts.port,), "earlier", ticket, many, 30.0))
+        tickets.put(ticket)
+        fetching.news()
+    tickets.put(None)
+    thread.join()
+    offer(prefill, 90)
+    fetching.start(order(prefill, 90))
+    while not (news := next_news(fetching)).done:
+        assert not {90} & {*news.failed}
+    assert news.done == (90,)
 
 
 def test_it_ends_with_the_engine(fetching: ProcessFetching) -> None:
