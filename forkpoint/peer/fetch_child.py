@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import threading
+import traceback
 from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
@@ -137,6 +138,5 @@ def main(descriptor: int) -> None:
     except (EOFError, OSError):  # the engine has ended
         os._exit(0)  # threads may still wait for other engines
     except BaseException:
-        LOGGER.propagate = True
-        LOGGER.exception("the process that fetches prompts ends")
+        traceback.print_exc()  # the thread that forwards log lines would not come to it
         os._exit(1)

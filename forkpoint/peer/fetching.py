@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -225,8 +225,8 @@ class Fetching:
             is_whole = True
         except _UnwantedError:
             answers = False
-        except (_NotHeldError, OSError, PeerError) as error:
-            answers = isinstance(error, _NotHeldError)
+        except Exception as error:  # also RuntimeError, if the system starts no more threads
+            answers = not isinstance(error, (OSError, PeerError))
             port = fetch.ports[self._rank]
             LOGGER.warning("the prompt at %s port %d is computed instead of fetched: %s", fetch.host, port, error)
         with self._changed:
@@ -252,11 +252,13 @@ class Fetching:
         parts = [(index, part) for index, size in enumerate(sizes) for part in range(num_parts(size))]
         most = min(MOST_CONNECTIONS, len(parts), max(1, (os.cpu_count() or 1) // 2))
         count = max(1, min(most, sum(sizes) // BYTES_OF_CONNECTION))
-        others = [self._helpers.submit(self._fetch_parts, running, parts[start::count]) for start in range(1, count)]
-        errors = list[BaseException]()
+        others, errors = list[Future[None]](), list[BaseException]()
         try:
+            for start in range(1, count):
+                others.append(self._helpers.submit(self._fetch_parts, running, parts[start::count]))
             self._fetch_parts(running, parts[::count])
         except Exception as error:
+            running.stop()
             errors.append(error)
         errors += [found for other in others if (found := other.exception()) is not None]
         if errors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import subprocess
@@ -26,6 +27,7 @@ class _Child:
     """The process and the connection to it. Raises OSError if it cannot be started."""
 
     def __init__(self, identity: Identity) -> None:
+        path = [each or os.getcwd() for each in sys.path if isinstance(each, str)]  # Python ignores others
         self.connection, there = multiprocessing.Pipe()
         run = f"from forkpoint.peer.fetch_child import main; main({there.fileno()})"
         try:
@@ -34,7 +36,7 @@ class _Child:
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the engine, which closes the connection
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             )
         except BaseException:
             self.connection.close()
@@ -227,14 +229,15 @@ class ProcessFetching:
 
     def _send(self, message: Start | Forget) -> None:
         assert self._child is not None
-        try:
+        with contextlib.suppress(OSError):  # it has ended; `news` reads that, and alone closes what it reads from
             self._child.connection.send(message)
-        except OSError:
-            self._lose_child()
 
     def _lose_child(self) -> None:
         """Let the fetches of a process that has ended fail, except those that have all their entries."""
         assert self._child is not None
+        with contextlib.suppress(EOFError, OSError):  # what it has sent still counts
+            while self._child.connection.poll():
+                self._take(self._child.connection.recv())
         self._child.close()
         self._child = None
         lost = [ticket for ticket in self._written if ticket in self._ordered and not self._ordered[ticket].is_reported]

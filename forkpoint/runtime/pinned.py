@@ -80,7 +80,10 @@ class PinnedBuffers:
                 return idle.pop()
             place = next((place for place, left in enumerate(self._left) if len(left) >= num_bytes), None)
             if place is None:
-                left = memoryview(self._pin(_new_memory(num_bytes)))
+                memory = _new_memory(num_bytes)
+                # Memory of this process alone may not come back, and what is pinned lives until `close`.
+                is_lasting = not CAN_SHARE or isinstance(memory, SharedMemory)
+                left = memoryview(self._pin(memory) if is_lasting else memory)
             else:
                 left = self._left.pop(place)
             if len(left) > num_bytes:

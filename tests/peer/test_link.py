@@ -15,6 +15,7 @@ import pytest
 
 from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
 from forkpoint.cache.peer_offers import Fetch, PeerFacts
+from forkpoint.peer.fetching import Fetching
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.offered import key_of
 from forkpoint.peer.protocol import (
@@ -311,6 +312,19 @@ def test_a_large_prompt_comes_over_several_connections(
     lease, held = share(sharing)
     held[-1][0] ^= 1  # one part fails, and ends the others
     assert not fetch(decode, sharing[0].facts.port, lease)
+
+
+def test_a_fetch_without_threads_fails(
+    sharing: tuple[PeerLink, PinnedBuffers], decode: PeerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("forkpoint.peer.fetching.BYTES_OF_CONNECTION", 1000)
+    monkeypatch.setattr("forkpoint.peer.fetching.os.cpu_count", lambda: 16)
+    assert isinstance(decode.fetching, Fetching)
+    monkeypatch.setattr(decode.fetching._helpers, "submit", refuse)
+    assert not fetch(decode, sharing[0].facts.port, share(sharing)[0])
 
 
 def test_entries_are_used_before_the_others_come(

@@ -8,11 +8,13 @@ import os
 import queue
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,6 +134,29 @@ def test_a_killed_process_fails_its_fetches_alone(
     for ticket in (40, 41):
         fetching.forget(ticket)
     assert len(given) == 3 * len(NAMES)
+
+
+def test_what_a_killed_process_has_reported_counts(prefill: PeerLink, fetching: ProcessFetching) -> None:
+    offer(prefill, 51)
+    fetching.start(order(prefill, 51))
+    assert fetching._child is not None
+    while 51 in prefill.offered._leases:  # the process ends the lease after its fetch
+        time.sleep(0.01)
+    time.sleep(0.1)  # for its report
+    os.kill(fetching._child.process_id, signal.SIGKILL)
+    assert wait_for_end(fetching).done == (51,)
+
+
+def test_a_path_that_is_no_text_is_left_out(prefill: PeerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python itself ignores such an entry."""
+    monkeypatch.setattr(sys, "path", [Path("elsewhere"), *sys.path])
+    with closing(open_link(facts(engine_id="d"), SIZES, 30.0, listens=False, fetches_apart=True)) as link:
+        buffers = PinnedBuffers()
+        link.use_buffers(buffers.take, buffers.give)
+        assert isinstance(link.fetching, ProcessFetching)
+        offer(prefill, 52)
+        link.fetching.start(order(prefill, 52))
+        assert wait_for_end(link.fetching).done == (52,)
 
 
 def test_a_process_that_died_meanwhile_is_replaced(prefill: PeerLink, fetching: ProcessFetching) -> None:

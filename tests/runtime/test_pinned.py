@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+
+import numpy as np
 import pytest
 from torch import Tensor
 
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.pinned import PinnedBuffers
+from forkpoint.shared_arrays import CAN_SHARE, SharedMemory, place_of
 
 
 def test_buffers_divide_segments_without_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +34,22 @@ def test_buffers_divide_segments_without_overlap(monkeypatch: pytest.MonkeyPatch
     assert len(pinned) == 6, "the memory was pinned before"
     buffers.close()
     assert unpinned == [memory.data_ptr() for memory in pinned]
+
+
+def test_memory_that_cannot_be_shared_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not come back, and pinned memory lives until `close`."""
+    if not CAN_SHARE:
+        pytest.skip("this system has no memory for several processes")
+    pinned, platform = list[Tensor](), CpuPlatform()
+    monkeypatch.setattr(platform, "pin", pinned.append)
+
+    def refuse(num_bytes: int) -> SharedMemory:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    buffers = PinnedBuffers(platform)
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedMemory, "new", refuse)
+        assert len(buffers.take(1000)) == 1000
+        assert not pinned
+    assert place_of(np.frombuffer(buffers.take(1000), np.uint8)) is not None, "the next one is shared again"
+    assert len(pinned) == 1
