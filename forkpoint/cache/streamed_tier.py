@@ -19,8 +19,8 @@ from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.cache.windows import WindowRuns
 
 AHEAD_AT_ONCE: Final = 64 * 2**20  # bytes that a plan stores before eviction asks for it
-# An entry is stored ahead once no more pages are free than its path takes and 1 / 50 of the arena's, and at most 1 / 8
-# of the arena's.
+# An entry is stored ahead once no more pages are free than its path takes and 1 / 50 of the arena has. With more than
+# 1 / 8 of the arena free, nothing is stored ahead.
 RESERVE_SHARE, LARGEST_SHARE = 50, 8
 
 

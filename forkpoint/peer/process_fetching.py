@@ -69,7 +69,7 @@ class _Ordered:
 
     buffers: list[memoryview]
     num_arrived: int = 0
-    is_reported: bool = False  # its end is, or is among the news
+    is_reported: bool = False  # `news` has returned the fetch's end, or will do so
 
     @property
     def is_whole(self) -> bool:
@@ -78,7 +78,7 @@ class _Ordered:
 
 @dataclass(slots=True)
 class _News:
-    """What `news` returns next, by ticket where later news replace earlier ones."""
+    """The tickets that `news` returns next. `arrived` has the number of entries that have arrived, by ticket."""
 
     done: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
