@@ -158,7 +158,8 @@ class Gateway:
         pieces = self._prefill.compute_prompt.remote(route, replace(forwarded, body=half))
         try:
             with _cancelling(pieces):
-                earlier: dict[str, Any] | None = await asyncio.wait_for(anext(pieces), TAKEN_S)
+                async with asyncio.timeout(TAKEN_S):  # Python 3.11's `wait_for` may lose a cancellation
+                    earlier: dict[str, Any] | None = await anext(pieces)
             if earlier is None:
                 offer = offer_of(await _computed(pieces))
                 return replace(forwarded, body=decode_half(forwarded.body, offer)), None
@@ -198,9 +199,10 @@ class Gateway:
         answers: dict[str, ReplicaAnswer] = {}
         for replicas in filter(None, (self._replicas, self._prefill)):
             while True:
-                opened = self._open(replicas, RoutingHint(tried=frozenset(answers)), forwarded)
+                route = RoutingHint(tried=frozenset(answers))
                 try:
-                    answer = await asyncio.wait_for(opened, ALL_ANSWER_S)
+                    async with asyncio.timeout(ALL_ANSWER_S):
+                        answer = await self._open(replicas, route, forwarded)
                 except (*LOST_ERRORS, TimeoutError):
                     return _lost().response()
                 if answer.head.replica in answers:
