@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.peer_offers import Fetch, FetchNews
 from forkpoint.peer.offered import key_of
+from forkpoint.peer.peer_threads import PeerThreads
 from forkpoint.peer.protocol import (
     COPIES_WAIT_S,
     DONE,
@@ -32,7 +34,7 @@ from forkpoint.peer.protocol import (
 )
 from forkpoint.shared_arrays import CAN_SHARE, MemoryReader
 
-NUM_FETCHES: Final = 8  # fetches at the same time
+NUM_FETCHES: Final = 8  # fetches from a peer at the same time
 MOST_CONNECTIONS: Final = 8  # connections of a fetch; each has a thread, which also computes checksums
 BYTES_OF_CONNECTION: Final = 2**25  # bytes for which a fetch opens another connection
 PROGRESS_BYTES: Final = 2**25  # arrived bytes that wake up a worker without other work
@@ -133,8 +135,7 @@ class Fetching:
         self.take: Callable[[int], memoryview] = lambda num_bytes: memoryview(bytearray(num_bytes))
         self.give: Callable[[memoryview], None] = lambda buffer: None  # takes buffers that are not needed any more
         self.shares_memory = CAN_SHARE  # False: entries come over TCP alone
-        self._threads = ThreadPoolExecutor(NUM_FETCHES, "fetch")
-        self._helpers = ThreadPoolExecutor(NUM_FETCHES * (MOST_CONNECTIONS - 1), "fetch part")
+        self._threads = PeerThreads(NUM_FETCHES)
         self._changed = threading.Condition()  # guards all below; `contents` alone reads without it
         self._entries: dict[int, list[memoryview | None]] = {}  # by ticket: the buffers of a fetch, until `forget`
         self._running: dict[int, _Running] = {}  # by ticket
@@ -145,14 +146,19 @@ class Fetching:
     def start(self, fetch: Fetch, buffers: Sequence[memoryview] = ()) -> None:
         """Start a fetch, to these buffers if they are given."""
         until_s = time.monotonic() + fetch.timeout_s
+        peer = fetch.host, fetch.ports[self._rank]
         if not fetch.names:
-            self._threads.submit(self._end_lease, fetch)
+            with contextlib.suppress(RuntimeError):  # no thread: the lease ends by itself
+                self._threads.submit(peer, partial(self._end_lease, fetch))
             return
         running = _Running(fetch, until_s, buffers)
         with self._changed:
             self._running[fetch.ticket], self._entries[fetch.ticket] = running, running.entries
             self._changed.notify_all()
-        self._threads.submit(self._run, running)
+        try:
+            self._threads.submit(peer, partial(self._run, running))
+        except RuntimeError as error:
+            self._end(running, error)
 
     def contents(self, ticket: int, place: int) -> memoryview:
         """Return an entry that has arrived. It is valid until `forget`.
@@ -206,8 +212,6 @@ class Fetching:
             left = list(self._running.values())
         for running in left:
             running.stop()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._helpers.shutdown(wait=False, cancel_futures=True)
 
     # --- threads of their own
 
@@ -219,28 +223,31 @@ class Fetching:
             line.send(WantedEntries(self._namespace, fetch.engine_id, fetch.lease, ()))
 
     def _run(self, running: _Running) -> None:
-        fetch, is_whole, answers = running.fetch, False, True
+        failure: Exception | None = None
         try:
             self._fetch(running)
-            is_whole = True
-        except _UnwantedError:
-            answers = False
         except Exception as error:  # also RuntimeError, if the system starts no more threads
-            answers = not isinstance(error, (OSError, PeerError))
+            failure = error
+        if self._end(running, failure):
+            self._end_lease(running.fetch)
+
+    def _end(self, running: _Running, failure: Exception | None) -> bool:
+        """Note the end of a fetch, and the error if it failed. Returns whether its lease has to be ended."""
+        fetch, is_unreachable = running.fetch, isinstance(failure, (OSError, PeerError, _UnwantedError))
+        if failure is not None and not isinstance(failure, _UnwantedError):
             port = fetch.ports[self._rank]
-            LOGGER.warning("the prompt at %s port %d is computed instead of fetched: %s", fetch.host, port, error)
+            LOGGER.warning("the prompt at %s port %d is computed instead of fetched: %s", fetch.host, port, failure)
         with self._changed:
             del self._running[fetch.ticket]
             is_forgotten, is_given = fetch.ticket not in self._entries, running.is_free
             if not is_forgotten:  # even if it failed, some of its entries may be in use
-                (self._ended.done if is_whole else self._ended.failed).append(fetch.ticket)
-                if not is_whole and not answers:
+                (self._ended.failed if failure else self._ended.done).append(fetch.ticket)
+                if is_unreachable:
                     self._ended.unreachable.append(fetch.ticket)
             self._changed.notify_all()
         if is_forgotten and not is_given:
             self._give_all(fetch.ticket, running.entries)
-        if answers or is_forgotten:
-            self._end_lease(fetch)
+        return is_forgotten or not is_unreachable
 
     def _fetch(self, running: _Running) -> None:
         """Fill `running.entries`, and check their checksums.
@@ -253,13 +260,14 @@ class Fetching:
         most = min(MOST_CONNECTIONS, len(parts), max(1, (os.cpu_count() or 1) // 2))
         count = max(1, min(most, sum(sizes) // BYTES_OF_CONNECTION))
         others, errors = list[Future[None]](), list[BaseException]()
-        try:
-            for start in range(1, count):
-                others.append(self._helpers.submit(self._fetch_parts, running, parts[start::count]))
-            self._fetch_parts(running, parts[::count])
-        except Exception as error:
-            running.stop()
-            errors.append(error)
+        with ThreadPoolExecutor(MOST_CONNECTIONS, "fetch part") as helpers:  # it starts threads as it needs them
+            try:
+                for start in range(1, count):
+                    others.append(helpers.submit(self._fetch_parts, running, parts[start::count]))
+                self._fetch_parts(running, parts[::count])
+            except Exception as error:
+                running.stop()
+                errors.append(error)
         errors += [found for other in others if (found := other.exception()) is not None]
         if errors:
             raise min(errors, key=lambda found: isinstance(found, _UnwantedError))  # rather the cause than its effects

@@ -15,7 +15,6 @@ import pytest
 
 from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
 from forkpoint.cache.peer_offers import Fetch, PeerFacts
-from forkpoint.peer.fetching import Fetching
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.offered import key_of
 from forkpoint.peer.protocol import (
@@ -314,17 +313,22 @@ def test_a_large_prompt_comes_over_several_connections(
     assert not fetch(decode, sharing[0].facts.port, lease)
 
 
+@pytest.mark.parametrize("starts", ["fetching.ThreadPoolExecutor.submit", "peer_threads.Thread"])
 def test_a_fetch_without_threads_fails(
-    sharing: tuple[PeerLink, PinnedBuffers], decode: PeerLink, monkeypatch: pytest.MonkeyPatch
+    sharing: tuple[PeerLink, PinnedBuffers], decode: PeerLink, monkeypatch: pytest.MonkeyPatch, starts: str
 ) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("forkpoint.peer.fetching.BYTES_OF_CONNECTION", 1000)
     monkeypatch.setattr("forkpoint.peer.fetching.os.cpu_count", lambda: 16)
-    assert isinstance(decode.fetching, Fetching)
-    monkeypatch.setattr(decode.fetching._helpers, "submit", refuse)
-    assert not fetch(decode, sharing[0].facts.port, share(sharing)[0])
+    lease, _ = share(sharing)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"forkpoint.peer.{starts}", refuse)
+        assert not fetch(decode, sharing[0].facts.port, lease)
+        decode.fetching.start(Fetch(0, HOST, (sharing[0].facts.port,), "p", lease, (), 3600.0))  # ends a lease
+    sharing[0].offered.end(lease)
+    assert fetch(decode, sharing[0].facts.port, share(sharing)[0])
 
 
 def test_entries_are_used_before_the_others_come(
@@ -411,18 +415,41 @@ def test_a_peer_that_has_stopped_is_given_up(decode: PeerLink, sent: bytes, monk
     assert news is not None and news.failed == news.unreachable == (1,)
 
 
-def test_a_machine_that_does_not_answer_is_given_up(decode: PeerLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full queue of connections drops further ones, as a machine does that is gone."""
-    monkeypatch.setattr("forkpoint.peer.fetching.SILENCE_S", 0.2)
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """The port of a full queue of connections. It drops further ones, as a machine does that is gone."""
     with contextlib.ExitStack() as opened:
         listener = opened.enter_context(socket.create_server((HOST, 0), backlog=0))
         for _ in range(4):
             queued = opened.enter_context(socket.socket())
             queued.setblocking(False)
             queued.connect_ex(listener.getsockname())
-        decode.fetching.start(Fetch(1, HOST, (listener.getsockname()[1],), "p", 1, NAMES, 3600.0))
-        news = decode.fetching.news(20.0)
+        yield listener.getsockname()[1]
+
+
+def test_a_machine_that_does_not_answer_is_given_up(
+    decode: PeerLink, silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forkpoint.peer.fetching.SILENCE_S", 0.2)
+    decode.fetching.start(Fetch(1, HOST, (silent_port,), "p", 1, NAMES, 3600.0))
+    news = decode.fetching.news(20.0)
     assert news is not None and news.failed == news.unreachable == (1,)
+
+
+def test_a_machine_that_does_not_answer_delays_no_other(
+    prefill: PeerLink, decode: PeerLink, silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetches that are wanted, fetches that nobody wants, and ends of leases wait for it."""
+    monkeypatch.setattr("forkpoint.peer.fetching.BYTES_OF_CONNECTION", 1000)
+    monkeypatch.setattr("forkpoint.peer.fetching.os.cpu_count", lambda: 16)
+    for ticket in range(100, 140):
+        decode.fetching.start(Fetch(ticket, HOST, (silent_port,), "p", ticket, NAMES, 3600.0))
+        if ticket % 2:
+            decode.fetching.forget(ticket)
+        decode.fetching.start(Fetch(0, HOST, (silent_port,), "p", ticket, (), 3600.0))
+    before_s = time.monotonic()
+    assert fetch(decode, prefill.facts.port, offer(prefill))
+    assert time.monotonic() - before_s < 5, "the other fetches take 15 s"
 
 
 def test_a_peer_that_says_nothing_is_given_up(decode: PeerLink) -> None:
