@@ -21,6 +21,7 @@ from forkpoint.peer.fetching import LOGGER, Fetching
 from forkpoint.shared_arrays import OpenedMemory, Place
 
 NEWS_S: Final = 0.004  # seconds between two reports of what has arrived
+ENGINE_CHECK_S: Final = 1.0  # seconds between two looks whether the engine still runs
 
 
 class Identity(NamedTuple):
@@ -121,8 +122,8 @@ class _Forwarding(logging.Handler):
         self._fetching.add(LogLine(record.levelno, record.getMessage()))
 
 
-def main(descriptor: int) -> None:
-    """Carry out what comes over a connection until the engine closes it or ends."""
+def main(descriptor: int, engine: int) -> None:
+    """Carry out what comes over a connection until the engine, a process with this id, closes it or ends."""
     connection = Connection(descriptor)
     try:
         fetching = _Fetching(connection.recv())
@@ -130,6 +131,9 @@ def main(descriptor: int) -> None:
         LOGGER.propagate = False
         threading.Thread(target=fetching.report, args=(connection,), name="news", daemon=True).start()
         while True:
+            while not connection.poll(ENGINE_CHECK_S):
+                if os.getppid() != engine:  # its forks may hold the connection open
+                    raise EOFError
             message = connection.recv()
             if isinstance(message, Start):
                 fetching.begin(message)

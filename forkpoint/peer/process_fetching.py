@@ -29,7 +29,7 @@ class _Child:
     def __init__(self, identity: Identity) -> None:
         path = [each or os.getcwd() for each in sys.path if isinstance(each, str)]  # Python ignores others
         self.connection, there = multiprocessing.Pipe()
-        run = f"from forkpoint.peer.fetch_child import main; main({there.fileno()})"
+        run = f"from forkpoint.peer.fetch_child import main; main({there.fileno()}, {os.getpid()})"
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", run],

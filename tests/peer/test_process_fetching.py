@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -272,3 +273,29 @@ def test_it_ends_with_the_engine(fetching: ProcessFetching) -> None:
     while os.waitpid(process_id, os.WNOHANG) == (0, 0):
         assert time.monotonic() < until_s, "it runs on"
         time.sleep(0.01)
+
+
+def test_it_ends_with_the_engine_although_a_fork_of_it_lives() -> None:
+    """The fork holds the engine's end of the connection open."""
+    engine_runs = """
+import os, time
+from forkpoint.peer.process_fetching import ProcessFetching
+fetching, is_child = ProcessFetching(b"n" * 16, {}), not os.fork()
+if not is_child:
+    print(fetching._child.process_id, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", engine_runs], stdout=subprocess.PIPE, start_new_session=True
+    ) as engine:
+        try:
+            assert engine.stdout is not None
+            process_id = int(engine.stdout.readline())
+            engine.kill()
+            engine.wait()
+            status, until_s = Path(f"/proc/{process_id}/stat"), time.monotonic() + 20
+            while status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                assert time.monotonic() < until_s, "it runs on"
+                time.sleep(0.01)
+        finally:
+            os.killpg(engine.pid, signal.SIGKILL)  # the fork, too
