@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import struct
 from pathlib import Path
@@ -20,13 +21,14 @@ HEAD: Final = struct.Struct("<4sIdQ8s")
 CHECK_BYTES: Final = 8
 MOST_BATCHES: Final = 4096  # a journal of more is rewritten as one batch, so that it loads quickly
 LEAST_REWRITTEN: Final = 4096  # dead records; a shorter journal costs less than its rewriting
+LOGGER: Final = logging.getLogger("forkpoint")
 
 
 class Journal:
     """Owns the file `path`. Its first batch holds the namespace alone, as a record's `hash`.
 
     `entries` are the live records that the file had. Records of another namespace are dropped. A batch that is damaged,
-    and all after it, count as never written. Methods raise OSError.
+    and all after it, count as never written, which a warning says. Methods raise OSError.
     """
 
     def __init__(self, path: Path, namespace: bytes) -> None:
@@ -35,15 +37,23 @@ class Journal:
         self.window_start_s, self.window_bytes = 0.0, 0
         self._num_batches = 0
         self._num_records = 0
+        is_new = not path.exists()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            self.entries = self._load()
+            self.entries, is_whole = self._load()
+            if not (is_whole or is_new):
+                LOGGER.warning(
+                    "disk tier: its journal %s is incomplete; %d entries are left, and others are computed again",
+                    path,
+                    len(self.entries),
+                )
             self.rewrite(self.entries)
         except OSError:
             os.close(self._fd)
             raise
 
-    def _load(self) -> Records:
+    def _load(self) -> tuple[Records, bool]:
+        """Return the live records of the file, and whether it has no other bytes than those of whole batches."""
         data = memoryview(os.pread(self._fd, os.fstat(self._fd).st_size, 0))
         batches = list[Records]()
         offset = 0
@@ -58,11 +68,9 @@ class Journal:
             batches.append(np.frombuffer(data[body:end], RECORD))
             self.window_start_s, self.window_bytes = start_s, num_bytes
             offset = end
-        if not batches or not len(batches[0]):
-            return no_entries()
-        if batches[0]["hash"][0].tobytes() != self._namespace:
-            return no_entries()
-        return newest(np.concatenate([batches[0][1:], *batches[1:]]))
+        if not batches or not len(batches[0]) or batches[0]["hash"][0].tobytes() != self._namespace:
+            return no_entries(), False
+        return newest(np.concatenate([batches[0][1:], *batches[1:]])), offset == len(data)
 
     def append(self, records: Records, num_bytes: int, now_s: float, window_s: float) -> None:
         """Append records as one batch, and count `num_bytes` as written in the current window of `window_s` seconds.

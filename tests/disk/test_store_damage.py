@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from tests.disk.stores import count_right, found, open_now, random_writes
+from tests.disk.stores import count_right, found, open_now, random_writes, settled
 
 NUM_DAMAGES = int(os.environ.get("FORKPOINT_DAMAGES", "60"))
 NUM_KILLS = int(os.environ.get("FORKPOINT_KILLS", "4"))
@@ -63,6 +64,25 @@ def test_damaged_files_give_right_entries_or_none(tmp_path: Path) -> None:
         store.close()
     print(f"{NUM_DAMAGES} damages: {num_right} entries right, {num_found - num_right} misses, 0 wrong")
     assert 0 < num_right < NUM_DAMAGES * most
+
+
+@pytest.mark.parametrize("num_later", [0, 3])
+@pytest.mark.parametrize("share", [0, 0.4])
+def test_a_journal_that_was_cut_off_meanwhile_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, share: float, num_later: int
+) -> None:
+    store, path, rng = open_now(tmp_path / "disk"), tmp_path / "disk" / "journal.0", np.random.default_rng(1)
+    random_writes(store, rng, 20)
+    settled(store, set(range(1, 21)))
+    os.truncate(path, int(path.stat().st_size * share))
+    random_writes(store, rng, num_later, 100)
+    store.close()
+    assert not caplog.records
+    for _ in range(2):  # the first start writes a new journal
+        store = open_now(tmp_path / "disk")
+        assert ["is incomplete" in record.message for record in caplog.records] == [True]
+        assert f"; {len(found(store))} entries are left" in caplog.text
+        store.close()
 
 
 WRITER = """
