@@ -120,9 +120,7 @@ class ProcessFetching:
         places = tuple(place for place in found if place is not None)
         with self._lock:
             if fetch.names:
-                # Buffers that are not shared are not given back: others would get them.
-                shared = [buffer for buffer, place in zip(buffers, found, strict=True) if place is not None]
-                self._ordered[fetch.ticket] = _Ordered(shared)
+                self._ordered[fetch.ticket] = _Ordered(buffers)
             if len(places) < len(buffers):
                 LOGGER.warning("a prompt is computed instead of fetched: the system has no shared memory left for it")
             if len(places) < len(fetch.names) or not self._revive():

@@ -46,7 +46,7 @@ class PinnedBuffers:
             if self._is_closing or self._is_refused:
                 return
             memory = _new_memory(SEGMENT_BYTES)
-            if CAN_SHARE and not isinstance(memory, SharedMemory):
+            if not _is_reusable(memory):
                 return
             segment = memoryview(self._pin(memory))
             with self._lock:
@@ -81,9 +81,7 @@ class PinnedBuffers:
             place = next((place for place, left in enumerate(self._left) if len(left) >= num_bytes), None)
             if place is None:
                 memory = _new_memory(num_bytes)
-                # Memory of this process alone may not come back, and what is pinned lives until `close`.
-                is_lasting = not CAN_SHARE or isinstance(memory, SharedMemory)
-                left = memoryview(self._pin(memory) if is_lasting else memory)
+                left = memoryview(self._pin(memory) if _is_reusable(memory) else memory)  # pinned memory is kept
             else:
                 left = self._left.pop(place)
             if len(left) > num_bytes:
@@ -91,9 +89,10 @@ class PinnedBuffers:
             return left[:num_bytes]
 
     def give(self, buffer: memoryview) -> None:
-        """Let `take` return a buffer again."""
+        """Let `take` return a buffer again, unless later ones can be shared and this one cannot."""
         with self._lock:
-            self._idle.setdefault(len(buffer), []).append(buffer)
+            if _is_reusable(buffer.obj):
+                self._idle.setdefault(len(buffer), []).append(buffer)
 
     def close(self) -> None:
         """Unpin all buffers. No copy may run."""
@@ -121,6 +120,11 @@ def _new_memory(num_bytes: int) -> mmap.mmap:
         return SharedMemory.new(max(num_bytes, SEGMENT_BYTES))
     except OSError:
         return mmap.mmap(-1, num_bytes)
+
+
+def _is_reusable(memory: object) -> bool:
+    """Return whether buffers of this memory may be used again: they can be shared, on a system that shares any."""
+    return not CAN_SHARE or isinstance(memory, SharedMemory)
 
 
 def as_tensor(memory: mmap.mmap | memoryview) -> Tensor:

@@ -36,8 +36,8 @@ def test_buffers_divide_segments_without_overlap(monkeypatch: pytest.MonkeyPatch
     assert unpinned == [memory.data_ptr() for memory in pinned]
 
 
-def test_memory_that_cannot_be_shared_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may not come back, and pinned memory lives until `close`."""
+def test_memory_that_cannot_be_shared_is_neither_pinned_nor_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offers and fetches need shared memory, and pinned memory lives until `close`."""
     if not CAN_SHARE:
         pytest.skip("this system has no memory for several processes")
     pinned, platform = list[Tensor](), CpuPlatform()
@@ -49,7 +49,8 @@ def test_memory_that_cannot_be_shared_is_not_pinned(monkeypatch: pytest.MonkeyPa
     buffers = PinnedBuffers(platform)
     with monkeypatch.context() as patch:
         patch.setattr(SharedMemory, "new", refuse)
-        assert len(buffers.take(1000)) == 1000
-        assert not pinned
+        unshared = buffers.take(1000)
+        assert len(unshared) == 1000 and not pinned
+    buffers.give(unshared)
     assert place_of(np.frombuffer(buffers.take(1000), np.uint8)) is not None, "the next one is shared again"
     assert len(pinned) == 1
