@@ -58,6 +58,11 @@ class PeerExchange:
         self._open: dict[str, _OpenOffer] = {}  # by request
 
     @property
+    def offers(self) -> bool:
+        """Whether other engines can fetch from this one."""
+        return self._facts.port != 0
+
+    @property
     def has_unsent(self) -> bool:
         """Whether there are orders, or moves for other engines, that no plan has carried yet."""
         has_moves = any(move.route in SENT_ALONE for move in self._moves)
@@ -68,7 +73,7 @@ class PeerExchange:
 
         A request's later calls copy what has been computed since. `lease`: that of the offer, if a proxy chose it.
         """
-        if not self._facts.port or not self._layout.has_kv or not node.depth:
+        if not self.offers or not self._layout.has_kv or not node.depth:
             return
         self._copy_blocks(self._offer_of(request_id, lease), node)
 
@@ -95,7 +100,7 @@ class PeerExchange:
         The next plan copies what no plan has copied yet. `lease` is as in `offer_computed`. None: nothing can be
         fetched here, or the prefix is empty.
         """
-        if not self._facts.port or not hit.path:
+        if not self.offers or not hit.path:
             return None
         offer, end = self._offer_of(request_id, lease), hit.path[-1]
         if self._layout.has_kv:
@@ -116,14 +121,14 @@ class PeerExchange:
 
     def abandon(self, request_id: str, lease: int | None) -> None:
         """End the offer of a request that leaves before its prompt has been computed, so that nobody waits for it."""
-        if not self._facts.port or (request_id not in self._open and lease is None):
+        if not self.offers or (request_id not in self._open and lease is None):
             return
         self.end_lease(self._offer_of(request_id, lease).lease)
         del self._open[request_id]
 
     def end_lease(self, lease: int) -> None:
         """End an offer that has begun, or is expected, under a lease that a proxy chose."""
-        if self._facts.port:
+        if self.offers:
             self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.WITHDRAW, lease))
 
     def read(self, params: Mapping[str, Any], chain: HashChain, num_usable: int) -> Offer | None:
@@ -144,7 +149,7 @@ class PeerExchange:
 
     def withdraw(self, hashes: Iterable[BlockHash] | None = None) -> None:
         """Let nobody get entries of these hashes (None: any entries) any more, from the next plan on."""
-        if not self._facts.port:
+        if not self.offers:
             return
         names: list[EntryName | None] = [None]
         if hashes is not None:

@@ -66,7 +66,8 @@ class Chunks:
         return end
 
     def _is_fetched_early(self, request: Request) -> bool:
-        return self._cache.tiers.peers is not None and chosen_lease(request.params.kv_transfer_params) is not None
+        peers = self._cache.tiers.peers
+        return peers is not None and peers.offers and chosen_lease(request.params.kv_transfer_params) is not None
 
     def add(self, builder: PlanBuilder, scheduled: ScheduledRequest, start: int, end: int) -> None:
         """Add the chunk `[start, end)` of a running request, which has blocks for it, to the plan.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -83,10 +84,11 @@ def test_a_prompt_is_offered_while_it_is_computed(layout: str, repeats: bool, st
     assert decode.cache is not None and decode.cache.num_peer_tokens == 640
 
 
-@pytest.mark.parametrize("lease", [LEASE, None])
-def test_little_is_left_to_fetch_after_the_last_chunk(lease: int | None) -> None:
+@pytest.mark.parametrize(("lease", "offers"), [(LEASE, True), (LEASE, False), (None, True)])
+def test_little_is_left_to_fetch_after_the_last_chunk(lease: int | None, offers: bool) -> None:
     """The chunks of a prompt that is fetched early get shorter. Other prompts have as few chunks as possible."""
-    first = Harness(LAYOUTS["no states"], num_pages=400, peers=facts("p"), budget=4096)
+    known = replace(facts("p"), port=int(offers))
+    first = Harness(LAYOUTS["no states"], num_pages=400, peers=known, budget=4096)
     asks = {**ASKS, **({"forkpoint": {"lease": lease}} if lease else {})}
     chunks = list[int]()
     for length in (1024, 7000, 9000):
@@ -95,7 +97,7 @@ def test_little_is_left_to_fetch_after_the_last_chunk(lease: int | None) -> None
         while (plan := first.sched.schedule()) is not None:
             chunks += [plan.num_tokens] if plan.num_tokens else []
             first.sched.apply(first.runner.submit(plan).result())
-    if lease is None:
+    if lease is None or not offers:
         assert chunks == [0, 1024, 0, 4096, 2904, 0, 4096, 4096, 808]
     else:
         assert chunks == [0, 1024, 0, 4096, 2176, 728, 0, 4096, 3648, 896, 360]
