@@ -11,10 +11,13 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from benchmarks.random_model import RandomModelSpec, make_random_model
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -35,6 +38,34 @@ search = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", search)
 settings.register_profile("repeatable", search, derandomize=True)
 settings.load_profile("repeatable")
+
+
+TINY = RandomModelSpec(
+    hidden_size=64,
+    num_layers=4,
+    intermediate_size=128,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    num_k_heads=2,
+    num_v_heads=4,
+    state_dim=32,
+    max_position_embeddings=2048,
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("tiny"), TINY)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread: models this small only lose by more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import transformers
 
 from benchmarks.random_model import _write_tokenizer, make_random_model
 from forkpoint.cli.main import main
-from tests.engine.conftest import TINY
+from tests.conftest import TINY
 from tests.server.running import start_server
 
 OUTSIDE = Path(__file__).parent / "outside"

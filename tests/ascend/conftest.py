@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from benchmarks.random_model import make_random_model
 from tests.ascend import fake_npu
-from tests.engine.conftest import TINY
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("tiny"), TINY)
 
 
 @pytest.fixture

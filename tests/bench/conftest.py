@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +24,8 @@ def vocabulary(folder: str) -> Vocabulary:
 
 
 @pytest.fixture(scope="module")
-def byte_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
-    from benchmarks.random_model import make_random_model
-    from tests.cli.test_cli import TINY
-
-    return Vocabulary(Tokenizer.load(str(make_random_model(tmp_path_factory.mktemp("bytes"), TINY))))
+def byte_vocabulary(tiny_model: Path) -> Vocabulary:
+    return Vocabulary(Tokenizer.load(str(tiny_model)))
 
 
 @pytest.fixture

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.engine import Line, write_page
 from benchmarks.engine_loads import Timing, draw_mix, half_pages, measure_long_prefill, run_mix
@@ -17,11 +15,8 @@ from forkpoint.errors import RequestTooLargeError
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield LoadedModel.load(make_random_model(tmp_path_factory.mktemp("table"), TABLE_SPEC))
-    torch.set_num_threads(before)
+def model(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return LoadedModel.load(make_random_model(tmp_path_factory.mktemp("table"), TABLE_SPEC))
 
 
 @pytest.mark.parametrize(("kind", "count"), [("many", 24), ("answers", 8), ("mixed", 9)])

@@ -11,17 +11,15 @@ import pytest
 from benchmarks import latency, throughput
 from benchmarks.latency import LatencyResult
 from benchmarks.offline_options import LatencyOptions, ThroughputOptions
-from benchmarks.random_model import make_random_model
 from benchmarks.throughput import draw_requests
 from forkpoint.bench.options import DatasetOptions
 from forkpoint.cli.main import main
 from forkpoint.errors import ConfigError
-from tests.engine.conftest import TINY
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_random_model(tmp_path_factory.mktemp("offline"), TINY))
+@pytest.fixture
+def model(tiny_model: Path) -> str:
+    return str(tiny_model)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

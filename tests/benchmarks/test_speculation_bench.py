@@ -15,7 +15,7 @@ from benchmarks.speculation import Sample, ask, compare
 from forkpoint.cli.main import main
 from forkpoint.engine.llm import LLM
 from forkpoint.params import SamplingParams
-from tests.engine.conftest import TINY
+from tests.conftest import TINY
 
 
 def test_all_methods_take_turns(

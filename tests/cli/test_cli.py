@@ -9,28 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_model import RandomModelSpec, make_random_model
+from benchmarks.random_model import make_random_model
 from forkpoint.cli.main import main
 from forkpoint.cli.options import GROUPS, engine_options, sampling_params
 from forkpoint.cli.parser import build_parser
 from forkpoint.config import EngineConfig
-
-TINY = RandomModelSpec(
-    hidden_size=64,
-    num_layers=4,
-    intermediate_size=128,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    num_k_heads=2,
-    num_v_heads=4,
-    state_dim=32,
-)
+from tests.conftest import TINY
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_random_model(tmp_path_factory.mktemp("cli"), TINY))
+def model(tiny_model: Path) -> str:
+    return str(tiny_model)
 
 
 @pytest.fixture(autouse=True)

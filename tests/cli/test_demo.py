@@ -17,7 +17,7 @@ from forkpoint.demo.scenarios import Measurement, Row, run_demo
 from forkpoint.demo.shown import table, transcript
 from forkpoint.engine.inputs import Prompt
 from forkpoint.errors import ConfigError
-from tests.cli.test_cli import TINY
+from tests.conftest import TINY
 
 
 def test_the_checkpoint_is_the_same_every_time_and_made_once(tmp_path: Path) -> None:

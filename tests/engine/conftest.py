@@ -5,26 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_model import RandomModelSpec, make_random_model
 from forkpoint.engine.llm import LLM
-
-TINY = RandomModelSpec(
-    hidden_size=64,
-    num_layers=4,
-    intermediate_size=128,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    num_k_heads=2,
-    num_v_heads=4,
-    state_dim=32,
-    max_position_embeddings=2048,
-)
+from tests.engine.compare import Oracle
+from tests.engine.real import ModelBank
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("tiny"), TINY)
+@pytest.fixture(scope="module")
+def bank(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> ModelBank:
+    return ModelBank(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def oracle(bank: ModelBank) -> Oracle:
+    return Oracle(bank)
 
 
 @pytest.fixture(scope="session")

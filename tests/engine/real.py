@@ -253,6 +253,11 @@ class ModelBank:
                 add_mtp(path)
         return path
 
+    def ids(self, seed: int, count: int) -> list[int]:
+        """Return random ids of tokens that are not special."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(4, self.vocab_size, (count,), generator=generator).tolist()
+
     def new_folder(self) -> Path:
         """Return a path at which nothing is, for a disk tier."""
         self._num_folders += 1

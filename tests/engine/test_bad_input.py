@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,19 +29,6 @@ from tests.engine.real import MAX_MODEL_LEN, MODELS, ModelBank, Options, RealEng
 SYNC_AND_ASYNC = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 BAD_TOKEN = 390
-
-
-@pytest.fixture(scope="module")
-def bank(tmp_path_factory: pytest.TempPathFactory) -> ModelBank:
-    return ModelBank(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def oracle(bank: ModelBank) -> Iterator[Oracle]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Oracle(bank)
-    torch.set_num_threads(threads)
 
 
 def ids(seed: int, count: int) -> list[int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
-import torch
 
 from forkpoint.config import CacheConfig
 from forkpoint.ops.cpu.build import load_operators
@@ -30,19 +29,6 @@ IN_ALL_CASES = pytest.mark.parametrize(("model", "cpu_ops", "exact"), CASES)
 EVERYWHERE = CacheConfig(checkpoint_interval=64)
 
 
-@pytest.fixture(scope="module")
-def bank(tmp_path_factory: pytest.TempPathFactory) -> ModelBank:
-    return ModelBank(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def oracle(bank: ModelBank) -> Iterator[Oracle]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Oracle(bank)
-    torch.set_num_threads(threads)
-
-
 @dataclass
 class Bench:
     """One engine, and the means to make prompts and to judge what it answered."""
@@ -53,10 +39,6 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.run: RealEngine = start(self.bank, self.options)
-
-    def ids(self, seed: int, count: int) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(4, self.bank.vocab_size, (count,), generator=generator).tolist()
 
     def judge(self) -> None:
         for name in self.run.requests:
@@ -84,7 +66,7 @@ def make(bank: ModelBank, oracle: Oracle, model: str, cpu_ops: Literal["torch", 
 def test_lengths_around_a_boundary(make: Make) -> None:
     bench = make()
     for size in (1, 63, 64, 65, 127, 128, 129, 191, 192, 193):
-        prompt = bench.ids(size, size)
+        prompt = bench.bank.ids(size, size)
         cold, warm = bench.run.ask(prompt, GREEDY), bench.run.ask(prompt, GREEDY)
         assert (bench.cached(cold), bench.cached(warm)) == (0, (size - 1) // 64 * 64)
     bench.judge()
@@ -93,7 +75,7 @@ def test_lengths_around_a_boundary(make: Make) -> None:
 @IN_ALL_CASES
 def test_prompts_that_are_prefixes_of_a_cached_one(make: Make) -> None:
     bench = make(cache=EVERYWHERE)
-    whole = bench.ids(1, 300)
+    whole = bench.bank.ids(1, 300)
     bench.run.ask(whole, GREEDY)
     for size in (1, 63, 64, 65, 127, 128, 129, 256, 257, 299):
         assert bench.cached(bench.run.ask(whole[:size], GREEDY)) == (size - 1) // 64 * 64
@@ -103,11 +85,11 @@ def test_prompts_that_are_prefixes_of_a_cached_one(make: Make) -> None:
 @IN_ALL_CASES
 def test_a_fork_at_a_boundary_and_one_off(make: Make) -> None:
     bench = make(cache=EVERYWHERE)
-    trunk = bench.ids(2, 260)
+    trunk = bench.bank.ids(2, 260)
     bench.run.ask(trunk, GREEDY)
     for at in (63, 64, 65, 127, 128, 129, 190):
         for more in (1, 65):
-            fork = trunk[:at] + bench.ids(at + more, more)
+            fork = trunk[:at] + bench.bank.ids(at + more, more)
             assert bench.cached(bench.run.ask(fork, GREEDY)) == at // 64 * 64
     bench.judge()
 
@@ -118,9 +100,9 @@ def test_chunk_ends(make: Make, exact: bool) -> None:
     budget = 192 if exact else 128
     bench = make(budget=budget, cache=EVERYWHERE)
     for size in (budget - 1, budget, budget + 1, 2 * budget, 2 * budget + 63):
-        prompt = bench.ids(size, size)
+        prompt = bench.bank.ids(size, size)
         bench.run.ask(prompt, GREEDY)
-        longer = prompt + bench.ids(size + 1, budget)
+        longer = prompt + bench.bank.ids(size + 1, budget)
         assert bench.cached(bench.run.ask(longer, GREEDY)) == size // 64 * 64
         assert bench.cached(bench.run.ask(prompt, GREEDY)) == (size - 1) // 64 * 64
     bench.judge()
@@ -132,7 +114,7 @@ def test_preempt_then_hit(make: Make) -> None:
     bench = make()
     for size, outputs in ((63, 20), (129, 65)):
         params = params_of(max_tokens=outputs + 5)
-        name = bench.run.add(bench.ids(size, size), params)
+        name = bench.run.add(bench.bank.ids(size, size), params)
         while len(bench.run.requests[name][0].output_token_ids) < outputs:
             bench.run.step()
         (entry,) = bench.run.sched._running.requests
@@ -141,10 +123,10 @@ def test_preempt_then_hit(make: Make) -> None:
         (request,) = bench.run.requests[name]
         assert request.num_preemptions == 1 and request.resume_cache is not None
         assert request.resume_cache.num_cached_tokens >= (size - 1) // 64 * 64
-        again = bench.run.ask(bench.ids(size, size), params)
+        again = bench.run.ask(bench.bank.ids(size, size), params)
         assert bench.cached(again) == (size - 1) // 64 * 64
         turn = request.all_token_ids().tolist()
-        bench.run.ask(turn + bench.ids(size + 1, 30), GREEDY)
+        bench.run.ask(turn + bench.bank.ids(size + 1, 30), GREEDY)
     bench.judge()
 
 
@@ -153,9 +135,9 @@ def test_preempt_then_hit(make: Make) -> None:
 def test_duplicates_in_one_batch(make: Make, budget: int) -> None:
     bench = make(budget=budget)
     for size in (64, 129, 200, 400):
-        prompt = bench.ids(size, size)
+        prompt = bench.bank.ids(size, size)
         names = [bench.run.add(prompt, GREEDY) for _ in range(3)]
-        names.append(bench.run.add(prompt + bench.ids(1, 5), GREEDY))
+        names.append(bench.run.add(prompt + bench.bank.ids(1, 5), GREEDY))
         bench.run.run()
         if size == 400:  # worth a step's wait
             assert all(bench.cached(name) >= 320 for name in names[1:])
@@ -167,8 +149,8 @@ def test_completions_of_one_prompt(make: Make) -> None:
     bench = make()
     for size, outputs in ((63, 5), (64, 5), (65, 5), (190, 6)):
         params = params_of(n=3, temperature=1.0, seed=3, max_tokens=outputs)
-        bench.run.ask(bench.ids(size, size), params)
-        bench.run.ask(bench.ids(size, size), params)
+        bench.run.ask(bench.bank.ids(size, size), params)
+        bench.run.ask(bench.bank.ids(size, size), params)
     bench.judge()
 
 
@@ -177,7 +159,7 @@ def test_cpp_and_torch_agree(bank: ModelBank, oracle: Oracle) -> None:
         pytest.skip("no C++ operators here")
     for model in MODELS:
         bench = Bench(bank, oracle, Options(model, "cpp"))
-        prompt = bench.ids(4, 200)
+        prompt = bench.bank.ids(4, 200)
         for _ in range(2):
             mine = answer(bench.run, bench.run.ask(prompt, params_of(max_tokens=40)))
             assert not compare(mine, oracle.solve(Options(model, "torch"), mine), exact=False)

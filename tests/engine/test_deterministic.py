@@ -3,7 +3,7 @@ the cache off: in any batch, any order of arrival, across preemption, from a hit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +123,6 @@ class Bench:
         assert request.output_token_ids == outputs, f"{name}: tokens differ"
         for i, expected in enumerate(logits):
             assert torch.equal(serving.log[name, i], expected), f"{name}: logits of output {i} differ in their bits"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only lose by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Each model with each operator table, and each operator in each dtype.

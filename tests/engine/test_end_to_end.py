@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from forkpoint.ops.cpu.build import load_operators
 from tests.engine.compare import Oracle
@@ -134,19 +132,6 @@ DRAWN_WITH_IMAGES = [
     "evictions",
     "jumps",
 ]
-
-
-@pytest.fixture(scope="module")
-def bank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelBank]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield ModelBank(tmp_path_factory.mktemp("models"))
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def oracle(bank: ModelBank) -> Oracle:
-    return Oracle(bank)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.random_model import make_random_model
 from forkpoint.engine.llm import LLM
 from forkpoint.params import SamplingParams
-from tests.engine.conftest import TINY
+from tests.conftest import TINY
 from tests.fp8_checkpoints import put_in_fp8
 
 

@@ -3,14 +3,13 @@ outputs are those of an engine without a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.hit_table import OUTPUTS, ROWS, TABLE_SPEC, Row, ids, ids_alone, measure_row
 from benchmarks.random_model import make_random_model
@@ -28,11 +27,8 @@ TIGHT = [row for row in ROWS if row.tight_tokens]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield LoadedModel.load(make_random_model(tmp_path_factory.mktemp("table"), TABLE_SPEC))
-    torch.set_num_threads(before)
+def model(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return LoadedModel.load(make_random_model(tmp_path_factory.mktemp("table"), TABLE_SPEC))
 
 
 @pytest.fixture(scope="module")

@@ -73,11 +73,6 @@ def noting(drafts: DraftGraphs) -> Iterator[dict[tuple[int, int], list[int]]]:
     yield found
 
 
-@pytest.fixture(scope="module")
-def bank(tmp_path_factory: pytest.TempPathFactory) -> ModelBank:
-    return ModelBank(tmp_path_factory.mktemp("models"))
-
-
 def drafts_of(run: RealEngine, prompt: list[int]) -> dict[int, list[int]]:
     runner = run.probe.inner
     assert runner._drafts is not None

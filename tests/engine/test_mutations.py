@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,37 +17,19 @@ from tests.engine.real import MODELS, ModelBank, Options, RealEngine, start
 HYBRIDS = [name for name in MODELS if name != "qwen3"]
 
 
-@pytest.fixture(scope="module")
-def bank(tmp_path_factory: pytest.TempPathFactory) -> ModelBank:
-    return ModelBank(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def oracle(bank: ModelBank) -> Iterator[Oracle]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Oracle(bank)
-    torch.set_num_threads(threads)
-
-
-def ids(bank: ModelBank, seed: int, count: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(4, bank.vocab_size, (count,), generator=generator).tolist()
-
-
 def converse(bank: ModelBank, oracle: Oracle, model: str, fault: Callable[[RealEngine], None]) -> int:
     """A prompt, the same again, a fork and a next turn. Returns the tokens that were reused."""
     options = Options(model, cache=CacheConfig(checkpoint_interval=64))
     run = start(bank, options)
     fault(run)
-    trunk = ids(bank, 1, 333)
+    trunk = bank.ids(1, 333)
     names = [
         run.ask(trunk, params_of()),
         run.ask(trunk, params_of()),
-        run.ask(trunk[:200] + ids(bank, 2, 9), params_of()),
+        run.ask(trunk[:200] + bank.ids(2, 9), params_of()),
     ]
     answered = trunk + list(run.outputs[names[0]].outputs[0].token_ids)
-    names.append(run.ask(answered + ids(bank, 3, 70), params_of()))
+    names.append(run.ask(answered + bank.ids(3, 70), params_of()))
     for name in names:
         mine = answer(run, name)
         compare(mine, oracle.solve(options, mine), exact=False)
@@ -139,7 +121,7 @@ def test_states_matter(bank: ModelBank, oracle: Oracle, model: str) -> None:
     """Without its state a prompt's logits move by half their standard deviation or more."""
     options = Options(model)
     run = start(bank, options)
-    trunk = ids(bank, 5, 130)
+    trunk = bank.ids(5, 130)
     run.ask(trunk, params_of(max_tokens=1))
     slots = [node.checkpoint.slot for node in run.sched.cache.store.tree.nodes() if node.checkpoint is not None]
     for *_, view in run.probe.inner.arena.states:

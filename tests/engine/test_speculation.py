@@ -31,11 +31,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def bank(tmp_path_factory: pytest.TempPathFactory) -> ModelBank:
-    return ModelBank(tmp_path_factory.mktemp("models"))
-
-
 def serve(
     bank: ModelBank, options: Options, drafter: Any = None, ahead: set[str] | None = None
 ) -> tuple[RealEngine, dict[str, CompletionOutput]]:

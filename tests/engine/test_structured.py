@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import InvalidParamsError
@@ -17,16 +16,6 @@ from forkpoint.params import FinishReason, SamplingParams, StructuredOutputsPara
 from tests.engine.real import ModelBank, Options, RealEngine, start
 
 PATTERN = r'\{"id": [0-9]{1,9}, "name": "[a-z]{70,90}"\}'
-
-
-@pytest.fixture(scope="module")
-def bank(tmp_path_factory: pytest.TempPathFactory) -> ModelBank:
-    return ModelBank(tmp_path_factory.mktemp("models"))
-
-
-def ids(bank: ModelBank, seed: int, count: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(4, bank.vocab_size, (count,), generator=generator).tolist()
 
 
 def asking(pattern: str = PATTERN, **options: Any) -> SamplingParams:
@@ -49,9 +38,9 @@ def serve(bank: ModelBank, options: Options) -> tuple[RealEngine, dict[str, list
     for again in ("", " again"):
         names = {}
         for i, (kind, chosen) in enumerate(KINDS.items()):
-            names[kind + again] = run.add([*ids(bank, 0, 130), *ids(bank, i, 20 + i)], asking(**chosen))
+            names[kind + again] = run.add([*bank.ids(0, 130), *bank.ids(i, 20 + i)], asking(**chosen))
         free = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-        names["free" + again] = run.add(ids(bank, 9, 100), free)
+        names["free" + again] = run.add(bank.ids(9, 100), free)
         run.run()
         found |= {kind: list(run.outputs[name].outputs) for kind, name in names.items()}
         assert again == "" or run.outputs[names["greedy again"]].num_cached_tokens == 128
@@ -110,7 +99,7 @@ def test_preemption_changes_nothing(
     run = start(bank, Options(deterministic=True, async_scheduling=async_scheduling))
     names = {}
     for i, (kind, chosen) in enumerate(KINDS.items()):
-        names[kind] = run.add([*ids(bank, 0, 130), *ids(bank, i, 20 + i)], asking(**chosen))
+        names[kind] = run.add([*bank.ids(0, 130), *bank.ids(i, 20 + i)], asking(**chosen))
     while run.engine.has_unfinished():
         for _ in range(7):
             run.step()

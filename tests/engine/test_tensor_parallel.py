@@ -18,7 +18,7 @@ from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams, StructuredOutputsParams
 from forkpoint.worker.build import build_worker
 from forkpoint.worker.remote import RemoteRunner, start_ranks
-from tests.engine.conftest import TINY
+from tests.conftest import TINY
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
 LONG = "the catalogue lists every map of the town, by year and by shelf. " * 4

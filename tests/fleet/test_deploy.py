@@ -34,7 +34,7 @@ from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError, EngineStoppedError
 from forkpoint.fleet.config import FleetConfig
 from forkpoint.server.config import ServerConfig
-from tests.engine.conftest import TINY
+from tests.conftest import TINY
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'forkpoint[ray]'")
 

@@ -8,9 +8,7 @@ import httpx2
 import openai
 import pytest
 
-from benchmarks.random_model import make_random_model
 from forkpoint.engine.llm import LLM
-from tests.engine.conftest import TINY
 from tests.server.running import RunningServer, start_server
 
 MAX_MODEL_LEN = 512
@@ -20,11 +18,6 @@ THINKS = (
 )
 REQUEST_LOG = "requests.jsonl"
 EVENTS = {"endpoint": "ipc://{}/events", "replay_endpoint": "ipc://{}/replay"}
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("tiny"), TINY)
 
 
 @pytest.fixture(scope="session")
