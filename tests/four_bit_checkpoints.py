@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.fp8_checkpoints import PLAIN, SINGLE, matrix_scaled
+from tests.json_files import change_json
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "data_type": "int"}
@@ -90,9 +90,7 @@ def put_in_four_bits(plain: Path, folder: Path, layout: str, more_plain: tuple[s
         stored |= {f"{base}.{end}": tensor.contiguous() for end, tensor in made.items()}
     save_file(widened, plain / SINGLE, {"format": "pt"})
     shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"dtype": "bfloat16", "quantization_config": FORMATS[layout]}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_json(folder / "config.json", dtype="bfloat16", quantization_config=FORMATS[layout])
     save_file(stored, folder / SINGLE, {"format": "pt"})
     return count
 

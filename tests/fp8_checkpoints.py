@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoints import write_checkpoint
+from tests.json_files import change_json
 
 Layout = Literal["block", "channel", "tensor", "modelopt", "three"]
 SINGLE = "model.safetensors"
@@ -131,9 +131,7 @@ def put_in_fp8(plain: Path, folder: Path, layout: Layout, more_plain: tuple[str,
                 stored[name.removesuffix("weight") + "k_scale"] = torch.tensor(0.25)
     save_file(widened, plain / SINGLE, {"format": "pt"})
     shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"dtype": "bfloat16", "quantization_config": QUANTIZATION[layout]}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_json(folder / "config.json", dtype="bfloat16", quantization_config=QUANTIZATION[layout])
     save_file(stored, folder / SINGLE, {"format": "pt"})
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoints import FAMILIES, make_state_sensitive
+from tests.json_files import change_json
 
 
 def add_mtp(folder: Path, name: str = "num_nextn_predict_layers") -> None:
@@ -27,8 +28,7 @@ def add_mtp(folder: Path, name: str = "num_nextn_predict_layers") -> None:
         weights[f"mtp.{norm}.weight"] = torch.randn(hidden, generator=generator) * 0.1
     weights["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * hidden**-0.5
     save_file({key: weight.contiguous() for key, weight in weights.items()}, path, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, name: 1}))
+    change_json(folder / "config.json", **{name: 1})
 
 
 def published_names(family: str, num_layers: int) -> tuple[dict[str, str], str, dict[str, str], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from forkpoint.params import FinishReason, SamplingParams
 from tests.checkpoints import write_checkpoint
 from tests.engine.compare import Oracle, answer, compare, params_of
 from tests.engine.real import MAX_MODEL_LEN, MODELS, ModelBank, Options, RealEngine, start
+from tests.json_files import change_json
 
 SYNC_AND_ASYNC = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
@@ -173,8 +173,7 @@ def empty_config(folder: Path) -> None:
 
 
 def wrong_heads(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "linear_num_key_heads": 3}))
+    change_json(folder / "config.json", linear_num_key_heads=3)
 
 
 def lose_a_shard(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,7 @@ def test_pictures_are_cut_as_by_transformers(
 
 
 def test_what_a_folder_lacks_is_named(folder: tuple[Path, Any], tmp_path: Path) -> None:
-    for file in folder[0].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder[0], tmp_path, dirs_exist_ok=True)
     for kwargs, says in [
         ({"max_pixels": 1 << 20}, "give min_image_tokens and max_image_tokens"),
         ({"max_tiles": 0}, "is not"),

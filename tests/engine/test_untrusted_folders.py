@@ -18,6 +18,7 @@ from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.fields import class_defaults
 from forkpoint.models.registry import load_config
+from tests.json_files import change_json
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("forkpoint", "benchmarks", "evaluation", "studies", "train", "scripts", "native")
@@ -61,11 +62,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def edit(folder: Path, name: str, **fields: Any) -> None:
-    values = {**json.loads((folder / name).read_text()), **fields}
-    (folder / name).write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
-
-
 def test_code_of_a_folder_never_runs(folder: Path) -> None:
     """Not even where somebody says yes to everything that is asked."""
     kinds: dict[str, dict[str, dict[str, Any]]] = {
@@ -79,7 +75,7 @@ def test_code_of_a_folder_never_runs(folder: Path) -> None:
     for kind, files in kinds.items():
         shutil.copytree(folder, folder.parent / kind)
         for name, fields in files.items():
-            edit(folder.parent / kind, name, **fields)
+            change_json(folder.parent / kind / name, **fields)
     script = (
         "import sys\n"
         "from forkpoint import LLM, SamplingParams\n"
@@ -108,7 +104,7 @@ BROKEN = {
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_wrong_field_is_named_whoever_reads_the_folder(kind: str, folder: Path) -> None:
     fields, text = BROKEN[kind]
-    edit(folder, "config.json", **fields)
+    change_json(folder / "config.json", **fields)
     with pytest.raises(ModelFolderError, match=text):
         load_config(folder)
     (folder / "tokenizer.json").write_text("{")
@@ -117,7 +113,7 @@ def test_a_wrong_field_is_named_whoever_reads_the_folder(kind: str, folder: Path
 
 
 def test_a_tokenizer_that_cannot_encode_is_refused_when_it_loads(folder: Path) -> None:
-    edit(folder, "tokenizer_config.json", model_max_length="many")
+    change_json(folder / "tokenizer_config.json", model_max_length="many")
     with pytest.raises(ModelFolderError, match=r"cannot encode a text: .*correct its tokenizer_config\.json"):
         Tokenizer.load(str(folder))
 

@@ -24,6 +24,7 @@ from tests.checkpoints import write_checkpoint
 from tests.driver import Driver
 from tests.four_bit_checkpoints import FORMATS, GPTQ, integers, put_in_four_bits
 from tests.fp8_checkpoints import SINGLE, matrix_scaled
+from tests.json_files import change_json
 from tests.models.test_parity import TOLERANCE, error
 from tests.mtp_heads import add_mtp
 from tests.ops.float_scales import every_scale, exact
@@ -205,8 +206,7 @@ def test_the_option_names_the_format_of_the_folder(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3")
     with pytest.raises(UnsupportedModelError, match=r"quantization='gptq' is not possible for .* give 'fp8'"):
         load_config(tmp_path, quantization="gptq")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": GPTQ}))
+    change_json(tmp_path / "config.json", quantization_config=GPTQ)
     for name in ("gptq", "gptq_marlin"):
         assert load_config(tmp_path, quantization=name).quantization == load_config(tmp_path).quantization
     with pytest.raises(UnsupportedModelError, match=r"quantization='awq' is not the format of .* give 'gptq' or"):

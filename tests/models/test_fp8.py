@@ -21,6 +21,7 @@ from forkpoint.ops.select import torch_table
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.driver import Driver
 from tests.fp8_checkpoints import QUANTIZATION, SINGLE, Layout, fuse_experts, put_in_fp8, write_fp8
+from tests.json_files import change_json
 from tests.models.test_parity import TOLERANCE, error, oracle
 
 TOKENS = list(range(2, 102))
@@ -73,7 +74,7 @@ def test_one_scale_for_a_matrix(family: str, layout: Layout, tmp_path: Path) -> 
     want = logits(tmp_path / "widened")
     assert error(logits(tmp_path / "fp8"), want) <= TOLERANCE
     if layout == "modelopt":  # the same format described in modelopt's own file
-        edit_config(tmp_path / "fp8", quantization_config=None)
+        change_json(tmp_path / "fp8" / "config.json", quantization_config=None)
         said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*mixer.conv1d*"]}
         own = {"producer": {"name": "modelopt"}, "quantization": said}
         (tmp_path / "fp8" / "hf_quant_config.json").write_text(json.dumps(own))
@@ -87,7 +88,7 @@ def test_three_kinds_of_scales(described_by: str, tmp_path: Path) -> None:
     if described_by == "modelopt":
         named = {str(i): {"quant_algo": each} for i, each in enumerate(MODELOPT_FP8)}
         said = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": named}
-        edit_config(tmp_path / "fp8", quantization_config=said)
+        change_json(tmp_path / "fp8" / "config.json", quantization_config=said)
     assert error(logits(tmp_path / "fp8"), oracle(theirs, TOKENS)) <= TOLERANCE
     form = load_config(tmp_path / "fp8").quantization
     weights = FileWeights(folder=tmp_path / "fp8", dtype=torch.float32, device=torch.device("cpu"), format=form)
@@ -146,12 +147,6 @@ def test_an_option_puts_a_plain_model_in_fp8(tmp_path: Path) -> None:
     assert not torch.equal(made, logits(tmp_path, load_format="dummy"))
 
 
-def edit_config(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    values = {**json.loads(path.read_text()), **fields}
-    path.write_text(json.dumps(values))
-
-
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "model.layers.0.linear_attn.out_proj"])
 def test_a_scale_changes_the_logits(name: str, tmp_path: Path) -> None:
     write_fp8(tmp_path / "fp8", "qwen3_5", "block", **WHOLE)
@@ -190,7 +185,7 @@ def test_broken_weights_are_named(end: str, value: float | None, said: str, tmp_
 
 def test_fp8_without_a_config_that_says_so(tmp_path: Path) -> None:
     write_fp8(tmp_path / "fp8", "qwen3", "block")
-    edit_config(tmp_path / "fp8", quantization_config=None)
+    change_json(tmp_path / "fp8" / "config.json", quantization_config=None)
     with pytest.raises(ModelFolderError, match="stored in FP8"):
         logits(tmp_path / "fp8")
 
@@ -230,7 +225,7 @@ def test_other_formats_are_refused_before_weights_are_looked_for(
 ) -> None:
     write_checkpoint(tmp_path, "qwen3")
     (tmp_path / SINGLE).unlink()
-    edit_config(tmp_path, quantization_config=quantization)
+    change_json(tmp_path / "config.json", quantization_config=quantization)
     with pytest.raises(UnsupportedModelError) as caught:
         load_model(tmp_path, ops=torch_table())
     assert named in str(caught.value) and "forkpoint runs" in str(caught.value)

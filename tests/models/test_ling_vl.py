@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from forkpoint.models.ling_vision import LingVisionConfig
 from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.select import torch_table
 from tests.image_models import END, IMAGE, START, picture
+from tests.json_files import change_json
 from tests.ling_vl_models import NEWLINE, write_ling_vl
 from tests.models.test_hub_configs import FOLDER
 
@@ -34,13 +36,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
     """A copy that may be changed."""
-    for file in original.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
-
-
-def change(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return shutil.copytree(original, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +60,7 @@ def test_the_published_config(folder: Path) -> None:
     text = json.loads((FOLDER / "ling-3.0-flash.json").read_text())
     outer = {"image_token_id": 157157, "mrope_section": [8, 12, 12], "model_type": "bailing_moe_v3_vl"}
     vision = {"model_type": "qwen3_moe_vit", "disable_merger_proj": True}
-    change(folder / "config.json", **outer, text_config=text, vision_config=vision)
+    change_json(folder / "config.json", **outer, text_config=text, vision_config=vision)
     (folder / "preprocessor_config.json").unlink()
     settings = read_image_settings(folder)
     assert isinstance(settings, LingVlImages) and settings.mean == CLIP_MEAN
@@ -102,13 +98,13 @@ def test_other_towers_are_refused_unless_the_text_model_runs_alone(
     folder: Path, outer: dict[str, Any], vision: dict[str, Any], says: str
 ) -> None:
     path = folder / "config.json"
-    change(path, **outer, vision_config=json.loads(path.read_text())["vision_config"] | vision)
+    change_json(path, **outer, vision_config=json.loads(path.read_text())["vision_config"] | vision)
     with pytest.raises(UnsupportedModelError, match=says):
         load_config(folder, vision=read_image_settings(folder))
     assert load_config(folder).vision is None
 
 
 def test_a_tokenizer_without_a_newline_is_refused(folder: Path) -> None:
-    change(folder / "tokenizer.json", model={"vocab": {"a": 1}})
+    change_json(folder / "tokenizer.json", model={"vocab": {"a": 1}})
     with pytest.raises(ModelFolderError, match="has no token for a newline"):
         read_image_settings(folder)

@@ -18,6 +18,7 @@ from forkpoint.models.registry import MODELS, load_config, load_model
 from forkpoint.ops.select import torch_table
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.driver import Driver
+from tests.json_files import change_json
 
 TOKENS = list(range(2, 82))
 SINGLE = "model.safetensors"
@@ -27,17 +28,6 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize
 def logits(folder: Path, **options: Any) -> torch.Tensor:
     driver = Driver(load_model(folder, ops=torch_table(), **options))
     return driver.prefill(driver.row(), TOKENS)
-
-
-def edit_config(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    values = json.loads(path.read_text())
-    for name, value in fields.items():
-        if value is None:
-            values.pop(name)
-        else:
-            values[name] = value
-    path.write_text(json.dumps(values))
 
 
 def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -64,7 +54,7 @@ def test_layers_for_guesses_are_passed_over(tmp_path: Path) -> None:
     want = logits(tmp_path)
     edit_weights(tmp_path, lambda weights: weights.update({"model.layers.4.eh_proj.weight": torch.ones(4, 4)}))
     assert torch.equal(logits(tmp_path), want)
-    edit_config(tmp_path, num_nextn_predict_layers=0)
+    change_json(tmp_path / "config.json", num_nextn_predict_layers=0)
     with pytest.raises(ModelFolderError, match="eh_proj"):
         logits(tmp_path)
 
@@ -110,7 +100,7 @@ def test_dummy_weights_need_a_config_alone(family: str, dtype: str, tmp_path: Pa
 
 
 def test_config_values(folder: Path) -> None:
-    edit_config(folder, eos_token_id=7)
+    change_json(folder / "config.json", eos_token_id=7)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
     config = load_config(folder, dtype="bfloat16", max_model_len=100)
     assert config.eos_token_ids == (7, 9)
@@ -150,7 +140,7 @@ def test_config_values(folder: Path) -> None:
     ],
 )
 def test_wrong_config(folder: Path, fields: dict[str, Any], error: type[Exception], text: str) -> None:
-    edit_config(folder, **fields)
+    change_json(folder / "config.json", **fields)
     with pytest.raises(error, match=text):
         load_model(folder, ops=torch_table())
 
@@ -171,7 +161,7 @@ def test_keys_of_another_dtype(folder: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_architecture_lists_the_known_ones(folder: Path) -> None:
-    edit_config(folder, architectures=["GptForCausalLM"])
+    change_json(folder / "config.json", architectures=["GptForCausalLM"])
     with pytest.raises(UnsupportedModelError) as caught:
         load_config(folder)
     assert all(name in str(caught.value) for name in MODELS.names())

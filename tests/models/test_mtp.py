@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.select import select_table, torch_table
 from tests.checkpoints import write_checkpoint
 from tests.driver import BLOCK, Driver, Row, Work
+from tests.json_files import change_json
 from tests.mtp_heads import ReferenceHead, add_mtp, add_published_mtp, rms_norm
 from tests.thread_ranks import on_each
 from tests.train.small import small_model, small_shape
@@ -120,8 +120,7 @@ def test_folders_of_all_families(tmp_path: Path, family: str) -> None:
 )
 def test_other_numbers_of_layers_are_refused(tmp_path: Path, count: int, told: str) -> None:
     write_checkpoint(tmp_path, "qwen3_next")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": count}))
+    change_json(tmp_path / "config.json", num_nextn_predict_layers=count)
     with pytest.raises(UnsupportedModelError, match=told):
         load_config(tmp_path, mtp=True)
     assert not load_config(tmp_path).draft_layer
@@ -137,9 +136,7 @@ def test_other_numbers_of_layers_are_refused(tmp_path: Path, count: int, told: s
 )
 def test_other_heads_are_refused(tmp_path: Path, family: str, fields: dict[str, Any], told: str) -> None:
     write_checkpoint(tmp_path, family)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config.pop("mtp_layers_block_type", None)
-    (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
+    change_json(tmp_path / "config.json", mtp_layers_block_type=None, **fields)
     with pytest.raises(UnsupportedModelError, match=told):
         load_config(tmp_path, mtp=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from forkpoint.models.radio_vision import RadioVisionConfig
 from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.select import torch_table
 from tests.image_models import picture
+from tests.json_files import change_json
 from tests.models.test_hub_configs import FOLDER
 from tests.nemotron_omni_models import PROCESSOR, grid_of, resized, write_nemotron_omni
 
@@ -59,13 +61,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.fixture
 def folder(original: tuple[Path, Any], tmp_path: Path) -> Path:
     """A copy that may be changed."""
-    for file in original[0].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
-
-
-def change(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return shutil.copytree(original[0], tmp_path, dirs_exist_ok=True)
 
 
 @torch.no_grad()
@@ -125,7 +121,7 @@ COUNTS = {
 
 
 def test_sizes_are_the_published_processors(folder: Path) -> None:
-    change(folder / "preprocessor_config.json", min_num_patches=1024, max_num_patches=13312)
+    change_json(folder / "preprocessor_config.json", min_num_patches=1024, max_num_patches=13312)
     settings = read_image_settings(folder)
     assert isinstance(settings, NemotronOmniImages)
 
@@ -139,7 +135,7 @@ def test_sizes_are_the_published_processors(folder: Path) -> None:
     assert isinstance(low, NemotronOmniImages) and num_tokens(low, 1920, 1080) <= 256
     smallest = replace(settings, min_pixels=256, max_pixels=1024)
     assert num_tokens(smallest, 1, 200) == num_tokens(smallest, 3000, 20) == 1
-    change(folder / "preprocessor_config.json", max_model_len=1000)
+    change_json(folder / "preprocessor_config.json", max_model_len=1000)
     budget = read_image_settings(folder)
     assert budget is not None and budget.max_tokens == 996
     given = read_image_settings(folder, {"max_num_patches": 2048})
@@ -164,7 +160,7 @@ def test_other_towers_are_refused_unless_the_text_model_runs_alone(
     folder: Path, outer: dict[str, Any], vision: dict[str, Any], says: str
 ) -> None:
     path = folder / "config.json"
-    change(path, **outer, vision_config=json.loads(path.read_text())["vision_config"] | vision)
+    change_json(path, **outer, vision_config=json.loads(path.read_text())["vision_config"] | vision)
     with pytest.raises((ModelFolderError, UnsupportedModelError), match=says):
         load_config(folder, vision=read_image_settings(folder))
     assert load_config(folder).vision is None

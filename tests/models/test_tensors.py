@@ -19,6 +19,7 @@ from forkpoint.models.registry import MODELS, load_config, load_model
 from forkpoint.ops.select import torch_table
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.driver import Driver
+from tests.json_files import change_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENS = [5 + (7 * i * i + 3 * i) % 200 for i in range(40)]
@@ -40,8 +41,7 @@ def edit(folder: Path, change: Callable[[Weights], Any], **config: Any) -> None:
     weights = load_file(folder / SINGLE)
     change(weights)
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / SINGLE, {"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, **config}))
+    change_json(folder / "config.json", **config)
 
 
 def refused(folder: Path) -> str:
@@ -163,7 +163,7 @@ def test_shards_that_hold_more_than_the_index_says(tmp_path: Path, log: pytest.L
     want = logits(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())
     listed = {name: shard for name, shard in index["weight_map"].items() if "layernorm" not in name}
-    (tmp_path / INDEX).write_text(json.dumps({**index, "weight_map": listed}))
+    change_json(tmp_path / INDEX, weight_map=listed)
     log.clear()
     assert torch.equal(logits(tmp_path), want)
     assert "does not list" in log.text and "model.layers.*.input_layernorm.weight" in log.text

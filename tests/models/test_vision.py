@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.select import torch_table
 from tests.checkpoints import write_checkpoint
 from tests.image_models import picture, processed, write_vision_checkpoint
+from tests.json_files import change_json
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +33,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.fixture
 def folder(original: tuple[Path, Any], tmp_path: Path) -> Path:
     """A copy that may be changed."""
-    for file in original[0].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
+    return shutil.copytree(original[0], tmp_path, dirs_exist_ok=True)
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -120,7 +120,7 @@ def test_text_models_that_attend_both_ways_inside_images_are_refused(folder: Pat
         (folder / "config.json").write_text(json.dumps(copy))
     change(folder / "config.json", lambda c: c["text_config"].update({name: value != "vision" and not value}))
     assert load_config(folder, vision=read_image_settings(folder)).vision is not None
-    change(folder / "config.json", lambda c: c.update(architectures=["Gemma3ForConditionalGeneration"]))
+    change_json(folder / "config.json", architectures=["Gemma3ForConditionalGeneration"])
     with pytest.raises(UnsupportedModelError, match="is of a Gemma3ForConditionalGeneration"):
         load_config(folder, vision=read_image_settings(folder))
 
@@ -149,7 +149,7 @@ def test_wrong_bounds_are_refused(folder: Path, given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("given", [{"size": 5}, {"size": {"shortest_edge": -1}}, {"image_std": [0.5, 0.5, 0]}])
 def test_broken_processor_files_are_refused(folder: Path, given: dict[str, Any]) -> None:
-    change(folder / "preprocessor_config.json", lambda values: values.update(given))
+    change_json(folder / "preprocessor_config.json", **given)
     with pytest.raises(ModelFolderError, match=r"preprocessor_config\.json"):
         read_image_settings(folder)
 
