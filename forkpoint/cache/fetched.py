@@ -327,10 +327,10 @@ class FetchedPrompts(RestoreSource):
     def gives_way(self) -> bool:
         return self._held is not None and not self._held.has_arrived and not self.has_lost(self._held.end)
 
-    def has_lost(self, source: Node) -> bool:
-        return self._prompt_of(source) is None
+    def has_lost(self, end: Node) -> bool:
+        return self._prompt_of(end) is None
 
-    def note_loaded(self, source: Node, nodes: Sequence[Node]) -> None:
+    def note_loaded(self, end: Node, nodes: Sequence[Node]) -> None:
         if self._held is not None and not self._held.has_arrived:
             self._held.landed += nodes
 

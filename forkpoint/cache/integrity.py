@@ -58,7 +58,7 @@ def check_integrity(cache: CacheManager, leases: Iterable[Lease]) -> None:
     held = sum(node.depth > 0 for node in holders)
     assert pins == held, f"{pins} pins for {held} holders"
     for tier in cache.tiers.all:
-        _check_tier(tier, current if current is not None and current.tier is tier else None)
+        _check_tier(tier, current if current is not None and current.source is tier else None)
 
 
 def _check_windows(cache: CacheManager, leases: Iterable[Lease], checkpoints: Iterable[Checkpoint]) -> None:
@@ -99,8 +99,8 @@ def _check_tier(tier: Tier, current: Restore | None) -> None:
     assert tier.store.num_checkpoints == len(checkpoints)
     busy = [each for each in checkpoints if each.num_readers]
     held: list[Checkpoint] = []
-    if current is not None and current.source_checkpoint is not None:
-        held.append(current.source_checkpoint)
+    if current is not None and current.end_checkpoint is not None:
+        held.append(current.end_checkpoint)
     assert busy == held, "a state of a tier is busy, and no restore reads it"
     assert (tree.num_pinned > 0) == (current is not None), "a path of a tier is busy, and no restore reads it"
 

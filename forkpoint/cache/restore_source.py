@@ -46,12 +46,12 @@ class RestoreSource(ABC):
         """Whether the prefix being loaded is still to come, so that any other restore comes before it."""
         return False
 
-    def has_lost(self, source: Node) -> bool:
+    def has_lost(self, end: Node) -> bool:
         """Return whether a prefix that is being loaded was dropped, so that a shorter one may still be found."""
-        return source.condemned
+        return end.condemned
 
-    def note_loaded(self, source: Node, nodes: Sequence[Node]) -> None:
-        """Note that blocks of the path to `source` were loaded to these nodes of the arena."""
+    def note_loaded(self, end: Node, nodes: Sequence[Node]) -> None:
+        """Note that blocks of the path to `end` were loaded to these nodes of the arena."""
         return
 
     def is_stalled(self) -> bool:

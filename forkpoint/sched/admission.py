@@ -114,7 +114,7 @@ class Admission:
             scheduled.record_hit(hit, gained=hit.num_tokens - start)
 
     def _restored(self, scheduled: ScheduledRequest) -> PrefixHit | None:
-        """Return the arena's hit, or the longer one that a restore from a tier has completed by now.
+        """Return the arena's hit, or the longer one that a restore has completed by now.
 
         Begins the restore, or takes its next step. Returns None if the request has to wait for its own restore or for
         one that comes first. A restore that was dropped for lack of memory is not tried again in this run of the
@@ -140,14 +140,14 @@ class Admission:
         if restoring.is_for(lease):
             return None
         assert restore is not None
-        scheduled.restores = restore.tier.has_lost(restore.source)
-        return self._restored(scheduled)  # the tier may have a shorter prefix that is sound
+        scheduled.restores = restore.source.has_lost(restore.end)
+        return self._restored(scheduled)  # the source may have a shorter prefix that is sound
 
     def _land(self, scheduled: ScheduledRequest, peers: FetchedPrompts) -> None:
         """Restore what has arrived of a prompt that another engine still sends, unless another prefix is restored."""
         restoring, request, lease = self._tiers.restoring, scheduled.request, scheduled.lease
-        source = peers.arriving(lease)
-        if source is None or not scheduled.restores:
+        end = peers.arriving(lease)
+        if end is None or not scheduled.restores:
             return
         if not restoring.is_for(lease):
             hit = self.lookup(scheduled)
@@ -155,7 +155,7 @@ class Admission:
             if restoring.current is not None or not has_room:
                 return
             peers.begin_landing(lease, hit.num_tokens)
-            restoring.begin(lease, scheduled.order, peers, source, hit)
+            restoring.begin(lease, scheduled.order, peers, end, hit)
         restoring.advance(is_busy=bool(self._running.requests))
 
     def _drop_later_restore(self, scheduled: ScheduledRequest) -> bool:
@@ -225,7 +225,7 @@ class Admission:
         restoring, lease = self._tiers.restoring, scheduled.lease
         num_before: int | None = None
         if restoring.current is not None and restoring.is_for(lease):
-            num_before, scheduled.restored_from = restoring.current.num_tokens_before, restoring.current.tier.name
+            num_before, scheduled.restored_from = restoring.current.num_tokens_before, restoring.current.source.name
         peers = self._tiers.fetched
         if peers is not None and (num_landed_on := peers.num_tokens_before(lease)) is not None:
             num_before, scheduled.restored_from = num_landed_on, peers.name

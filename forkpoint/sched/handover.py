@@ -38,9 +38,9 @@ class Handover:
         if offer is None or fetched is None:
             return
         hit = self._cache.lookup(lease, request.num_tokens)
-        longest, in_tier = hit.num_tokens, restoring.find(lease, request.num_tokens, hit)
-        if in_tier is not None:
-            longest = in_tier[1].depth * BLOCK_SIZE
+        longest, found = hit.num_tokens, restoring.find(lease, request.num_tokens, hit)
+        if found is not None:
+            longest = found[1].depth * BLOCK_SIZE
         if longest >= offer.num_tokens:
             fetched.decline(offer)
         else:
