@@ -49,6 +49,38 @@ def test_clients_that_store_nothing_send_reasoning_back(thinker: RunningServer, 
     assert plain.type == "reasoning" and plain.encrypted_content is None
 
 
+@pytest.mark.parametrize("asked", ["auto", "none"])
+def test_reasoning_is_a_summary_for_clients_that_ask_for_one(thinker: RunningServer, asked: str) -> None:
+    """Codex and the AI SDK ask for it, and show nothing else. No client gets the same text under both names."""
+    client = openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="one", max_retries=0)
+    fields: dict[str, Any] = {**GREEDY, "input": "Think", "reasoning": {"summary": asked}}
+    events = list(client.responses.create(**fields, stream=True))
+    whole = client.responses.create(**fields)
+    [thought] = whole.output
+    assert thought.type == "reasoning"
+    own, other = ("reasoning_summary_", "reasoning_") if asked == "auto" else ("reasoning_", "reasoning_summary_")
+    parts, others = (thought.summary, thought.content) if asked == "auto" else (thought.content, thought.summary)
+    part_event = "reasoning_summary_part" if asked == "auto" else "content_part"
+    assert parts and not others and whole.reasoning is not None
+    kinds = [f"{part_event}.added", f"{own}text.delta", f"{own}text.done", f"{part_event}.done"]
+    found = [event for event in events if event.type.removeprefix("response.") in kinds]
+    assert [event.type.removeprefix("response.") for event in found if not event.type.endswith(".delta")] == [
+        kinds[0],
+        *kinds[2:],
+    ]
+    deltas: list[Any] = [event for event in found if event.type.endswith(".delta")]
+    assert "".join(event.delta for event in deltas) == parts[0].text
+    assert all((event.summary_index if asked == "auto" else event.content_index) == 0 for event in deltas)
+    assert not any(event.type == f"response.{other}text.delta" for event in events)
+    [item] = [event.item for event in events if event.type == "response.output_item.done"]
+    assert item.summary == thought.summary and item.content == thought.content
+    counts = []
+    for sent in (thought.model_dump(exclude_none=True), {"type": "reasoning", "content": [{"text": parts[0].text}]}):
+        items: Any = [{"role": "user", "content": "Think"}, sent, {"role": "user", "content": "So?"}]
+        counts.append(client.responses.input_tokens.count(model="tiny", input=items).input_tokens)
+    assert counts[0] == counts[1]
+
+
 def test_encrypted_reasoning_of_other_servers_is_left_out() -> None:
     item = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAABo"}
     assert messages_of([item], print)[0]["reasoning_content"] == ""

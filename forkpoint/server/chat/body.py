@@ -61,7 +61,7 @@ class ChatMessage(Body):
 
 
 class ReasoningOptions(Body):
-    """OpenAI's and OpenRouter's options. `effort` goes to the chat template. `summary` and other fields are ignored."""
+    """OpenAI's and OpenRouter's options. `effort` goes to the chat template. Only responses have a `summary`."""
 
     effort: str | None = None
     summary: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import ConfigDict
 
@@ -68,14 +68,33 @@ class PreparedResponse(PreparedTurn):
 
     `echo`: fields of the request that the response repeats. `input_items`: the conversation as a JSON list of items,
     None if the response is not to be stored. `called`: tools that the client names in another way than the model.
-    `seals_reasoning`: reasoning items have `encrypted_content`.
+    `seals_reasoning`: reasoning items have `encrypted_content`. `reasoning_part` is the type of the part that has their
+    text: `summary_text` for clients that ask for summaries, which show nothing else.
     """
 
     background: bool
     seals_reasoning: bool
+    reasoning_part: Literal["reasoning_text", "summary_text"]
     called: Mapping[str, CalledTool]
     echo: dict[str, Any]
     input_items: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class _PartForm:
+    """The field of an item that has parts of a kind, and the names of the events about them and about their text."""
+
+    place: str
+    index: str
+    part_event: str
+    text_event: str
+
+
+_FORMS: Final = {
+    "output_text": _PartForm("content", "content_index", "content_part", "output_text"),
+    "reasoning_text": _PartForm("content", "content_index", "content_part", "reasoning_text"),
+    "summary_text": _PartForm("summary", "summary_index", "reasoning_summary_part", "reasoning_summary_text"),
+}
 
 
 @dataclass
@@ -88,7 +107,8 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
     def __post_init__(self) -> None:
         self._talk = Talk(self.prepared, self.generation, self.service.thread)
         self._items: list[dict[str, Any]] = []
-        self._texts: list[str] = []  # parts of the last item's text that are not in the item yet
+        self._texts: list[str] = []  # pieces of the last item's text that are not in the item yet
+        self._part: dict[str, Any] = {}  # the last part of an item
         self._num_events = 0
         self._reply: dict[str, Any] = {
             "id": self.name,
@@ -162,7 +182,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 yield self._begin_call(index, name or "")
             case "begins", Reasoning():
                 yield self._begin("rs", "reasoning", {"summary": [], "content": []})
-                yield self._begin_part({"type": "reasoning_text", "text": ""})
+                yield self._begin_part({"type": self.prepared.reasoning_part, "text": ""})
             case "begins", Content():
                 yield self._begin("msg", "message", {"role": "assistant", "content": []})
                 yield self._begin_part({"type": "output_text", "text": "", "annotations": []})
@@ -186,20 +206,19 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                     call = {"name": item["name"], "arguments": item["arguments"]}
                     yield self._of_item("function_call_arguments.done", **call)
                 else:
-                    part = item["content"][0]
                     if isinstance(piece, Reasoning) and self.prepared.seals_reasoning:
-                        item["encrypted_content"] = sealed(part["text"])
-                    yield self._of_text("done", text=part["text"])
-                    yield self._of_item("content_part.done", content_index=0, part=part)
+                        item["encrypted_content"] = sealed(self._part["text"])
+                    yield self._of_text("done", text=self._part["text"])
+                    yield self._of_part("done")
                 yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
 
     def _write_text(self) -> None:
-        """Move the parts of the text that have come to the last item."""
+        """Move the pieces of the text that have come to the last item."""
         text, self._texts = "".join(self._texts), []
         if text:
             item = self._items[-1]
             if item["type"] in ("reasoning", "message"):
-                item["content"][0]["text"] += text
+                self._part["text"] += text
             else:
                 item["input" if "input" in item else "arguments"] += text
 
@@ -220,8 +239,13 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         return self._begin("fc", "function_call", {**call, "arguments": ""})
 
     def _begin_part(self, part: dict[str, Any]) -> dict[str, Any]:
-        self._items[-1]["content"].append(part)
-        return self._of_item("content_part.added", content_index=0, part=part)
+        self._part = part
+        self._items[-1][_FORMS[part["type"]].place].append(part)
+        return self._of_part("added")
+
+    def _of_part(self, what: str) -> dict[str, Any]:
+        form = _FORMS[self._part["type"]]
+        return self._of_item(f"{form.part_event}.{what}", **{form.index: 0}, part=self._part)
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Return an event about the last item."""
@@ -229,10 +253,10 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         return {**place, "type": f"response.{kind}", **fields}
 
     def _of_text(self, what: str, **fields: Any) -> dict[str, Any]:
-        kind = self._items[-1]["content"][0]["type"]
-        if kind == "output_text":
+        form = _FORMS[self._part["type"]]
+        if form.text_event == "output_text":
             fields["logprobs"] = []
-        return self._of_item(f"{kind}.{what}", content_index=0, **fields)
+        return self._of_item(f"{form.text_event}.{what}", **{form.index: 0}, **fields)
 
     def _end(self, status: str, **fields: Any) -> None:
         counts = usage_fields(self.generation.usage(), self._talk.num_reasoning_tokens)

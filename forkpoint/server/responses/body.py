@@ -67,6 +67,11 @@ class ResponsesBody(CountBody):
     user: str | None = None
     service_tier: str | None = None
 
+    @property
+    def asks_for_summary(self) -> bool:
+        """Whether the client reads the reasoning as a summary, as OpenAI's server sends it."""
+        return self.reasoning is not None and self.reasoning.summary not in (None, "none")
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:

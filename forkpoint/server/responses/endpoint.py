@@ -58,6 +58,7 @@ def prepare_response(
         validated(ChatBody, chat_fields(body, conversation, tools, note)),
         background=bool(body.background),
         seals_reasoning="reasoning.encrypted_content" in (body.include or ()),
+        reasoning_part="summary_text" if body.asks_for_summary else "reasoning_text",
         called=tools.called,
         input_items=encode(named(conversation, name)) if body.store is not False else None,
         echo=echo(body),
