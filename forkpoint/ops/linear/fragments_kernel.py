@@ -26,7 +26,7 @@ from forkpoint.ops.linear.unpack_kernel import (
     fragments,
     row_places,
 )
-from forkpoint.ops.moe.order_kernel import ExpertOrder
+from forkpoint.ops.moe.order_kernel import ExpertOrder, rows_of_tile
 from forkpoint.ops.parameters import GateLimits
 from forkpoint.ops.rounding import ceil_div
 from forkpoint.ops.unmade import Parts
@@ -105,9 +105,8 @@ def fragments_product_kernel(
     """Compute `OUTPUTS` weight rows times ROWS rows of x.
 
     With `tiles`, the weight is an expert's; `tiles` and `pairs` come from `ExpertOrder`. With `pairs` alone, each pair
-    of a token and an expert has a tile of its own, and `pairs` holds the experts. The product into experts (INTO) reads
-    tokens, of `choices` pairs each, and writes places in the order of pairs. The product out of experts reads places
-    and writes pairs. If GATED, a tile has as many rows of the first half of the weight as of the second, and
+    of a token and an expert has a tile of its own, and `pairs` holds the experts. `rows_of_tile` has INTO and
+    `choices`. If GATED, a tile has as many rows of the first half of the weight as of the second, and
     `silu(gate) * up` is stored (limits: see `gate`)."""
     await_before(OVERLAP)
     FLOATS: tl.constexpr = GROUP == GROUP_OF_FLOATS
@@ -130,13 +129,7 @@ def fragments_product_kernel(
         if begin >= behind:
             return
         above = tl.load(tiles + tile).to(tl.int64) * matrix_rows
-        places = begin + tl.arange(0, ROWS)
-        rows_inside = places < behind
-        places = tl.minimum(places, behind - 1)
-        pair = tl.load(pairs + places)
-        rows, targets = places.to(tl.int64), pair.to(tl.int64)
-        if INTO:
-            rows, targets = (pair // choices).to(tl.int64), places.to(tl.int64)
+        rows, targets, rows_inside = rows_of_tile(pairs, begin, behind, choices, ROWS, INTO)
     elif pairs is not None:
         above = tl.load(pairs + tile).to(tl.int64) * matrix_rows
         rows_inside = tl.arange(0, ROWS) < 1

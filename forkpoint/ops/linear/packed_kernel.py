@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.linear.packed import PER_WORD, PackedMatrix
-from forkpoint.ops.moe.order_kernel import ExpertOrder
+from forkpoint.ops.moe.order_kernel import ExpertOrder, rows_of_tile
 from forkpoint.ops.rounding import ceil_div
 from forkpoint.platforms.table import traits_of
 
@@ -239,9 +239,8 @@ def packed_product_kernel(
 ):
     """Compute one tile of the product with a matrix, or with an expert's matrix if `tiles` is given.
 
-    `tiles` and `pairs` come from `ExpertOrder`, and `num_rows` is the number of tiles. The product into experts (INTO)
-    reads tokens, of `choices` pairs each, and writes places in the order of pairs. The product out of experts reads
-    places and writes pairs."""
+    `tiles` and `pairs` come from `ExpertOrder`, and `num_rows` is the number of tiles. `rows_of_tile` has INTO and
+    `choices`."""
     pid = tl.program_id(0)
     output_tiles = tl.cdiv(num_outputs, OUTPUTS)
     tile = pid // output_tiles
@@ -253,13 +252,7 @@ def packed_product_kernel(
         if begin >= behind:
             return
         matrix = tl.load(tiles + tile)
-        places = begin + tl.arange(0, ROWS)
-        rows_inside = places < behind
-        places = tl.minimum(places, behind - 1)
-        pair = tl.load(pairs + places)
-        rows, targets = places.to(tl.int64), pair.to(tl.int64)
-        if INTO:
-            rows, targets = (pair // choices).to(tl.int64), places.to(tl.int64)
+        rows, targets, rows_inside = rows_of_tile(pairs, begin, behind, choices, ROWS, INTO)
     else:
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         rows_inside, targets = rows < num_rows, rows

@@ -25,7 +25,7 @@ from forkpoint.ops.linear.unpack_kernel import (
     fragments,
     row_places,
 )
-from forkpoint.ops.moe.order_kernel import ExpertOrder
+from forkpoint.ops.moe.order_kernel import ExpertOrder, rows_of_tile
 from forkpoint.ops.parameters import GateLimits
 
 
@@ -70,13 +70,7 @@ def prompt_product_kernel(
     if begin >= behind:
         return
     matrix = tl.load(tiles + tile).to(tl.int64)
-    places = begin + tl.arange(0, ROWS)
-    rows_inside = places < behind
-    places = tl.minimum(places, behind - 1)
-    pair = tl.load(pairs + places)
-    rows, targets = places.to(tl.int64), pair.to(tl.int64)
-    if INTO:
-        rows, targets = (pair // choices).to(tl.int64), places.to(tl.int64)
+    rows, targets, rows_inside = rows_of_tile(pairs, begin, behind, choices, ROWS, INTO)
     matrix_rows = num_outputs * (2 if GATED else 1)
     at, own = fragment_rows(OUTPUTS, WARPS, False)[0], tl.arange(0, OUTPUTS)
     if INTO:  # the hidden columns are written in the order in which the second product takes them

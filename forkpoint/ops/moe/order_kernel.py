@@ -35,6 +35,22 @@ class ExpertOrder:
     tiles: Tensor
 
 
+@triton.jit
+def rows_of_tile(pairs, begin, behind, choices, ROWS: tl.constexpr, INTO: tl.constexpr):
+    """Return the rows that a tile of a product reads and writes, and which of them are inside: others repeat the last.
+
+    The product into experts (INTO) reads tokens, of `choices` pairs each, and writes places in the order of pairs. The
+    product out of experts reads places and writes pairs."""
+    places = begin + tl.arange(0, ROWS)
+    inside = places < behind
+    places = tl.minimum(places, behind - 1)
+    pair = tl.load(pairs + places)
+    if INTO:
+        return (pair // choices).to(tl.int64), places.to(tl.int64), inside
+    else:
+        return places.to(tl.int64), pair.to(tl.int64), inside
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(
     ids, counts, num_pairs, BLOCK: tl.constexpr, SUB: tl.constexpr, EXPERTS: tl.constexpr, OVERLAP: tl.constexpr
