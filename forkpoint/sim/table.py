@@ -8,14 +8,16 @@ from typing import Final
 from forkpoint.config import GIB
 from forkpoint.sim.cases import CaseResult
 
+HOST: Final = "from the host tier"
+DISK: Final = "from the disk tier"
 COLUMNS: Final[tuple[tuple[str, Callable[[CaseResult], str]], ...]] = (
     ("trace", lambda r: r.trace),
     ("memory GiB", lambda r: f"{r.memory_bytes / GIB:g}"),
     ("system", lambda r: r.system),
     ("hit rate", lambda r: f"{r.hit_rate:.1%}"),
     ("keys and values alone", lambda r: f"{r.kv_hit_tokens / r.prompt_tokens:.1%}"),
-    ("from the host tier", lambda r: f"{r.restored_tokens / r.prompt_tokens:.1%}"),
-    ("from the disk tier", lambda r: f"{r.read_tokens / r.prompt_tokens:.1%}"),
+    (HOST, lambda r: f"{r.restored_tokens / r.prompt_tokens:.1%}"),
+    (DISK, lambda r: f"{r.read_tokens / r.prompt_tokens:.1%}"),
     ("TTFT mean s", lambda r: f"{r.ttft_mean_s:.3f}"),
     ("P95 s", lambda r: f"{r.ttft_p95_s:.3f}"),
     ("prompt tok/s", lambda r: f"{r.prompt_tokens_per_s:,.0f}"),
@@ -29,8 +31,11 @@ COLUMNS: Final[tuple[tuple[str, Callable[[CaseResult], str]], ...]] = (
 
 
 def case_rows(results: Iterable[CaseResult]) -> list[list[str]]:
-    """Return the column titles, then a row for each case."""
-    return [[title for title, _ in COLUMNS], *([cell(result) for _, cell in COLUMNS] for result in results)]
+    """Return the column titles, then a row for each case. Leave out the columns of tiers that restored nothing."""
+    results = list(results)
+    used = {HOST: any(r.restored_tokens for r in results), DISK: any(r.read_tokens for r in results)}
+    columns = [(title, cell) for title, cell in COLUMNS if used.get(title, True)]
+    return [[title for title, _ in columns], *([cell(result) for _, cell in columns] for result in results)]
 
 
 def _written(result: CaseResult) -> int:

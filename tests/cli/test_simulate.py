@@ -24,12 +24,14 @@ def test_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert all(0 < result["hit_rate"] < 1 and result["ttft_p95_s"] > 0 for result in results)
 
 
-def test_a_host_tier_keeps_what_the_memory_does_not(tmp_path: Path) -> None:
+def test_a_host_tier_keeps_what_the_memory_does_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, results = tmp_path / "results.json", []
     for flags in ([], ["--host-memory", "16"], ["--host-memory", "16", "--host-rate", "1"]):
         common = ["--memory", "1", "--json", str(out), "--jobs", "1"]
         arguments = ["simulate", "chat:sessions=10,answer=100", *common, *flags]
         assert main(arguments) == 0
+        table = capsys.readouterr().out
+        assert ("from the host tier" in table) == bool(flags) and "from the disk tier" not in table
         results.append(json.loads(out.read_text())[0])
     alone, tier, slow = results
     assert alone["restored_tokens"] == 0 < tier["restored_tokens"] and alone["system"] == "forkpoint"
