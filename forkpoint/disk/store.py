@@ -352,7 +352,7 @@ def open_store(
         unlock(lock)
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         hint = "; free space there, or lower kv_disk_size" if is_full else ""
-        LOGGER.warning("the disk tier is off: %s cannot hold %d bytes: %s%s", folder, max_bytes, error, hint)
+        LOGGER.warning("the disk tier is off: %s cannot hold %g GiB: %s%s", folder, max_bytes / 2**30, error, hint)
         return None
     try:
         journal = Journal(folder / f"journal.{rank}", namespace)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.config import BLOCK_SIZE
+from forkpoint.config import BLOCK_SIZE, GIB
 from forkpoint.errors import ConfigError
 
 DEFAULT_REQUESTS = 4  # the default arena has room for so many requests of max_model_len
@@ -55,12 +55,12 @@ def choose_num_host_pages(layout: CacheLayout, tier_bytes: int, num_ranks: int, 
     least = RESERVED_PAGES + layout.num_pages_for(BLOCK_SIZE, 1)
     if pages < least:
         raise ConfigError(
-            f"a host tier of {tier_bytes} bytes holds nothing: on {num_ranks} ranks a prefix of {BLOCK_SIZE} tokens "
-            f"needs {least * layout.page_bytes * num_ranks} bytes; raise kv_offloading_size"
+            f"a host tier of {tier_bytes / GIB:.3g} GiB holds nothing: on {num_ranks} ranks a prefix of {BLOCK_SIZE} "
+            f"tokens needs {least * layout.page_bytes * num_ranks / GIB:.3g} GiB; raise kv_offloading_size"
         )
     if tier_bytes > HOST_SHARE * free_bytes:
         raise ConfigError(
-            f"a host tier of {tier_bytes} bytes is more than {HOST_SHARE:.0%} of the {free_bytes} bytes of memory that "
-            "the host has free; lower kv_offloading_size"
+            f"a host tier of {tier_bytes / GIB:g} GiB is more than {HOST_SHARE:.0%} of the host's free memory, which "
+            f"is {free_bytes / GIB:.1f} GiB; lower kv_offloading_size"
         )
     return pages
