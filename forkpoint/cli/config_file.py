@@ -78,6 +78,5 @@ def _arguments(where: str, flag: str, action: argparse.Action, value: Any) -> li
 def _text(where: str, value: Any) -> str:
     """Return a scalar as it is written on the command line. Raises ConfigError for other values, also booleans."""
     if value is None or isinstance(value, bool | dict | list):
-        shown = "nothing" if value is None else json.dumps(value)
-        raise ConfigError(f"{where}: {shown} is not allowed; give a text or a number")
+        raise ConfigError(f"{where}: {json.dumps(value)} is not allowed; give a text or a number")
     return str(value)

@@ -84,7 +84,7 @@ def refusal(status: int | None, document: object) -> ServerRefusedError:
     option that gives one, since the server's own text is about HTTP headers.
     """
     if status == NO_KEY:
-        text = f"no API key that it knows was sent; give one with --api-key or in the environment's {API_KEY_VARIABLE}"
+        text = f"the request has no valid API key; give one with --api-key or in the variable {API_KEY_VARIABLE}"
         return ServerRefusedError(text, status=status)
     if not isinstance(document, Mapping):
         return ServerRefusedError(str(document)[:400] or "no reason given", status=status)

@@ -57,7 +57,7 @@ def _turn(row: Row, width: int) -> tuple[str, str]:
     on, off = row.on, row.off
     cache = f"{on.num_cached_tokens:,} of {len(on.prompt.token_ids):,} prompt tokens cached"
     times = (
-        f"first token after {on.time_to_first_token_s * 1000:.0f} ms, without {off.time_to_first_token_s * 1000:.0f}"
+        f"first token after {on.time_to_first_token_s * 1000:.0f} ms, uncached {off.time_to_first_token_s * 1000:.0f}"
     )
     wrong = "" if row.right else f"  (right: {row.turn.answer})"
     return f"user       {row.turn.text}", f"assistant  {on.text.ljust(width)}  [{cache}, {times} ms]{wrong}"

@@ -71,7 +71,7 @@ def test_flags_that_change_nothing_are_told_wherever_they_are_given(tmp_path: Pa
         ("access-log: 'false'", "access-log='false' is not allowed; give true or false"),
         ("access-log: 1", "access-log=1 is not allowed; give true or false"),
         ("port: true", "port: true is not allowed; give a text or a number"),
-        ("port:", "port: nothing is not allowed"),
+        ("port:", "port: null is not allowed"),
         ("port: [1, 2]", "invalid int value: '[1, 2]'"),
         ("pipeline-parallel-size: 2", "2 is not possible here"),
         ("config: other.yaml", "is not a flag"),

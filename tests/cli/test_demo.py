@@ -84,7 +84,7 @@ def test_the_chat_goes_on_from_the_models_own_answers_and_is_told_turn_by_turn(t
     lines = transcript(chat).splitlines()
     assert [line.removeprefix("user       ") for line in lines[:-2:2]] == [row.turn.text for row in chat]
     assert all(line.startswith("assistant  ") for line in lines[1:-2:2])
-    assert "without" in lines[1] and "(right: " in lines[1]  # random weights are not right
+    assert "uncached" in lines[1] and "(right: " in lines[1]  # random weights are not right
     assert lines[-1] == f"{sum(row.right for row in chat)} of {len(chat)} answers right"
     lengths = [len(row.on.prompt.token_ids) for row in chat]
     assert lengths == sorted(lengths) and chat[-1].on.num_cached_tokens > lengths[-2] - 64
@@ -98,7 +98,7 @@ def test_a_right_answer_is_counted_and_a_wrong_one_is_corrected() -> None:
         Measurement(prompt, "Ben", (1, 3), 0, 1.0, 1.0, 2),
     )
     shown = transcript([Row("a", turn, right, right), Row("b", turn, wrong, wrong)]).splitlines()
-    assert shown[1] == "assistant  Nora  [4 of 9 prompt tokens cached, first token after 500 ms, without 500 ms]"
+    assert shown[1] == "assistant  Nora  [4 of 9 prompt tokens cached, first token after 500 ms, uncached 500 ms]"
     assert shown[3].startswith("assistant  Ben   [0 of 9") and shown[3].endswith("  (right: Nora)")
     assert shown[-1] == "1 of 2 answers right"
 

@@ -108,7 +108,7 @@ def test_a_missing_key_is_answered_with_the_option_that_gives_one(
         command = [*command, "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
     assert main([*command, "--url", server.url]) == 2
     assert (
-        "the server answered 401: no API key that it knows was sent; give one with --api-key" in capsys.readouterr().err
+        "the server answered 401: the request has no valid API key; give one with --api-key" in capsys.readouterr().err
     )
 
 
