@@ -31,7 +31,10 @@ PART_BYTES: Final = 64 * 2**10  # parts of a body grow to this size, so that slo
 FREED_PARTS: Final = 32  # parts of a body that are freed at once
 # Fields, of all APIs, whose values reach templates, schemas or answers without being parsed further.
 PASSED_ON = frozenset(
-    ("messages", "system", "input", "tools", "documents", "chat_template_kwargs", "metadata", "text", "reasoning")
+    (
+        *("messages", "system", "input", "tools", "functions", "documents", "chat_template_kwargs", "metadata"),
+        *("text", "reasoning"),
+    )
 )
 B = TypeVar("B", bound=BaseModel)
 

@@ -84,11 +84,13 @@ class Bodies:
                 schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": wild_schema(random)}}
                 return {"format": {"type": "json_schema", "name": "x", "schema": wild_schema(random)}, **schema}
             case "messages" | "input":
-                part = random.choice(("role", "content", "tool_calls", "name"))
+                part = random.choice(("role", "content", "tool_calls", "function_call", "name"))
                 return [{**MESSAGE, part: wild(random)}] * random.choice((1, 3))
-            case "tools":
+            case "tools" | "functions":
                 part = random.choice(("name", "parameters", "description"))
                 function = {**FUNCTION, part: wild_schema(random)}
+                if name == "functions":
+                    return [function]
                 return [{"type": "function", "function": function, "input_schema": wild_schema(random), "name": "f"}]
             case "prompt":
                 return random.choice(("Hi", [5] * 5, [wild_leaf(random)] * 5, [[1, 2], [3]], "x" * 100_000, [1] * 5000))

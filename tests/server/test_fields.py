@@ -67,10 +67,9 @@ def test_what_is_not_read_is_refused(http: httpx2.Client, path: str, fields: dic
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"functions": [{"name": "f"}]}, "give tools"),
         ({"separate_reasoning": False}, "--reasoning-parser none"),
         ({"input_ids": [1]}, "/v1/completions takes ids"),
-        ({"function_call": "auto"}, "give tool_choice"),
+        ({"function_call": "auto"}, "give functions"),
         ({"chat_template": "{{ 1 }}"}, "--chat-template"),
         ({"echo": True}, "continue_final_message"),
         ({"add_special_tokens": True}, "chat template"),

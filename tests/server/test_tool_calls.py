@@ -216,7 +216,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"chat_template_kwargs": nested(900)}, "chat_template_kwargs is nested more than 64"),
         ({"messages": [{"role": "user", "content": "x", "extra": nested(900)}]}, "messages is nested more than 64"),
         ({"tools": TOOLS, "tool_choice": {**ALLOWED, "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice"),
-        ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "role 'tool'"),
+        ({"functions": [{"name": "f", "parameters": nested(900)}]}, "functions is nested more"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "needs a function"),
     ],
 )

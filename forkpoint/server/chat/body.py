@@ -116,6 +116,8 @@ class ChatBody(SamplingBody, ThinkingFields, apis=("completions", "chat")):
     top_logprobs: int | None = bounded("logprobs")
     tools: Many[ToolSpec] | None = None
     tool_choice: AnyToolChoice | None = None
+    functions: Many[FunctionSpec] | None = Field(None, description="the older form of `tools`; at most one is called")
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: the answer ends with its first call")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -136,6 +138,29 @@ class ChatBody(SamplingBody, ThinkingFields, apis=("completions", "chat")):
         if self.include_reasoning is not None:
             return self.include_reasoning
         return self.reasoning is None or not self.reasoning.exclude
+
+    @model_validator(mode="after")
+    def _take_functions(self) -> ChatBody:
+        """Set the tools and the choice for `functions` and `function_call`."""
+        functions, choice = self.functions, self.function_call
+        if not functions:
+            if choice not in (None, "none"):
+                text = "function_call asks for a call, but there are no functions; give functions or leave it out"
+                raise HTTPError(400, text, param="function_call")
+            return self
+        if self.tools or self.tool_choice is not None:
+            text = "functions are the older form of tools and tool_choice, and both are given; give one form"
+            raise HTTPError(400, text, param="functions")
+        self.tools, self.parallel_tool_calls = [ToolSpec(function=function) for function in functions], False
+        if isinstance(choice, NamedFunction):
+            names = [function.name for function in functions]
+            if choice.name not in names:
+                text = f"function_call names {choice.name!r}; the functions are {', '.join(names)}"
+                raise HTTPError(400, text, param="function_call")
+            self.tool_choice = FunctionChoice(function=choice)
+        else:
+            self.tool_choice = choice
+        return self
 
     @model_validator(mode="after")
     def _continue_prefix(self) -> ChatBody:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from forkpoint.server.answer import CallPart, Content, Reasoning
@@ -37,13 +38,14 @@ class AnswerMessage(ReplyModel):
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None
 
 
 class ChatChoice(ReplyModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Reason
+    finish_reason: Reason | Literal["function_call"]
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
@@ -62,15 +64,23 @@ class ChatReply(ReplyModel):
     prompt_token_ids: list[int] | None = None
 
 
-def prepare_chat(texts: Texts, data: bytes) -> PreparedTurn:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedChat(PreparedTurn):
+    """A prepared chat completion. `has_functions`: its answer has a `function_call` instead of `tool_calls`."""
+
+    has_functions: bool
+
+
+def prepare_chat(texts: Texts, data: bytes) -> PreparedChat:
     """Prepare a chat completion from the body `data`. Runs in a reader's process.
 
     Raises HTTPError or ForkpointError for a wrong request, and MissingImages.
     """
-    return PreparedTurn.read(texts, texts.parse(ChatBody, data))
+    body = texts.parse(ChatBody, data)
+    return PreparedChat.read(texts, body, has_functions=bool(body.functions))
 
 
-class ChatAnswer(CompletionAnswer[PreparedTurn]):
+class ChatAnswer(CompletionAnswer[PreparedChat]):
     prefix = "chatcmpl-"
     chunk_kind = "chat.completion.chunk"
 
@@ -100,7 +110,8 @@ class ChatAnswer(CompletionAnswer[PreparedTurn]):
 
     def _choice(self, news: News) -> dict[str, Any]:
         """Return `news` as the choice of a chunk."""
-        choice = {"index": news.index, "delta": self._delta(news), "logprobs": None, "finish_reason": news.reason}
+        reason = "function_call" if news.reason == "tool_calls" and self.prepared.has_functions else news.reason
+        choice = {"index": news.index, "delta": self._delta(news), "logprobs": None, "finish_reason": reason}
         num_top = self.prepared.params.logprobs
         if num_top is not None:
             choice["logprobs"] = chat_logprobs(news.logprobs, num_top)
@@ -118,6 +129,9 @@ class ChatAnswer(CompletionAnswer[PreparedTurn]):
                     delta["content"] = delta.get("content", "") + text
                 case Reasoning(text):
                     delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + text
+                case CallPart(_, name, arguments) if self.prepared.has_functions:
+                    function = delta.setdefault("function_call", {} if name is None else {"name": name})
+                    function["arguments"] = function.get("arguments", "") + arguments
                 case CallPart(index, name, arguments):
                     calls = delta.setdefault("tool_calls", [])
                     if name is not None:

@@ -34,6 +34,7 @@ def shown_messages(
             shown[0]["content"] = content
         elif shown[0].get("content"):
             del shown[0]
+    _take_function_calls(shown)
     for message in shown:
         if message["role"] == "assistant" and isinstance(message.get("content"), list):
             _take_reasoning(message)
@@ -43,6 +44,18 @@ def shown_messages(
                 part if shows_images and is_image(part) else _result_part(part, note) for part in parts
             ]
     return shown
+
+
+def _take_function_calls(messages: Sequence[dict[str, Any]]) -> None:
+    """Give each `function_call`, and each message of the role `function`, the form of a tool's call or result."""
+    call_id = ""
+    for number, message in enumerate(messages):
+        function = message.pop("function_call", None)
+        if function is not None and not message.get("tool_calls"):
+            call_id = f"call_{number}"
+            message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+        if message["role"] == "function":
+            message |= {"role": "tool", "tool_call_id": call_id}
 
 
 def _take_reasoning(message: dict[str, Any]) -> None:
