@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.indices import attention_index, segment_index
-from forkpoint.cache.layout import CacheLayout, KVSpec, LayerSpec
+from forkpoint.cache.layer_spec import KVSpec, LayerSpec
+from forkpoint.cache.layout import CacheLayout
 from forkpoint.models.context import ForwardContext, LayerCache
 from forkpoint.models.decoder import Model
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex

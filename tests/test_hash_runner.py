@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forkpoint.cache.layout import KVSpec
+from forkpoint.cache.layer_spec import KVSpec
 from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import AddedRow, IntArray, Move, MoveKind, StepPlan
 from tests.cache.shapes import layout_of, state

@@ -44,16 +44,16 @@ ALLOWED: dict[str, set[str]] = {
     "sim": {"sched", "cache", "routing.router"} | VALUES,
     "platforms": VALUES,
     "ops": {"platforms.table"} | VALUES,
-    "models": {"ops", "cache.layout"} | VALUES,
+    "models": {"ops", "cache.layer_spec"} | VALUES,
     "disk": {"cache.disk_entries"},
     "peer": {"cache.disk_entries", "cache.peer_offers", "disk.namespace", "shared_arrays"},
     "runtime": {"platforms", "models", "ops", "cache.layout", "cache.disk_entries", "disk.store", "peer.link"}
-    | {"sched.plan"}
+    | {"cache.layer_spec", "sched.plan"}
     | VALUES,
     "obs": {"cache.layout", "cache.counters"} | VALUES,
     "grammar": {"sched.plan", "sched.request", "engine.tokenizer"} | VALUES,
     "worker": {"platforms", "sched", "cache.layout", "cache.disk_entries", "cache.tree", "disk", "runtime", "models"}
-    | {"ops", "obs", "peer", "cache.peer_offers"}
+    | {"ops", "obs", "peer", "cache.layer_spec", "cache.peer_offers"}
     | VALUES,
     "engine": {"worker", "grammar", "sched", "cache", "models.registry", "obs", "routing.wire"} | VALUES,
     "server": {"engine", "worker.child", "obs", "cache.hashing", "routing.wire"} | VALUES,

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import KVSpec, LayerSpec
+from forkpoint.cache.layer_spec import KVSpec, LayerSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import ROWS, Cut, check_context, rows, share, sharing

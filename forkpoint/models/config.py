@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec, StateSpec, keys_in_fp8
+from forkpoint.cache.layer_spec import LayerSpec, StateSpec, keys_in_fp8
 from forkpoint.errors import ConfigError
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.fields import Fields

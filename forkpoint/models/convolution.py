@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec, Recording, StateSpec, TensorSpec
+from forkpoint.cache.layer_spec import LayerSpec, Recording, StateSpec, TensorSpec
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import ROWS, rows, share

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec
+from forkpoint.cache.layer_spec import LayerSpec
 from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.config import Block, Build, ModelConfig
 from forkpoint.models.context import ForwardContext

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import KVSpec, LayerSpec, StateSpec
+from forkpoint.cache.layer_spec import KVSpec, LayerSpec, StateSpec
 from forkpoint.models.attention import Attention, AttentionConfig
 from forkpoint.models.config import Build
 from forkpoint.models.context import ForwardContext

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import KVSpec, LayerSpec, StateSpec, TensorSpec
+from forkpoint.cache.layer_spec import KVSpec, LayerSpec, StateSpec, TensorSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext, LayerCache
 from forkpoint.models.convolution import WINDOW, LastInputs, kept_inputs

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import TensorSpec
+from forkpoint.cache.layer_spec import TensorSpec
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.config import Build

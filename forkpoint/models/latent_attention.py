@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import KVSpec, LayerSpec, TensorSpec
+from forkpoint.cache.layer_spec import KVSpec, LayerSpec, TensorSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import ROWS, WHOLE, Cut, check_context, share

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec, Recording, StateSpec, TensorSpec
+from forkpoint.cache.layer_spec import LayerSpec, Recording, StateSpec, TensorSpec
 from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import CONV, Convolution, kept_window

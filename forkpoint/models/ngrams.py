@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec, StateSpec
+from forkpoint.cache.layer_spec import LayerSpec, StateSpec
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext

@@ -11,7 +11,7 @@ from typing import ClassVar, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import (
+from forkpoint.cache.layer_spec import (
     DELTA_RULE_OPERATIONS,
     STATE_SPACE_OPERATIONS,
     LayerSpec,

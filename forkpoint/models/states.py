@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from forkpoint.cache.layout import TensorSpec
+from forkpoint.cache.layer_spec import TensorSpec
 from forkpoint.models.context import ForwardContext
 from forkpoint.ops.metadata import RecordIndex, VerifyIndex
 from forkpoint.ops.table import OpTable

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec
+from forkpoint.cache.layer_spec import LayerSpec
 from forkpoint.models.attention import Attention, AttentionConfig
 from forkpoint.models.config import Block, Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext

@@ -12,7 +12,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import FP8, BlockGroup, CacheLayout, KVSpec, TensorSpec
+from forkpoint.cache.layer_spec import FP8, KVSpec, TensorSpec
+from forkpoint.cache.layout import BlockGroup, CacheLayout
 from forkpoint.disk.store import DiskStore
 from forkpoint.models.context import LayerCache
 from forkpoint.peer.link import PeerLink

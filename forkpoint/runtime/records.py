@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import CacheLayout, Recording, TensorSpec
+from forkpoint.cache.layer_spec import Recording, TensorSpec
+from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.models.context import LayerCache
 from forkpoint.ops.metadata import RecordIndex, VerifyIndex, running_total

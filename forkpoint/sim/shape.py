@@ -9,15 +9,8 @@ from types import MappingProxyType
 from typing import Final
 
 from forkpoint.cache.eviction import RecomputeCost
-from forkpoint.cache.layout import (
-    DELTA_RULE_OPERATIONS,
-    CacheLayout,
-    KVSpec,
-    LayerSpec,
-    StateSpec,
-    TensorSpec,
-    keys_in_fp8,
-)
+from forkpoint.cache.layer_spec import DELTA_RULE_OPERATIONS, KVSpec, LayerSpec, StateSpec, TensorSpec, keys_in_fp8
+from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError
 

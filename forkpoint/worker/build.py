@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, STORED_AT_ONCE, DiskFacts
-from forkpoint.cache.layout import WIDEST_STORED, CacheLayout, KVSpec
+from forkpoint.cache.layer_spec import KVSpec
+from forkpoint.cache.layout import WIDEST_STORED, CacheLayout
 from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.config import GIB, EngineConfig, SchedulerConfig
 from forkpoint.errors import ConfigError

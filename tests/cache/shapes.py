@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from forkpoint.cache.layout import CacheLayout, KVSpec, LayerSpec, StateSpec, TensorSpec
+from forkpoint.cache.layer_spec import KVSpec, LayerSpec, StateSpec, TensorSpec
+from forkpoint.cache.layout import CacheLayout
 
 
 def state(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forkpoint.cache.layout import CacheLayout, keys_in_fp8
+from forkpoint.cache.layer_spec import keys_in_fp8
+from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.page_size import MAX_PADDING
 from forkpoint.errors import ConfigError, UnsupportedModelError
 from tests.cache.shapes import LATENT, REAL_LAYOUTS, layout_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from forkpoint.cache.layout import KVSpec
+from forkpoint.cache.layer_spec import KVSpec
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.engine.core import EngineCore
 from forkpoint.errors import EngineStoppedError, StepFailedError

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from forkpoint.cache.layout import KVSpec
+from forkpoint.cache.layer_spec import KVSpec
 from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
 from forkpoint.worker.sizing import choose_num_host_pages, choose_num_pages

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec, StateSpec, TensorSpec
+from forkpoint.cache.layer_spec import LayerSpec, StateSpec, TensorSpec
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import Block, Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forkpoint.cache.layout import CacheLayout, KVSpec
+from forkpoint.cache.layer_spec import KVSpec
+from forkpoint.cache.layout import CacheLayout
 from forkpoint.errors import ConfigError
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import ModelConfig

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from forkpoint.cache.layout import CacheLayout, KVSpec
+from forkpoint.cache.layer_spec import KVSpec
+from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import EngineConfig
 from forkpoint.obs.logs import (
     LOGGER,

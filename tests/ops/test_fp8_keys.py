@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.indices import attention_index
-from forkpoint.cache.layout import CacheLayout, KVSpec
+from forkpoint.cache.layer_spec import KVSpec
+from forkpoint.cache.layout import CacheLayout
 from forkpoint.ops.attention.reference import kv_write
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.metadata import AttentionIndex

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forkpoint.cache.layout import CacheLayout, KVSpec, LayerSpec, StateSpec, TensorSpec
+from forkpoint.cache.layer_spec import KVSpec, LayerSpec, StateSpec, TensorSpec
+from forkpoint.cache.layout import CacheLayout
 from forkpoint.errors import ConfigError
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.sched.plan import Move, MoveKind

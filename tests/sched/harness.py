@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from forkpoint.cache.disk_entries import HOST_READY, DiskFacts, TierNews, no_entries
-from forkpoint.cache.layout import CacheLayout, KVSpec
+from forkpoint.cache.layer_spec import KVSpec
+from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.cache.tree import Checkpoint, Node

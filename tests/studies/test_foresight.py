@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint.cache.hashing import BlockHash
-from forkpoint.cache.layout import KVSpec
+from forkpoint.cache.layer_spec import KVSpec
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.sim.cases import Case, CaseResult, run_case
