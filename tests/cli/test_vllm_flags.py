@@ -189,7 +189,7 @@ def test_variables_of_vllm_are_read_or_named() -> None:
 
 
 def test_the_documentation_shows_the_table_as_it_is() -> None:
-    lines = ["| flag | taken | here |", "|---|---|---|"]
+    lines = ["| flag | accepted values | why |", "|---|---|---|"]
     for row in TABLE:
         flags = ", ".join(f"`{name}`" for flag in row.flags.split() for name in flag.split("/"))
         lines.append(f"| {flags} | {', '.join(row.values.split()) or 'no'} | {row.why} |")
