@@ -40,19 +40,18 @@ class MoveRoute(enum.StrEnum):
     HOST_TO_DISK = "host_to_disk"
     READ = "read"  # from the disk tier to the buffer of the move's ticket
     LAND = "land"  # from that buffer to the arena
-    DISCARD = "discard"  # no copy: nobody wants the buffer
-    REMOVE = "remove"  # no copy: the disk's entries of the name's hash, or all without a name, must not be found again
+    DISCARD = "discard"  # no copy: free the buffer, which nobody wants
+    REMOVE = "remove"  # no copy: remove the disk's entries of the name's hash, or all if there is no name
     # From the arena to the memory that other engines fetch from. The ticket is that of the lease. A move without a name
     # completes the lease.
     OFFER = "offer"
-    # No copy: other engines must not get the name's hash any more, the entries of the ticket's lease, or, without both,
-    # anything.
+    # No copy: stop offering the entries of the name's hash, or else those of the ticket's lease, or else all.
     WITHDRAW = "withdraw"
     FETCHED = "fetched"  # from the buffer of a fetch, named by its ticket, to the arena; `src` is the entry's place
     # From the buffer of the fetch with the ticket `dst` to a buffer of the device, that of the move's ticket; `src` is
     # the entry's place.
     STAGE = "stage"
-    FORGET = "forget"  # no copy: nobody wants what a fetch brings
+    FORGET = "forget"  # no copy: stop a fetch that nobody wants
 
 
 class Move(NamedTuple):
@@ -231,7 +230,7 @@ class Arena:
         self._pools = [self.slots, self.blocks, *self.windows]
         self._free_pages = list(range(num_pages - 1, 0, -1))
         self.moves = [] if moves is None else moves
-        self._given_bytes = 0  # since the start
+        self._given_bytes = 0  # bytes handed out since the start
         self._num_bytes = layout.page_bytes * num_pages
 
     @property

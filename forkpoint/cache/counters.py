@@ -14,7 +14,7 @@ class CacheCounters:
     """
 
     query_tokens: int = 0  # tokens of all prompts that were looked up
-    hit_tokens: int = 0  # those of them that were reused
+    hit_tokens: int = 0  # the looked-up tokens that were reused
     # tokens that were cached once and not reused, by reason
     lost_tokens: dict[str, int] = field(default_factory=Counter)
     checkpoints_saved: dict[str, int] = field(default_factory=Counter)
@@ -22,7 +22,7 @@ class CacheCounters:
     checkpoint_hits: dict[str, int] = field(default_factory=Counter)
     checkpoints_skipped: dict[str, int] = field(default_factory=Counter)  # worth a slot, but there was no room
     blocks_evicted: int = 0
-    moves: int = 0  # of compaction
+    moves: int = 0  # units that compaction moved
     host_hit_tokens: int = 0  # the reused tokens that were copied from the host tier
     host_stored_bytes: int = 0
     host_loaded_bytes: int = 0
@@ -31,10 +31,10 @@ class CacheCounters:
     disk_stored_bytes: int = 0
     disk_loaded_bytes: int = 0
     disk_skipped: int = 0  # evicted entries that the disk tier did not store
-    disk_failed_reads: int = 0  # damaged entries among them
+    disk_failed_reads: int = 0  # reads that failed, also those of damaged entries
     disk_failed_writes: int = 0
     peer_hit_tokens: int = 0  # the reused tokens that another engine computed
-    peer_offered_bytes: int = 0  # that were copied for other engines
+    peer_offered_bytes: int = 0  # bytes that were copied for other engines
     peer_fetched_bytes: int = 0
     peer_failed_fetches: int = 0  # prompts of other engines that were computed here
 

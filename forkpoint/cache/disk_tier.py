@@ -23,7 +23,7 @@ from forkpoint.quick_imports import collection_paused
 
 READ_AT_ONCE: Final = 128 * 2**20  # bytes that the worker reads ahead into buffers; a larger state is read alone
 UNWRITTEN_AT_ONCE: Final = 256 * 2**20  # bytes that wait to be written; what is evicted meanwhile is not stored
-STALLED_S: Final = 20.0  # without an answer to a read, after which nothing is read for TRY_AGAIN_S
+STALLED_S: Final = 20.0  # if a read has no answer for so long, nothing is read for TRY_AGAIN_S
 ORIGINS: Final = tuple(Origin)  # a record's `origin` is an index of it
 LOGGER: Final = logging.getLogger("forkpoint")
 
@@ -62,7 +62,7 @@ class DiskTier(LateTier):
         arena = Arena(layout, facts.num_pages, MoveRoute.DISK, moves)
         super().__init__(layout, arena, policy, cost, counters, has_private=has_private)
         self.writes = True
-        self._has_answered = True  # since the last read that had no answer for STALLED_S
+        self._has_answered = True  # whether the disk has answered since a read had no answer for STALLED_S
         self._closed_until_s = -math.inf
         self._source = source
         self._write_limit = write_limit

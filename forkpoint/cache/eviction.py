@@ -61,8 +61,8 @@ class EvictionPolicy:
     queued key holds. A key that has risen meanwhile is noticed at the front. A key that falls by itself must fall at
     those ages.
 
-    The other methods report events; here they do nothing. A policy may keep a note of its own in `Checkpoint.note`, and
-    one for each request: methods that take the request's note return it.
+    The cache calls the other methods to report events; here they do nothing. A policy may keep a note of its own in
+    `Checkpoint.note`, and one for each request: methods that take the request's note return it.
     """
 
     def key(self, entry: EntryFacts) -> float:
@@ -74,11 +74,11 @@ class EvictionPolicy:
         return math.inf
 
     def resumed(self, checkpoint: Checkpoint, request_note: object) -> object:
-        """A request resumes from a checkpoint, whose `last_used` is now. Returns the request's note."""
+        """Note that a request resumes from a checkpoint, whose `last_used` is now. Return the request's note."""
         return request_note
 
     def missed(self, gone: Sequence[BlockHash], request_note: object, now: float) -> tuple[object, BlockHash | None]:
-        """A request computes the blocks `gone`, which may have had checkpoints.
+        """Note that a request computes the blocks `gone`, which may have had checkpoints.
 
         Returns the request's note. If the request continues a conversation whose end was evicted, also returns the
         block of that end.
@@ -86,32 +86,32 @@ class EvictionPolicy:
         return request_note, None
 
     def saved(self, checkpoint: Checkpoint, above: Checkpoint | None, request_note: object) -> None:
-        """A request saved a checkpoint; `above` is the nearest one before it."""
+        """Note that a request saved a checkpoint; `above` is the nearest one before it."""
 
     def unsaved(self, block_hash: BlockHash, request_note: object, now: float) -> None:
-        """There was no room for the state at a prompt's end, the block `block_hash`, at time `now`."""
+        """Note that at time `now` there was no room for the state at a prompt's end, the block `block_hash`."""
 
     def left(self, checkpoint: Checkpoint, request_note: object, *, awaits_tool: bool) -> None:
-        """A request that used or saved a checkpoint has ended (`awaits_tool`: in a tool call)."""
+        """Note that a request that used or saved a checkpoint has ended (`awaits_tool`: in a tool call)."""
 
     def superseded(self, checkpoint: Checkpoint) -> None:
-        """The checkpoint's conversation has gone on from a later one."""
+        """Note that the checkpoint's conversation has gone on from a later one."""
 
     def evicted(self, checkpoint: Checkpoint, above: Checkpoint | None) -> bool:
-        """A checkpoint is evicted; `above` is the nearest one before it in its history, if there is one.
+        """Note that a checkpoint is evicted; `above` is the nearest one before it in its history, if there is one.
 
         Returns whether a conversation now continues from `above`, which then counts as used when the evicted one was.
         """
         return False
 
     def copied(self, source: Checkpoint, copy: Checkpoint) -> None:
-        """`copy`, in this policy's store, was made from another store's `source`, or follows its change."""
+        """Note that `copy`, in this policy's store, was made from another store's `source`, or follows its change."""
 
     def dropped(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint is removed because nobody would use it, or because its contents are wrong."""
+        """Note that a checkpoint is removed because nobody would use it, or because its contents are wrong."""
 
     def reset(self) -> None:
-        """Everything cached so far is gone."""
+        """Note that everything cached so far is gone."""
 
 
 class LRUPolicy(EvictionPolicy):

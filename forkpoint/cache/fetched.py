@@ -100,9 +100,9 @@ class FetchedPrompts(RestoreSource):
         self._of: dict[Lease, FetchedPrompt] = {}
         self._avoided: dict[tuple[str, int], float] = {}  # peer -> until when it is not asked
         self._tickets = itertools.count(1)
-        self._num_bytes = 0  # of the prompts that were started
-        self._held: FetchedPrompt | None = None  # that is being restored
-        self._doubtful: list[Node] = []  # of the arena
+        self._num_bytes = 0  # bytes of the prompts whose fetch has started
+        self._held: FetchedPrompt | None = None  # the prompt that is being restored
+        self._doubtful: list[Node] = []  # nodes of the arena that came from prompts that were not completed
 
     # --- requests
 

@@ -54,7 +54,7 @@ class TensorSpec:
         return math.prod(self.shape)
 
     def num_bytes(self, count: int = 1) -> int:
-        """The bytes of `count` of them in a row, padded to ALIGNMENT_BYTES at the end."""
+        """Return the bytes of `count` such tensors in a row, padded to ALIGNMENT_BYTES at the end."""
         return aligned(count * self.num_values * DTYPE_BYTES[self.dtype])
 
 

@@ -78,13 +78,13 @@ class CacheLayout:
     blocks_per_page: int
     slots_per_page: int
     page_bytes: int
-    kv: tuple[KVSpec, ...]  # all layers'
+    kv: tuple[KVSpec, ...]  # specs of all layers
     states: tuple[StateSpec, ...]
     block_bytes: int  # without padding
     slot_bytes: int  # without padding
     kernel_block_size: int  # tokens
     kernel_blocks: int  # in a block
-    has_kv: bool  # blocks that are kept
+    has_kv: bool  # whether blocks are kept
     has_states: bool
     windows: tuple[BlockGroup, ...] = ()
     groups: tuple[BlockGroup, ...] = ()  # all groups of blocks: that of layers without a window, then `windows`

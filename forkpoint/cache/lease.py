@@ -67,13 +67,13 @@ class Lease:
     decoded: bool = False  # decode kernels computed a part of the state
     saves: list[StateSave] = field(default_factory=list)
     hit: Checkpoint | None = None
-    note: object = None  # the eviction policy's
+    note: object = None  # the eviction policy's note
     num_survived_tokens: int = 0  # how far keys and values reached where the conversation had lost its end
     decode_checkpoint: Checkpoint | None = None  # the newest one at a boundary that the row decoded past
-    touched: list[Checkpoint] = field(default_factory=list)  # that this request hit or saved
-    filed: list[Node | Checkpoint] = field(default_factory=list)  # by this request
+    touched: list[Checkpoint] = field(default_factory=list)  # checkpoints that this request hit or saved
+    filed: list[Node | Checkpoint] = field(default_factory=list)  # entries that this request filed
     has_duplicates: bool = False  # the tree has some of `own_blocks` too
-    detached: bool = False  # files nothing more
+    detached: bool = False  # whether the lease files nothing more
 
     @property
     def read_slot(self) -> int:

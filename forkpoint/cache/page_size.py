@@ -8,7 +8,7 @@ from typing import Final
 
 from forkpoint.errors import ConfigError
 
-ALIGNMENT_BYTES: Final = 64  # of every tensor: a cache line, and more than any vector load needs
+ALIGNMENT_BYTES: Final = 64  # alignment of every tensor: a cache line, and more than any vector load needs
 MAX_PADDING: Final = 0.05  # share of a page that may carry no data; less would need pages too large to move
 SLOTS_WITHOUT_BYTES: Final = 64  # a page, in layouts with windows and without recurrent layers
 

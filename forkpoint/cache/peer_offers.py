@@ -11,8 +11,8 @@ from forkpoint.cache.hashing import HASH_BYTES
 from forkpoint.cache.tree import Origin
 from forkpoint.config import BLOCK_SIZE
 
-WANTS_OFFER: Final = "do_remote_decode"  # of kv_transfer_params: another engine will continue this prompt
-OWN_FIELD: Final = "forkpoint"  # of kv_transfer_params: what vLLM's fields cannot say
+WANTS_OFFER: Final = "do_remote_decode"  # field of kv_transfer_params: another engine will continue this prompt
+OWN_FIELD: Final = "forkpoint"  # field of kv_transfer_params: what vLLM's fields cannot say
 MAX_PORT: Final = 2**16 - 1
 MAX_HOST_CHARS: Final = 253
 MAX_LEASE: Final = 2**53
@@ -58,7 +58,7 @@ class Offer:
     last_hash: bytes
     origin: Origin
     decoded: bool
-    more_ports: tuple[int, ...] = ()  # of the ranks after the first
+    more_ports: tuple[int, ...] = ()  # ports of the ranks after the first
     is_early: bool = False  # the prompt may still be computed
 
     @property

@@ -21,7 +21,7 @@ from forkpoint.cache.tier import unit_of, windows_of
 from forkpoint.cache.tree import Checkpoint, Node, Origin, path_below
 from forkpoint.config import BLOCK_SIZE
 
-HAS_OFFER: Final = "do_remote_prefill"  # of kv_transfer_params: another engine has computed this prompt
+HAS_OFFER: Final = "do_remote_prefill"  # field of kv_transfer_params: another engine has computed this prompt
 SENT_ALONE: Final = (MoveRoute.OFFER, MoveRoute.WITHDRAW, MoveRoute.FORGET)  # moves that a plan without rows carries
 LOGGER: Final = logging.getLogger("forkpoint")
 

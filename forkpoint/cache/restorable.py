@@ -53,7 +53,7 @@ class Restorable:
     def __init__(self, room: str, *, has_private: bool, is_open: Callable[[], bool]) -> None:
         self._room = room
         self._is_open = is_open
-        self._is_hidden = False  # what is here is reported as removed
+        self._is_hidden = False  # whether the entries here are reported as removed
         self._has_private = has_private
         self._root = root_hash("")
         self._num_below: dict[Node, int] = {}  # children in this table, plus 1 for an end

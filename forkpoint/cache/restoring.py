@@ -25,12 +25,12 @@ class Restore:
     """
 
     lease: Lease
-    order: tuple[int, int]  # of the request, as in ScheduledRequest
+    order: tuple[int, int]  # the request's, as in ScheduledRequest
     source: RestoreSource
     end: Node
     end_checkpoint: Checkpoint | None
     node: Node
-    num_tokens_before: int  # that a lookup found in the arena
+    num_tokens_before: int  # tokens that a lookup found in the arena
     loaded: Checkpoint | None = None
     is_complete: bool = False
 

@@ -21,7 +21,7 @@ from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Node, nearest_checkpoint
 from forkpoint.cache.windows import WindowRuns, ids_of
 
-NEAR_BLOCKS: Final = 8  # from one state to the next
+NEAR_BLOCKS: Final = 8  # a state at most so many blocks before another one counts as near
 
 
 class Tier(RestoreSource):

@@ -54,9 +54,9 @@ class TierReads:
         self._clock = clock
         self._reads: dict[int, TierRead] = {}  # by ticket; those whose contents have not been copied to the arena
         self._tickets_of: dict[Node | Checkpoint, int] = {}
-        self._num_bytes = 0  # of these reads
+        self._num_bytes = 0  # bytes of these reads
         self._num_awaited = 0  # reads that have not arrived
-        self._num_arrived_bytes = 0  # of the present prefix, since `_began_s`
+        self._num_arrived_bytes = 0  # bytes of the present prefix, since `_began_s`
         self._began_s = 0.0
         self._probes = False
         self.answered_s = 0.0  # when a read was reported last, or when the first of the present ones began

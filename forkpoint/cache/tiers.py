@@ -69,7 +69,7 @@ class Tiers:
         """`store` is the arena's. `has_private`: some of its entries can be found by one request alone."""
         self._store = store
         layout, moves, counters = store.layout.in_tiers(), store.arena.moves, store.counters
-        tickets = itertools.count(FIRST_TICKET)  # of all copies that end later than their plan
+        tickets = itertools.count(FIRST_TICKET)  # for all copies that end later than their plan
         self.host: HostTier | None = None
         if num_pages := sizes.num_host_pages:
             new_host: Callable[..., HostTier] = HostTier

@@ -104,7 +104,7 @@ class Checkpoint(Evictable):
     num_readers: int = 0
     num_expected: int = 0  # waiting requests that would resume here
     superseded: bool = False  # a later checkpoint of the same conversation exists
-    note: object = None  # the eviction policy's
+    note: object = None  # the eviction policy's note
 
     @property
     def is_spare(self) -> bool:

@@ -14,7 +14,7 @@ import xxhash
 
 from forkpoint.cache.disk_entries import EntryName
 
-FORMAT: Final = 1  # of slab and journal; a new one makes old files foreign
+FORMAT: Final = 1  # number of the format of slab and journal; files of another format are foreign
 WEIGHT_FILES: Final = "*.safetensors"
 NAMESPACE_BYTES: Final = 16
 

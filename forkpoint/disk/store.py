@@ -35,10 +35,10 @@ class Job:
     kind: int
     unit: int
     name: EntryName | None = None
-    data: mmap.mmap | None = None  # of a write, or of a copy once it runs
+    data: mmap.mmap | None = None  # contents of a write, or of a copy once it runs
     reads: bool = False
     removes: bool = False
-    source: int | None = None  # of a copy
+    source: int | None = None  # the unit that is copied
     ticket: int = 0
 
     def touches(self, kind: int, unit: int) -> bool:
@@ -69,7 +69,7 @@ class DiskStore:
         self.allocate: Callable[[int], mmap.mmap] = partial(mmap.mmap, -1)  # returns memory for a buffer of a size
         self._changed = threading.Condition()  # guards all below
         self._jobs: deque[Job] = deque()
-        self._num_reads = 0  # of the jobs
+        self._num_reads = 0  # how many of the jobs are reads
         self._buffers: dict[int, list[mmap.mmap]] = {BLOCK: [], SLOT: []}  # idle ones
         self._arrived: dict[int, tuple[int, mmap.mmap]] = {}  # ticket -> kind and contents
         self._discarded: set[int] = set()  # tickets of reads whose contents nobody wants
@@ -96,7 +96,7 @@ class DiskStore:
         self._submit(Job(BLOCK, 0, name, removes=True))
 
     def fail_write(self, ticket: int) -> None:
-        """Report a write as failed that the caller does not want."""
+        """Report as failed a write that the caller does not want."""
         with self._changed:
             self._failed.append(ticket)
 

@@ -23,8 +23,8 @@ from forkpoint.obs.logs import LOGGER
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_SOURCE_PIXELS: Final = 1 << 26  # of a picture as it is given; decoding it takes four bytes a pixel
-MAX_REQUEST_PIXELS: Final = 1 << 28  # of all pictures of a prompt together
+MAX_SOURCE_PIXELS: Final = 1 << 26  # pixels of a picture as it is given; decoding takes four bytes a pixel
+MAX_REQUEST_PIXELS: Final = 1 << 28  # pixels of all pictures of a prompt together
 LOW_DETAIL: Final = "low"
 FULL_DETAIL: Final = (None, "auto", "high", "original")
 GREY_16: Final = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # modes that hold 16-bit grey

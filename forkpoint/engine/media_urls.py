@@ -12,7 +12,7 @@ from forkpoint.checks import member, shown
 from forkpoint.engine.conversation import is_image, is_media
 from forkpoint.errors import InvalidPromptError
 
-MAX_BYTES: Final = 20 << 20  # of one file
+MAX_BYTES: Final = 20 << 20  # bytes of one file
 # Keys of a part under which its picture or video stands. Hugging Face, MCP and LangChain use the last three.
 FIELDS: Final = ("image_url", "image_pil", "image", "video_url", "url", "data", "base64")
 EXAMPLES: Final = {"image": "data:image/png;base64,...", "video": "data:video/mp4;base64,..."}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 EXAMPLE: Final = EXAMPLES["image"]
 START_OF_SCAN: Final = b"\xff\xda"  # never among a JPEG's compressed data
-MAX_SCANS: Final = 100  # of a JPEG. Each goes over all pixels, encoders write about 10, and 14 bytes suffice for one
+MAX_SCANS: Final = 100  # scans of a JPEG. Each goes over all pixels; encoders write about 10; 14 bytes suffice for one
 
 
 def picture_of(part: Mapping[str, Any], fetched: Mapping[str, bytes] = NONE_FETCHED) -> Image | PictureFile:
@@ -52,7 +52,7 @@ def opened_picture(data: bytes) -> PictureFile:
 
     try:
         found = Image.open(io.BytesIO(data), formats=FORMATS)
-    except Image.DecompressionBombError:  # of far more pixels than `check_picture` allows
+    except Image.DecompressionBombError:  # the picture has far more pixels than `check_picture` allows
         raise InvalidPromptError(f"an image is too large: from 1 to {MAX_SOURCE_PIXELS} pixels are read") from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError):
         raise InvalidPromptError(

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 CONTAINERS: Final = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"  # none of them reads other files
 CODECS: Final = "h264,hevc,av1,libdav1d,vp8,vp9,libvpx,libvpx-vp9,mpeg4,mjpeg"
-MAX_FRAME_PIXELS: Final = 1 << 25  # of a frame as it is in the file: 7680x4320 fits
+MAX_FRAME_PIXELS: Final = 1 << 25  # pixels of a frame as it is in the file: 7680x4320 fits
 MAX_FILE_FRAMES: Final = 1 << 17  # more than an hour at 30 frames a second
-DEFAULT_FPS: Final = 24.0  # of a file that does not say, as in transformers
+DEFAULT_FPS: Final = 24.0  # frames a second of a file that does not say, as in transformers
 NO_DECODER: Final = (
     "video files cannot be read, because PyAV is not installed; install forkpoint[video], or send frames as images"
 )

@@ -18,7 +18,7 @@ from forkpoint.images import ImageSpan, PixelArray
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_DECODED_PIXELS: Final = 1 << 32  # of all frames of a prompt's files: about 10 s of one core
+MAX_DECODED_PIXELS: Final = 1 << 32  # pixels of all frames of a prompt's files: about 10 s of one core
 DEFAULT_FPS: Final = 2.0  # frames a second that the model's own processor samples
 MAX_SHOWN_NAME: Final = 64  # characters of a text in an error message; a longer one may be the data of a file
 EXAMPLE: Final = "an array [frames, height, width, 3] of uint8, a list of frames, or (frames, {'fps': 2.0})"

@@ -73,8 +73,8 @@ class _Running:
         self.entries: list[memoryview | None] = [*buffers] or [None] * len(fetch.names)
         # Guarded by the lock of Fetching:
         self.arrived: list[set[int]] = [set() for _ in fetch.names]  # parts of each entry
-        self.num_arrived = self.num_reported = 0  # of the first entries
-        self.unreported_bytes = 0  # of those that have arrived and were not reported
+        self.num_arrived = self.num_reported = 0  # how many of the first entries have arrived, and were reported
+        self.unreported_bytes = 0  # bytes that have arrived and were not reported
         self._lock = threading.Lock()  # guards all below
         self._lines: set[Line] = set()
         self._is_stopped = self._is_filling = False

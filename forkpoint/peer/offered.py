@@ -177,7 +177,7 @@ class Offered:
             self._drop(lease.entries.values())
 
     def _drop(self, entries: Iterable[OfferedEntry]) -> None:
-        """Hold entries once less. Those that nobody holds go."""
+        """Lower the counts of holders of these entries by one, and free those that nobody holds."""
         for entry in entries:
             entry.num_holders -= 1
             if entry.num_holders:

@@ -28,7 +28,7 @@ class PeerThreads:
     def __init__(self, most: int) -> None:
         self._most = most
         self._lock = Lock()  # guards all below
-        self._queues: dict[tuple[str, int], _Queue] = {}  # of the peers that have threads
+        self._queues: dict[tuple[str, int], _Queue] = {}  # queues of the peers that have threads
 
     def submit(self, peer: tuple[str, int], job: _Job) -> None:
         """Run a job for a peer, given as host and port. Raises RuntimeError if the system starts no more threads."""

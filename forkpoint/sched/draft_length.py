@@ -37,7 +37,7 @@ class StepTimes:
 
     @property
     def price(self) -> float | None:
-        """The time of one more token in a step, in confirmed tokens per that time; None: not known yet.
+        """The confirmed tokens that one more token in a step must bring to pay for its time; None: not known yet.
 
         Steps with more and with fewer tokens are needed to find it. It is 0 before the first step.
         """
@@ -70,7 +70,7 @@ class DraftLength:
         self._weights: list[int] = []
 
     def choose(self, name: str, most: int) -> int:
-        """Return how many drafts, at most `most`, the row gets: while they are likelier accepted than they cost.
+        """Return how many drafts, at most `most`, the row gets: as long as each is likely enough to pay for its time.
 
         A row whose drafts do not pay gets one now and then, to notice a change; then its next try is scheduled. While
         the cost is unknown, steps with `most` drafts and with half of them alternate.

@@ -119,7 +119,7 @@ class SuffixSource:
 
 
 def _usual(following: IntArray, least_share: float) -> list[int]:
-    """Return, position by position, the id that most of the rows left have there; only these rows stay.
+    """Return the commonest id of each position, among the rows that have the ids chosen before it.
 
     `following` is `[matches, positions]`. The list ends before END, and where fewer than `least_share` of all rows
     agree.
@@ -157,7 +157,7 @@ class CacheSource:
         return Guess(np.frombuffer(drafts, np.int32)[:most], request.num_tokens) if drafts else None
 
     def forget(self, request: Request) -> None:
-        """The source keeps nothing of the request."""
+        """Do nothing, because the source keeps nothing of a request."""
 
 
 def _latest(node: Node, begun: bytes) -> Node | None:

@@ -140,7 +140,7 @@ class DraftPlanner:
                     self._num_tokens += num_drafts
                     self._accepted.update(range(num_accepted))
                     self._drafter.judged(scheduled.request, num_drafts, num_accepted)
-        computes_prompts = issued.plan.num_decodes < len(rows)  # which took a part of the time
+        computes_prompts = issued.plan.num_decodes < len(rows)  # prompts took a part of the time
         self._drafter.stepped(result.num_tokens, len(result.token_ids), None if computes_prompts else seconds)
 
     def forget(self, request: Request) -> None:

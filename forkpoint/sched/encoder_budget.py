@@ -27,7 +27,7 @@ class EncoderBudget:
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # number of tokens by digest, least recently used first
         self._num_kept = 0  # tokens
         self._dropped: list[bytes] = []  # digests that no plan has named yet
-        self._left = max_tokens  # of the step under construction
+        self._left = max_tokens  # tokens that the step under construction may still encode
         self.stats = EncoderStats()
 
     def begin_step(self) -> None:

@@ -44,7 +44,7 @@ class AddedRow:
     stop_token_ids: tuple[int, ...]  # ids that `min_tokens` forbids, the end-of-sequence ids included
     block_ids: IntArray
     wants_prompt_logprobs: bool = False
-    images: tuple[ImageSpan, ...] = ()  # of the prompt
+    images: tuple[ImageSpan, ...] = ()  # images of the prompt
     more_block_ids: tuple[IntArray, ...] = ()
 
 
@@ -109,7 +109,7 @@ class StateFlush:
     """
 
     row: int
-    slot: int  # before the plan's moves
+    slot: int  # its id before the plan's moves
     num_tokens: int
     written: int
     pending: int
@@ -152,17 +152,17 @@ class StepPlan:
 
     step: int
     removed: tuple[int, ...] = ()
-    flushes: tuple[StateFlush, ...] = ()  # of removed rows
+    flushes: tuple[StateFlush, ...] = ()  # states that removed rows leave
     dropped_images: tuple[bytes, ...] = ()  # digests whose embeddings the runner keeps no longer
     moves: tuple[Move, ...] = ()
     added: tuple[AddedRow, ...] = ()
     replaced: tuple[ReplacedPrefix, ...] = ()
     rows: StepRows = field(default_factory=StepRows.empty)
     num_decodes: int = 0
-    num_tokens: int = 0  # all rows'
+    num_tokens: int = 0  # tokens of all rows
     sampled_rows: IntArray = field(default_factory=_no_ints)  # the rows that sample, in the order of `rows`
     masks: TokenMasks | None = None  # None: every row may sample any id
-    waits_for_tiers: bool = False  # a plan without work: its result comes with the next news of disk or peers, or soon
+    waits_for_tiers: bool = False  # whether the result of a plan without work waits briefly for news of disk or peers
     fetches: tuple[Fetch, ...] = ()  # orders to get prompts from other engines, which end later than the plan
 
 
@@ -197,9 +197,9 @@ class StepResult:
     prompt_logprobs: dict[int, tuple[tuple[int, TokenLogprobs], ...]] = field(default_factory=dict)
     num_tokens: int = 0
     slot_bytes_copied: int = 0
-    replayed: bool = False  # by a recorded graph
-    tier_news: TierNews | None = None  # since the last result
-    fetched: FetchNews | None = None  # since the last result
+    replayed: bool = False  # whether a recorded graph ran the step
+    tier_news: TierNews | None = None  # news since the last result
+    fetched: FetchNews | None = None  # news since the last result
 
 
 class SubmittedStep(Protocol):

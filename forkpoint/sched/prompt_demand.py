@@ -14,7 +14,7 @@ class PromptDemand:
 
     def __init__(self, waiting: WaitingQueue, running: RunningSet) -> None:
         self._waiting, self._running = waiting, running
-        self._is_blocked = False  # by the memory, as of the last step
+        self._is_blocked = False  # whether memory had no room for a waiting request in the last step
 
     def num_tokens(self, most: int) -> int:
         """Return the number of these tokens, at most `most`.

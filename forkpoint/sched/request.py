@@ -59,7 +59,7 @@ class Request:
     arrival_s: float = 0.0
     grammar: Grammar | None = None
     tool_call_token_ids: frozenset[int] = frozenset()
-    images: tuple[ImageSpan, ...] = ()  # of the prompt, in its order
+    images: tuple[ImageSpan, ...] = ()  # images of the prompt, in its order
 
     output_token_ids: list[int] = field(default_factory=list)
     cache: CacheReport = field(default_factory=CacheReport)
@@ -69,7 +69,7 @@ class Request:
     num_accepted_tokens: int = 0  # accepted draft tokens
     resume_cache: CacheReport | None = None  # the latest run after a preemption; outputs count as its prompt
     prompt_logprobs_done: bool = False
-    kv_transfer_params: Mapping[str, Any] | None = None  # of the answer: what this engine offers of the prompt
+    kv_transfer_params: Mapping[str, Any] | None = None  # fields of the answer: what this engine offers of the prompt
 
     @property
     def num_prompt_tokens(self) -> int:

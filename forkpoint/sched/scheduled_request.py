@@ -39,7 +39,7 @@ class ScheduledRequest:
     junctions: frozenset[int] = frozenset()
     expected: Checkpoint | None = None  # the checkpoint that this waiting request would resume from
     restores: bool = True  # whether a longer prefix is to be copied from a tier
-    num_restored_tokens: int = 0  # of the prefix that this run starts from: copied from a tier
+    num_restored_tokens: int = 0  # tokens of this run's prefix that were copied from a tier or a peer
     restored_from: str = ""  # the name of their RestoreSource
     suspect_until: int = 0  # tokens; up to there Retries plans it alone
 

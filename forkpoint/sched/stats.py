@@ -23,7 +23,7 @@ class EncoderStats:
 
     num_images_encoded: int = 0
     num_image_tokens_encoded: int = 0
-    num_images_kept: int = 0  # whose embeddings were there, so that the tower did not run
+    num_images_kept: int = 0  # images whose embeddings were there, so that the tower did not run
     num_image_tokens_kept: int = 0
 
 

@@ -10,7 +10,7 @@ from forkpoint.sched.step_line import StepLine
 
 MARGIN: Final = 0.8  # share of the limit that steps are planned for, because durations vary
 MEMORY: Final = 0.9  # factor on the weight of earlier steps for each new step
-FIRST_TOKENS: Final = 512  # before any prompt was timed
+FIRST_TOKENS: Final = 512  # prompt tokens of a step before any prompt was timed
 
 
 def tokens_within(limit_s: float, num_tokens: float, seconds: float, token_s: float) -> int:

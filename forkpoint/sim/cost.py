@@ -29,7 +29,7 @@ class StepLoad:
     copied_bytes: int = 0
     num_drafts: int = 0
     host_bytes: int = 0
-    waits_s: float = 0.0  # of a step without work: until the disk has read something
+    waits_s: float = 0.0  # seconds that a step without work waits for the disk
 
     @property
     def num_tokens(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from forkpoint.checks import Bounds, Checker, shown
 from forkpoint.errors import TraceError
 
-MAX_TOKENS: Final = 2**31 - 1  # of a whole trace, whose token ids are int32
+MAX_TOKENS: Final = 2**31 - 1  # tokens of a whole trace, whose ids are int32
 TIMES: Final = Bounds(0.0, 1e13)  # seconds or milliseconds, also since 1970
 
 

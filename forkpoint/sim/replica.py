@@ -32,7 +32,7 @@ class ReplicaCounters:
     blocks_evicted: int = 0
     num_preemptions: int = 0
     restored_tokens: int = 0  # the reused tokens that came from the host tier
-    read_tokens: int = 0  # those that came from the disk tier
+    read_tokens: int = 0  # the reused tokens that came from the disk tier
     lost_tokens: dict[str, int] = field(default_factory=dict)
 
 

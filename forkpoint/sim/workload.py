@@ -134,7 +134,7 @@ class Agents(Conversations):
     gap_s: float = 20.0
 
 
-LARGEST: Final = 1e6  # of each option; a workload with more sessions takes hours to create
+LARGEST: Final = 1e6  # limit of each option; a workload with more sessions takes hours to create
 Workload = Conversations | SharedDocuments | TreeSearch
 WORKLOADS: Final[Mapping[str, Callable[..., Workload]]] = MappingProxyType(
     {"chat": Conversations, "agents": Agents, "rag": SharedDocuments, "tree": TreeSearch}
