@@ -14,6 +14,7 @@ from forkpoint.ops.attention.reference import kv_write, paged_attention
 from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.select import torch_table
 from tests.ops.cpu_table import cpp
+from tests.ops.plain_attention import plain_attention
 
 FIXED = torch_table(True).paged_attention
 BLOCK, HEADS, KV_HEADS, DIM, VALUE_DIM = 64, 6, 2, 16, 24
@@ -53,19 +54,7 @@ class Batch:
         )
 
     def plain(self, scale: float, window: int | None, first_key: int = 0) -> Tensor:
-        outputs, start = [], 0
-        for r, count in enumerate(self.index.query_lens):
-            length = self.index.host_kv_lens[r]
-            q = self.q[start : start + count].double()
-            k, v = (x[r].double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (self.k, self.v))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-            at = torch.arange(length - count, length).unsqueeze(1)
-            keys = torch.arange(length)
-            hidden = (keys > at) | (keys <= at - (window or length + 1)) | (keys < first_key)
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-            outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
-            start += count
-        return torch.cat(outputs)
+        return plain_attention(self.q, self.index.query_lens, self.k, self.v, scale, window, first_key)
 
 
 @pytest.mark.parametrize("attend", [paged_attention, FIXED], ids=["plain", "fixed"])

@@ -11,6 +11,7 @@ from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.attention.reference import kv_write
 from forkpoint.ops.select import torch_table
 from tests.ops.cpu_table import build, cpp
+from tests.ops.plain_attention import plain_attention
 from tests.ops.recurrence_cases import GATED_NORMS, ints
 
 CPP = cpp()
@@ -59,7 +60,7 @@ class _Rows:
         self.k_cache, self.v_cache = _caches(sum(counts), hkv, *dims, dtype)
         kv_write(self.k, self.v, self.k_cache, self.v_cache, torch.tensor(slots))
         self.q = torch.randn(sum(queries), hq, dims[0]).to(dtype)
-        self.lens, self.queries, self.heads = lens, queries, heads
+        self.lens, self.queries = lens, queries
         order = torch.randperm(len(lens))  # the table's lines stand in another order than the rows
         self.index = attention_index(
             queries, lens, table[order], torch.empty(0, dtype=torch.int64), decodes, order.argsort().tolist()
@@ -67,17 +68,8 @@ class _Rows:
 
     def exact(self, scale: float, window: int | None) -> Tensor:
         """fp64, row by row, without blocks."""
-        group, outs, k_at, q_at = self.heads[0] // self.heads[1], [], 0, 0
-        for length, queries in zip(self.lens, self.queries, strict=True):
-            k, v = (x[k_at : k_at + length].double().repeat_interleave(group, dim=1) for x in (self.k, self.v))
-            q = self.q[q_at : q_at + queries].double()
-            at = torch.arange(length - queries, length).unsqueeze(1)
-            keys = torch.arange(length)
-            seen = (keys <= at) & (keys > at - (window or length))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-            outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v))
-            k_at, q_at = k_at + length, q_at + queries
-        return torch.cat(outs)
+        keys, values = (torch.split(x, self.lens) for x in (self.k, self.v))
+        return plain_attention(self.q, self.queries, keys, values, scale, window)
 
     def run(self, scale: float, window: int | None) -> Tensor:
         return CPP.paged_attention(self.q, self.k_cache, self.v_cache, self.index, scale, window)

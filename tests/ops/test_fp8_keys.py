@@ -22,6 +22,7 @@ from forkpoint.ops.table import OpTable
 from forkpoint.platforms.table import resolve_platform
 from forkpoint.runtime.buffers import ArenaBuffer
 from tests.ops.cpu_table import build
+from tests.ops.plain_attention import plain_attention
 from tests.ops.triton_cases import DEVICE, ON_GPU, relative_error, sized, triton_ops
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -110,19 +111,8 @@ class Rows:
         return self.ops.paged_attention(q, *self.caches, index, 0.2, window, None, self.scales)
 
     def plain(self, window: int | None) -> Tensor:
-        outputs, q_at, k_at, group = [], 0, 0, self.heads.queries // self.heads.keys
-        keys, values = kept(self.k), kept(self.v)
-        for length, count in zip(self.kv_lens, self.queries, strict=True):
-            q = self.q[q_at : q_at + count].double()
-            k, v = (x[k_at : k_at + length].double().repeat_interleave(group, 1) for x in (keys, values))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * 0.2
-            at = torch.arange(length - count, length, device=DEVICE).unsqueeze(1)
-            key = torch.arange(length, device=DEVICE)
-            hidden = (key > at) | (key <= at - (window or length + 1))
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-            outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
-            q_at, k_at = q_at + count, k_at + length
-        return torch.cat(outputs)
+        keys, values = (torch.split(kept(x), self.kv_lens) for x in (self.k, self.v))
+        return plain_attention(self.q, self.queries, keys, values, 0.2, window)
 
 
 SMALL, WIDE = Heads(4, 2, 16, 24), Heads(10, 1, 40, 16)

@@ -18,6 +18,7 @@ from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import DeviceTraits
 from tests.ops.cpu_table import build
 from tests.ops.gluon_host import on_host
+from tests.ops.plain_attention import plain_attention
 from tests.ops.triton_cases import DEVICE, ON_GPU, relative_error, triton_ops
 
 HEADS, RANK, SHARED, EPS = 5, 40, 12, 1e-6
@@ -70,15 +71,9 @@ class Batch:
         return ops.paged_attention(q, self.cache, self.cache[..., : self.rank], index or self.index, 0.2, None)
 
     def plain(self, first_key: int = 0) -> Tensor:
-        outputs, start = [], 0
-        for own, count in zip(self.rows, self.index.query_lens, strict=True):
-            q, keys = self.q[start : start + count].double(), own.double()
-            hidden = torch.ones(count, len(own), device=DEVICE).triu(len(own) - count + 1).bool()
-            hidden[:, :first_key] = True
-            weights = (q.transpose(0, 1) @ keys.t() * 0.2).masked_fill(hidden, float("-inf")).softmax(-1)
-            outputs.append((weights @ keys[:, : self.rank]).transpose(0, 1))
-            start += count
-        return torch.cat(outputs)
+        keys = [own.unsqueeze(1) for own in self.rows]
+        values = [own[..., : self.rank] for own in keys]
+        return plain_attention(self.q, self.index.query_lens, keys, values, 0.2, first_key=first_key)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -181,12 +176,9 @@ def test_expanded_against_plain_softmax(dtype: torch.dtype, monkeypatch: pytest.
             return latent @ up.flatten(0, 1).t()
 
         prefill(q[at], shared[at], batch.cache, RANK, expand, batch.index, row, scale, out[at])
-        made = expand(rows[:, :RANK]).double().unflatten(1, (HEADS, -1))
-        scores = torch.einsum("qhd,khd->hqk", q[at].double(), made[..., :dim])
-        scores += torch.einsum("qhd,kd->hqk", shared[at].double(), rows[:, RANK:].double())
-        hidden = torch.ones(count, len(rows), device=DEVICE).triu(len(rows) - count + 1).bool()
-        weights = (scores * scale).masked_fill(hidden, float("-inf")).softmax(-1)
-        want = torch.einsum("hqk,khd->qhd", weights, made[..., dim:])
+        made = expand(rows[:, :RANK]).unflatten(1, (HEADS, -1))
+        keys = torch.cat((made[..., :dim], rows[:, None, RANK:].expand(-1, HEADS, -1)), -1)
+        want = plain_attention(torch.cat((q[at], shared[at]), -1), [count], [keys], [made[..., dim:]], scale)
         assert relative_error(out[at], want) <= BOUND[dtype]
 
 

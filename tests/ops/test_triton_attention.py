@@ -17,6 +17,7 @@ from forkpoint.ops.attention.kernel import MAX_WAVES, TritonPagedAttention, num_
 from forkpoint.ops.attention.reference import NO_KEYS
 from forkpoint.ops.metadata import MAX_PARTS, PART_BLOCKS, AttentionIndex, AttentionWork, KeySplits, running_total
 from forkpoint.platforms.platform import DeviceTraits
+from tests.ops.plain_attention import plain_attention
 from tests.ops.triton_cases import DEVICE, ON_GPU, gpu_only, relative_error, sized, triton_ops
 
 OURS = triton_ops()
@@ -82,19 +83,7 @@ class Batch:
         return OURS.paged_attention(q, self.k_cache, self.v_cache, index or self.index, 0.2, window)
 
     def plain(self, window: int | None, first_key: int = 0) -> Tensor:
-        outputs, start, group = [], 0, self.heads.queries // self.heads.keys
-        for r, count in enumerate(self.index.query_lens):
-            length = self.index.host_kv_lens[r]
-            q = self.q[start : start + count].double()
-            k, v = (x[r].double().repeat_interleave(group, 1) for x in (self.k, self.v))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * 0.2
-            at = torch.arange(length - count, length, device=DEVICE).unsqueeze(1)
-            keys = torch.arange(length, device=DEVICE)
-            hidden = (keys > at) | (keys <= at - (window or length + 1)) | (keys < first_key)
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-            outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
-            start += count
-        return torch.cat(outputs)
+        return plain_attention(self.q, self.index.query_lens, self.k, self.v, 0.2, window, first_key)
 
 
 def test_partial_results_of_some_keys() -> None:
