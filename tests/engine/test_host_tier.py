@@ -7,18 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu_tiers import bits_of
 from forkpoint.engine.llm import LLM
-from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, ignore_eos=True)
 ROOM = 3 << 19  # bytes of arena: fewer than all prompts together take
-
-
-def bits(output: RequestOutput) -> tuple[object, ...]:
-    completion = output.outputs[0]
-    assert completion.logprobs is not None
-    return completion.token_ids, [sorted((k, v.logprob) for k, v in each.items()) for each in completion.logprobs]
 
 
 def test_restored_prefixes_give_the_bits_of_an_engine_without_a_cache(tiny_model: Path) -> None:
@@ -33,7 +27,7 @@ def test_restored_prefixes_give_the_bits_of_an_engine_without_a_cache(tiny_model
             answers.append([llm.generate(prompt, PARAMS, use_tqdm=False)[0] for prompt in prompts])
             metrics = llm.get_metrics()
             llm._engine.core.scheduler.check_integrity()
-    assert [bits(output) for output in answers[0]] == [bits(output) for output in answers[1]]
+    assert [bits_of(output) for output in answers[0]] == [bits_of(output) for output in answers[1]]
     restored = [output.cache.num_restored_tokens for output in answers[1]]
     assert not any(restored[:5]) and sum(restored[5:]) >= 448
     assert metrics["host_hit_tokens"] == sum(restored) and metrics["host_loaded_bytes"] > 0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu_tiers import bits_of
 from forkpoint.engine.llm import LLM
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
@@ -19,12 +20,6 @@ from tests.checkpoints import write_checkpoint
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2)
-
-
-def bits(output: RequestOutput) -> tuple[object, ...]:
-    completion = output.outputs[0]
-    assert completion.logprobs is not None
-    return completion.token_ids, [sorted((k, v.logprob) for k, v in each.items()) for each in completion.logprobs]
 
 
 @pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 3}], ids=["plain", "drafts"])
@@ -55,7 +50,7 @@ def test_restored_prefixes_have_the_bits_of_computed_ones(family: str, drafts: A
         answers.append(llm.generate(prompts, PARAMS, use_tqdm=False))
         metrics = llm.get_metrics()
         llm._engine.core.scheduler.check_integrity()
-    assert [bits(output) for output in answers[0]] == [bits(output) for output in answers[1]]
+    assert [bits_of(output) for output in answers[0]] == [bits_of(output) for output in answers[1]]
     assert metrics["host_hit_tokens"] > 0 and metrics["host_stored_bytes"] > 0 and metrics["num_replayed_steps"] > 0
 
 
@@ -88,7 +83,7 @@ def test_a_restarted_engine_finds_what_is_on_the_disk(
     longer = [talk + [7] * 70 for talk in talks]
     with LLM(str(model), enable_prefix_caching=False, kv_cache_memory_bytes=64 << 20, **SHARED) as llm:
         layout = llm._engine.core.scheduler.layout
-        expected = [bits(output) for output in llm.generate(longer, PARAMS, use_tqdm=False)]
+        expected = [bits_of(output) for output in llm.generate(longer, PARAMS, use_tqdm=False)]
     room = (layout.num_pages_for(3 * 1100, 9) + 1) * layout.page_bytes
     disk = {"kv_cache_memory_bytes": room, "kv_disk_path": str(tmp_path / "disk"), "kv_disk_size": 0.5, **host}
     with LLM(str(model), **disk, **SHARED) as llm:
@@ -97,7 +92,7 @@ def test_a_restarted_engine_finds_what_is_on_the_disk(
         answers = llm.generate(longer, PARAMS, use_tqdm=False)
         metrics = llm.get_metrics()
         llm._engine.core.scheduler.check_integrity()
-    assert [bits(output) for output in answers] == expected
+    assert [bits_of(output) for output in answers] == expected
     assert metrics["disk_hit_tokens"] > 0 and metrics["disk_failed_reads"] == 0
     assert answers[0].cache.num_restored_tokens > 0, "the first request after the restart"
 
@@ -110,7 +105,7 @@ def test_a_pair_gives_the_bits_of_one_engine(model: Path, talks: list[list[int]]
         return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": role}, **room}
 
     with LLM(str(model), enable_prefix_caching=False, **room, **SHARED) as llm:
-        expected = [bits(output) for output in llm.generate(talks, PARAMS, use_tqdm=False)]
+        expected = [bits_of(output) for output in llm.generate(talks, PARAMS, use_tqdm=False)]
     with (
         LLM(str(model), **link("kv_producer"), **SHARED) as first,
         LLM(str(model), **link("kv_both"), **SHARED) as second,
@@ -119,6 +114,6 @@ def test_a_pair_gives_the_bits_of_one_engine(model: Path, talks: list[list[int]]
         each = [replace(PARAMS, kv_transfer_params=offer) for offer in offers]
         answers = second.generate(talks, each, use_tqdm=False)
         second._engine.core.scheduler.check_integrity()
-    assert [bits(output) for output in answers] == expected
+    assert [bits_of(output) for output in answers] == expected
     whole = [(len(talk) - 1) // 64 * 64 for talk in talks]
     assert [output.cache.num_peer_tokens for output in answers] == whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -33,10 +32,6 @@ OURS, TORCH = triton_ops(), torch_table()
 DTYPES = [torch.float32, torch.bfloat16]
 # As in test_triton_linear.
 TOLERANCE = {torch.float32: 8e-6, torch.bfloat16: 2.4e-2}
-WITH_MATRIX_UNITS = (
-    *("linear", "experts", "kept", "packed", "shortlist", "decode", "prefill"),
-    *("fragments_of_integers", "fragments_of_floats"),
-)
 TILES = [
     Tile(16, 32, 64, 4, 3),
     Tile(16, 64, 128, 4, 3, turned=True),
@@ -156,21 +151,6 @@ def test_the_operators_take_fp8(rows: int, layout: str) -> None:
     close(OURS.linear(x, packed), exact, torch.bfloat16)
     gate, up = exact.chunk(2, -1)
     close(OURS.linear_silu_mul(x, packed), F.silu(gate) * up, torch.bfloat16)
-
-
-def test_kernels_compile_for_hopper() -> None:
-    """The interpreter takes what the compiler refuses, such as a variable whose type changes."""
-    import subprocess
-    import sys
-
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.compile_fp8"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 37
-    for name, num_instructions in lines:
-        assert (int(num_instructions) > 0) == (name in WITH_MATRIX_UNITS)
 
 
 def test_choices() -> None:

@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import STATE_OPERATORS, operator_names
 
 MULTIPLY = {"attend", "expanded", "key_scan", "key_pairs", "key_inverse", "record", "record_heads", "amd_record"}
 MULTIPLY |= {"pool_attend", "pool_scores", "prefill_warps"}
+MULTIPLY_FP8 = {"linear", "experts", "kept", "packed", "shortlist", "decode", "prefill"}
+MULTIPLY_FP8 |= {"fragments_of_integers", "fragments_of_floats"}
 
 
 def test_the_table_of_a_gpu() -> None:
@@ -21,16 +25,19 @@ def test_the_table_of_a_gpu() -> None:
     assert select_table("triton", True, True).redirects == frozenset()
 
 
-def test_kernels_compile() -> None:
+@pytest.mark.parametrize(
+    ("module", "count", "multiply"), [("compile_families", 46, MULTIPLY), ("compile_fp8", 37, MULTIPLY_FP8)]
+)
+def test_kernels_compile_for_hopper(module: str, count: int, multiply: set[str]) -> None:
     """The interpreter takes what the compiler refuses, such as a shape that is made at run time."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.compile_families"]
+    command = [sys.executable, "-m", f"tests.ops.{module}"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 46
+    assert len(lines) == count
     for name, num_instructions in lines:
-        assert (int(num_instructions) > 0) == (name in MULTIPLY)
+        assert (int(num_instructions) > 0) == (name in multiply)
 
 
 def test_a_cpu_does_without_triton() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forkpoint.errors import NonFiniteLogitsError, QueueFullError, RequestTooLargeError
+from forkpoint.errors import NonFiniteLogitsError, RequestTooLargeError
 from forkpoint.params import FinishReason
 from tests.hash_step import InjectedFailure
 from tests.sched.harness import LAYOUTS, Harness, tokens
@@ -103,14 +103,6 @@ def test_refusals_name_what_was_given_and_what_is_allowed() -> None:
     with pytest.raises(RequestTooLargeError, match=r"600 prompt \+ 1 output tokens need \d+ bytes .* has \d+"):
         harness.add("large", tokens(1, 600), 1)
     harness.ask("fits", tokens(1, 400), 10)
-    object.__setattr__(harness.sched.config, "max_queue_len", 2)
-    harness.add("a", tokens(2, 10))
-    harness.add("b", tokens(3, 10))
-    with pytest.raises(QueueFullError, match="max_queue_len=2"):
-        harness.add("c", tokens(4, 10))
-    harness.run()
-    harness.check_output("a")
-    harness.check_output("b")
 
 
 def test_copies_of_a_step_in_flight_reach_the_runner_before_its_failure_is_known() -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import time
 import timeit
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forkpoint.server.answer import AnswerParser, CallPart, Content, Piece, Reasoning
 from forkpoint.server.notations import find_notation
 from tests.server.conditions.condition import AB, SB, START, STOP, TB, TOOLS, Condition
 from tests.server.conditions.json_answers import JSON
@@ -23,24 +23,15 @@ from tests.server.conditions.ling_answers import LING
 from tests.server.conditions.python_answers import PYTHON
 from tests.server.conditions.thinking_answers import THINKING
 from tests.server.conditions.xml_answers import TYPES, XML
+from tests.server.test_answer import taken_apart
 
 CONDITIONS = [*XML, *TYPES, *JSON, *PYTHON, *KIMI, *LING, *THINKING]
 
 
 def outcome(parser: str, chunks: list[str], *, inside: bool = False) -> tuple[str, str, list[tuple[str, str]]]:
     """(reasoning, content, [(name, arguments)]) of an answer that came in `chunks`."""
-    reader = AnswerParser(reasoning=True, starts_inside=inside, tools=TOOLS, notation=find_notation(parser, None, ""))
-    pieces: list[Piece] = [piece for chunk in chunks for piece in reader.feed(chunk)] + reader.finish()
-    calls: list[tuple[str, str]] = []
-    for piece in pieces:
-        if isinstance(piece, CallPart):
-            if piece.name is not None:
-                assert piece.index == len(calls)
-                calls.append((piece.name, ""))
-            calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
-    assert reader.num_calls == len(calls)
-    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-    return reasoning, "".join(piece.text for piece in pieces if isinstance(piece, Content)), calls
+    options: dict[str, Any] = {"reasoning": True, "starts_inside": inside, "tools": TOOLS}
+    return taken_apart(chunks, **options, notation=find_notation(parser, None, ""))
 
 
 @pytest.mark.parametrize("case", CONDITIONS, ids=lambda case: case.name)
