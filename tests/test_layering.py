@@ -18,7 +18,7 @@ import forkpoint
 ROOT = Path(forkpoint.__file__).parent
 VALUES = {"errors", "checks", "config", "json_options", "image_families"}
 VALUES |= {"transfer_options", "media_limits", "option_rules", "images", "params", "outputs", "plugins", "version"}
-VALUES |= {"foreign_files", "freed_memory", "quick_imports", "shared_arrays"}
+VALUES |= {"foreign_files", "freed_memory", "python_process", "quick_imports", "shared_arrays"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "foreign_files": set(),
     "freed_memory": set(),
     "shared_arrays": set(),
+    "python_process": set(),
     "image_families": {"checks", "errors"},
     "plugins": {"errors"},
     "cache": VALUES,
@@ -46,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"platforms.table"} | VALUES,
     "models": {"ops", "cache.layer_spec"} | VALUES,
     "disk": {"cache.disk_entries"},
-    "peer": {"cache.disk_entries", "cache.peer_offers", "disk.namespace", "shared_arrays"},
+    "peer": {"cache.disk_entries", "cache.peer_offers", "disk.namespace", "python_process", "shared_arrays"},
     "runtime": {"platforms", "models", "ops", "cache.layout", "cache.disk_entries", "disk.store", "peer.link"}
     | {"cache.layer_spec", "sched.plan"}
     | VALUES,

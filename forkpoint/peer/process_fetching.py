@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ import numpy as np
 from forkpoint.cache.peer_offers import Fetch, FetchNews
 from forkpoint.peer.fetch_child import Forget, Freed, Identity, LogLine, Start
 from forkpoint.peer.fetching import LOGGER
+from forkpoint.python_process import python_process
 from forkpoint.shared_arrays import place_of
 
 CLOSE_S: Final = 2.0  # time for the process to end
@@ -27,17 +27,10 @@ class _Child:
     """The process and the connection to it. Raises OSError if it cannot be started."""
 
     def __init__(self, identity: Identity) -> None:
-        path = [each or os.getcwd() for each in sys.path if isinstance(each, str)]  # Python ignores others
         self.connection, there = multiprocessing.Pipe()
         run = f"from forkpoint.peer.fetch_child import main; main({there.fileno()}, {os.getpid()})"
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", run],
-                pass_fds=[there.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the engine, which closes the connection
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            )
+            self._process = python_process(run, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
         except BaseException:
             self.connection.close()
             raise

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,15 +61,12 @@ def test_a_user_without_a_home_folder_gets_the_operators_of_torch(monkeypatch: p
     assert "set HOME or XDG_CACHE_HOME" in built.reason
 
 
-def test_a_build_works_after_one_that_failed_in_the_same_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """torch gives the library of each further build another name."""
+def test_a_build_works_after_one_that_failed(tmp_path: Path) -> None:
     source, library, marker = tmp_path / "one.cpp", tmp_path / "key" / f"{cpu_build.NAME}.so", tmp_path / "complete"
     if build().module is None:
         pytest.skip(build().reason)
     source.write_text("#error wrong\n")
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="#error wrong"):
         cpu_build._compile([source], library, marker)
     source.write_text('extern "C" int one() { return 1; }\n')
     cpu_build._compile([source], library, marker)
@@ -78,15 +79,13 @@ def test_a_stopped_build_leaves_nothing_that_the_next_one_reads(
     """The compilers of the stopped one may still run, and write into its folder."""
     library, marker, places = tmp_path / "key" / f"{cpu_build.NAME}.so", tmp_path / "key" / "complete", list[Path]()
 
-    def load(name: str, *_: object, build_directory: str, **__: object) -> str:
-        places.append(Path(build_directory))
-        built = places[-1] / f"{name}_v{len(places)}.so"
-        built.write_text(f"build {len(places)}")
+    def build_here(place: str, sources: list[str]) -> None:
+        places.append(Path(place))
+        (places[-1] / library.name).write_text(f"build {len(places)}")
         if len(places) == 1:
             raise KeyboardInterrupt
-        return str(built)
 
-    monkeypatch.setattr("torch.utils.cpp_extension.load", load)
+    monkeypatch.setattr(cpu_build, "_run_compilers", build_here)
     with pytest.raises(KeyboardInterrupt):
         cpu_build._compile([], library, marker)
     assert not library.exists() and not marker.exists()
@@ -95,6 +94,35 @@ def test_a_stopped_build_leaves_nothing_that_the_next_one_reads(
     cpu_build._compile([], library, marker)
     assert library.read_text() == "build 2" and marker.exists() and len(set(places)) == 2
     assert {path.name for path in library.parent.iterdir()} == {library.name, marker.name, "forkpoint.lock"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_build_stops_its_compilers(tmp_path: Path, number: signal.Signals) -> None:
+    if (missing := cpu_build._missing_for_compiling()) is not None:
+        pytest.skip(missing)
+    slow, started, source = tmp_path / "slow-c++", tmp_path / "started", tmp_path / "one.cpp"
+    answers = 'case "$*" in *--version*|*-dumpfullversion*) echo 12.2.0; exit;; esac'
+    slow.write_text(f"#!/bin/sh\n{answers}\necho $$ > {started}.new; mv {started}.new {started}; exec sleep 600\n")
+    slow.chmod(0o755)
+    source.touch()
+    code = "import sys; from pathlib import Path; from forkpoint.ops.cpu.build import _compile"
+    code += "; _compile(*[[Path(sys.argv[1])], *map(Path, sys.argv[2:])])"
+    places = [str(source), str(tmp_path / "key" / f"{cpu_build.NAME}.so"), str(tmp_path / "complete")]
+    with subprocess.Popen([sys.executable, "-c", code, *places], env={**os.environ, "CXX": str(slow)}) as builder:
+        until_s = time.monotonic() + 60
+        while not started.exists():
+            assert builder.poll() is None and time.monotonic() < until_s, "no compiler was started"
+            time.sleep(0.01)
+        builder.send_signal(number)
+    compiler, until_s = int(started.read_text()), time.monotonic() + 20
+    try:
+        status = Path(f"/proc/{compiler}/stat")
+        while status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+            assert time.monotonic() < until_s, "the compiler runs on"
+            time.sleep(0.01)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(compiler, signal.SIGKILL)
 
 
 def test_every_operator_is_named_and_redirects() -> None:

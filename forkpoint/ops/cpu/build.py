@@ -13,14 +13,20 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
+import sys
 import sysconfig
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
+
+from forkpoint.python_process import python_process
 
 FLAGS = (
     "-O3",
@@ -123,8 +129,6 @@ def _cpu_features() -> str:
 
 
 def _compile(sources: list[Path], library: Path, marker: Path) -> None:
-    from torch.utils import cpp_extension
-
     folder = library.parent
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "forkpoint.lock", "w") as lock:
@@ -136,16 +140,41 @@ def _compile(sources: list[Path], library: Path, marker: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
         # The compilers of a build that was stopped may still run and write, so that each build has its own folder.
         with tempfile.TemporaryDirectory(prefix=BUILD, dir=folder, ignore_cleanup_errors=True) as place:
-            built = cpp_extension.load(
-                NAME,
-                [str(p) for p in sources if p.suffix == ".cpp"],
-                extra_cflags=list(FLAGS),
-                extra_ldflags=["-fopenmp"],
-                build_directory=place,
-                is_python_module=False,  # return the path: torch renames the library of a process's later builds
-            )
-            os.replace(built, library)
+            _run_compilers(place, [str(p) for p in sources if p.suffix == ".cpp"])
+            os.replace(Path(place) / library.name, library)
         marker.touch()
+
+
+def _run_compilers(place: str, sources: list[str]) -> None:
+    """Build the library in the folder `place`, in a process that ends with this one. Raises RuntimeError."""
+    run = "from forkpoint.ops.cpu.build import run_compilers; run_compilers()"
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with python_process(run, place, *sources, **streams) as process:
+        assert process.stdout is not None
+        output = process.stdout.read().decode(errors="replace")
+    if process.returncode:
+        raise RuntimeError(output or f"the compiling process ended with exit code {process.returncode}")
+
+
+def run_compilers() -> None:
+    """Build the library as the arguments of this process say.
+
+    When the other end of standard input closes, SIGTERM ends this process and ninja, which then ends its compilers.
+    """
+    from torch.utils import cpp_extension
+
+    def end_with_parent() -> None:
+        os.read(0, 1)
+        os.killpg(0, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the process of the engine ignores it
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    place, *sources = sys.argv[1:]
+    options: dict[str, Any] = {"extra_cflags": list(FLAGS), "extra_ldflags": ["-fopenmp"], "build_directory": place}
+    try:
+        cpp_extension.load(NAME, sources, is_python_module=False, **options)
+    except (RuntimeError, OSError) as error:
+        sys.exit(str(error))
 
 
 def _import(library: Path) -> ModuleType:
