@@ -29,6 +29,7 @@ from forkpoint.peer.protocol import (
 MAX_CONNECTIONS: Final = 128  # at once; more are closed, and their engines compute
 CONNECTION_S: Final = 60.0  # the longest time of a connection
 EXPIRE_EVERY_S: Final = 1.0
+RETRY_S: Final = 0.1  # pause after an error of the system, so that the engine's steps have the interpreter
 LOGGER: Final = logging.getLogger("forkpoint")
 
 
@@ -58,12 +59,19 @@ class OfferServer:
             self._offered.expire()
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # nobody came for a while, or the process has too many open files
+            except TimeoutError:
                 continue
-            if self._free.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection,), name="offer", daemon=True).start()
-            else:
+            except OSError:  # the process has too many open files, or it closes
+                self._closing.wait(RETRY_S)
+                continue
+            if not self._free.acquire(blocking=False):
                 connection.close()
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="offer", daemon=True).start()
+            except RuntimeError:  # the system starts no more threads
+                connection.close()
+                self._free.release()
 
     def _serve(self, connection: socket.socket) -> None:
         try:

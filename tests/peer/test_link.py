@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import socket
 import threading
@@ -227,6 +228,43 @@ def test_connections_that_say_nothing_are_bounded(prefill: PeerLink, decode: Pee
     lease, until = offer(prefill), time.monotonic() + 20
     while not fetch(decode, port, lease):
         assert time.monotonic() < until, "it serves others again"
+
+
+def test_a_server_without_threads_serves_others_later(
+    prefill: PeerLink, decode: PeerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread, start: Callable[..., None] = threading.Thread.start) -> None:
+        if thread.name == "offer":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(MAX_CONNECTIONS + 1):
+            with socket.create_connection((HOST, prefill.facts.port), 5) as refused:
+                assert refused.recv(1) == b"", "closed at once"
+    assert fetch(decode, prefill.facts.port, offer(prefill))
+
+
+def test_a_server_without_files_waits_for_some(
+    prefill: PeerLink, decode: PeerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trying again at once would take the interpreter from the engine's steps."""
+    times_s = list[float]()
+
+    def refuse(listener: socket.socket) -> None:
+        times_s.append(time.monotonic())
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", refuse)
+        socket.create_connection((HOST, prefill.facts.port)).close()  # ends the call that waits
+        until_s = time.monotonic() + 20
+        while len(times_s) < 4:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+    assert times_s[3] - times_s[0] > 0.2
+    assert fetch(decode, prefill.facts.port, offer(prefill))
 
 
 @pytest.fixture
