@@ -44,7 +44,7 @@ def summary(evaluation: Evaluation) -> list[str]:
     lines = [first, *evaluation.skipped]
     if evaluation.problems:
         return [*lines, *(f"FAILED {problem}" for problem in evaluation.problems)]
-    exact = "bit for bit" if evaluation.deterministic else "to within the noise of the count"
+    exact = "bit for bit" if evaluation.deterministic else "within the noise"
     names = ", ".join(result.mode.name for result in evaluation.results if result.mode is not COLD)
     return [
         *lines,

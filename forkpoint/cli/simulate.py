@@ -57,8 +57,14 @@ def _add_trace_options(parser: argparse.ArgumentParser) -> None:
         "FILE@limit=1000,sessions=0.5,max_tokens=100000 reads only that many requests (or conversations), replays a "
         "share of the sessions, and leaves out longer requests and those that follow them",
     )
-    what.add_argument("--arrival-scale", type=float, default=1.0, metavar="X", help="2: arrivals twice as far apart")
-    what.add_argument("--think-scale", type=float, default=1.0, metavar="X", help="2: think times twice as long")
+    what.add_argument(
+        "--arrival-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="factor on the times between arrivals (default: 1)",
+    )
+    what.add_argument("--think-scale", type=float, default=1.0, metavar="X", help="factor on think times (default: 1)")
 
 
 def _add_engine_options(where: argparse._ArgumentGroup) -> None:
@@ -78,13 +84,13 @@ def _add_engine_options(where: argparse._ArgumentGroup) -> None:
         help="dtype of the states (default: float32)",
     )
     where.add_argument(
-        "--quantization", choices=("fp8",), help="of the weights; default for a model folder: what its config.json says"
+        "--quantization", choices=("fp8",), help="format of the weights; default: that of a model folder"
     )
     where.add_argument(
         "--memory",
         default="32",
         metavar="GIB",
-        help="memory for keys, values and states; several: 8,16,32 (default: 32)",
+        help="memory of an engine for keys, values and states, or several such as 8,16,32 (default: 32)",
     )
     where.add_argument(
         "--systems",
@@ -92,13 +98,13 @@ def _add_engine_options(where: argparse._ArgumentGroup) -> None:
         help=f"systems separated by ';': {ENGINE}, {ENGINE}:capture=NAME,eviction=NAME; with drafts also "
         f"num_speculative_tokens=3,acceptance_length=2.4 (default: {ENGINE})",
     )
-    where.add_argument(
-        "--replicas", type=int, default=1, metavar="INT", help="engines, each with that memory (default: 1)"
-    )
+    where.add_argument("--replicas", type=int, default=1, metavar="INT", help="number of engines (default: 1)")
     where.add_argument("--router", choices=ROUTERS, default=ROUTERS[0], help=f"(default: {ROUTERS[0]})")
-    where.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="INT", help="(default: 8192)")
-    where.add_argument("--max-inter-token-latency-ms", type=int, metavar="INT", help="(default: no limit)")
-    where.add_argument("--max-num-seqs", type=int, default=256, metavar="INT", help="(default: 256)")
+    where.add_argument(
+        "--max-num-batched-tokens", type=int, default=8192, metavar="INT", help="tokens of a step (default: 8192)"
+    )
+    where.add_argument("--max-inter-token-latency-ms", type=int, metavar="INT", help="limit of a step (default: none)")
+    where.add_argument("--max-num-seqs", type=int, default=256, metavar="INT", help="running requests (default: 256)")
 
 
 def _add_tier_options(where: argparse._ArgumentGroup) -> None:
@@ -107,28 +113,28 @@ def _add_tier_options(where: argparse._ArgumentGroup) -> None:
         type=float,
         default=0.0,
         metavar="GIB",
-        help=f"host tier of the systems {ENGINE}, for what the memory cannot keep (default: none)",
+        help=f"size of a host tier, for entries that memory cannot keep; of {ENGINE} only (default: none)",
     )
     where.add_argument(
         "--host-rate",
         type=float,
         default=H200.host_bandwidth / GB,
         metavar="GB/S",
-        help="speed of its copies, which delay the steps that carry them (default: 50, as over PCIe 5)",
+        help="speed of the host tier's copies, which delay steps (default: 50, as over PCIe 5)",
     )
     where.add_argument(
         "--disk-memory",
         type=float,
         default=0.0,
         metavar="GIB",
-        help=f"disk tier of the systems {ENGINE}, below the host tier or the memory (default: none)",
+        help=f"size of a disk tier, below the host tier or the memory; of {ENGINE} only (default: none)",
     )
     where.add_argument(
         "--disk-rate",
         type=float,
         default=DISK_RATE / GB,
         metavar="GB/S",
-        help="speed of its disk, which no step waits for (default: 6, as a drive of PCIe 4)",
+        help="speed of the disk, which no step waits for (default: 6, as a drive of PCIe 4)",
     )
 
 
