@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from benchmarks.gpu_tiers import bits_of
 from forkpoint.engine.llm import LLM
 from forkpoint.outputs import RequestOutput
 from tests.checkpoints import write_checkpoint
 from tests.engine.real import MORE_MODELS
-from tests.engine.test_host_tier import PARAMS, ROOM, bits
+from tests.engine.test_host_tier import PARAMS, ROOM
 
 SHARED: dict[str, Any] = {"max_model_len": 768, "num_threads": 1, "deterministic": True, "log_level": "warning"}
 TALKS = [np.random.default_rng(seed).integers(5, 90, 500).tolist() for seed in range(5)]
@@ -57,7 +58,7 @@ def test_a_restarted_engine_hits_with_the_bits_of_an_uncached_one(
     with LLM(str(tiny_model), **disk(folder, **more)) as llm:
         answers = ask(llm, NEXT)
         metrics = llm.get_metrics()
-    assert [bits(output) for output in answers] == [bits(output) for output in filled[1]]
+    assert [bits_of(output) for output in answers] == [bits_of(output) for output in filled[1]]
     restored = [output.cache.num_restored_tokens for output in answers]
     assert restored[0] >= 448, "the first request after the restart"
     assert metrics["disk_hit_tokens"] == sum(restored) and metrics["disk_failed_reads"] == 0
@@ -78,7 +79,7 @@ def test_families(
         answers = ask(llm, NEXT[:2])
         assert llm.get_metrics()["disk_failed_reads"] == 0
         assert llm.reset_prefix_cache()
-        assert [bits(each) for each in answers] == [bits(each) for each in ask(llm, NEXT[:2])]
+        assert [bits_of(each) for each in answers] == [bits_of(each) for each in ask(llm, NEXT[:2])]
     assert all(answer.cache.num_restored_tokens >= 448 for answer in answers)
     log = capsys.readouterr().err
     assert ("keep all blocks" in log) is (widest < 1024)
@@ -124,7 +125,7 @@ def test_damaged_contents_are_computed(
     with LLM(str(tiny_model), **disk(folder)) as llm:
         answers = ask(llm, NEXT)
         assert llm.get_metrics()["disk_failed_reads"] > 0
-    assert [bits(output) for output in answers] == [bits(output) for output in filled[1]]
+    assert [bits_of(output) for output in answers] == [bits_of(output) for output in filled[1]]
 
 
 def test_a_reset_reaches_the_disk(tiny_model: Path, folder: Path) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.gpu_tiers import bits_of
 from forkpoint.engine.llm import LLM
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams, StructuredOutputsParams
 from tests.checkpoints import write_checkpoint
 from tests.engine.false_peer import Damage, false_peer
 from tests.engine.real import MODELS, MORE_MODELS
-from tests.engine.test_host_tier import ROOM, bits
+from tests.engine.test_host_tier import ROOM
 from tests.late_streams import LatePlatform
 
 SHARED: dict[str, Any] = {"max_model_len": 768, "num_threads": 1, "deterministic": True, "log_level": "error"}
@@ -103,7 +104,7 @@ def test_a_decode_engine_continues_with_the_bits_of_one_engine(one: LLM, prefill
         answer = ask(decode, token_ids, output.kv_transfer_params)
         whole = (length - 1) // 64 * 64
         assert answer.cache.num_peer_tokens == answer.cache.num_restored_tokens == whole
-        assert bits(answer) == bits(ask(one, token_ids))
+        assert bits_of(answer) == bits_of(ask(one, token_ids))
     figures = decode.get_metrics()
     assert figures["peer_hit_tokens"] - before["peer_hit_tokens"] == sum((each - 1) // 64 * 64 for each in LENGTHS)
     assert figures["peer_failed_fetches"] == before["peer_failed_fetches"] and figures["peer_fetched_bytes"] > 0
@@ -124,7 +125,7 @@ def test_the_decode_engine_alone_samples(one: LLM, prefill: LLM, decode: LLM, mo
     assert answer.cache.num_peer_tokens == 256
     expected = ask(one, token_ids, **more)
     assert [each.token_ids for each in answer.outputs] == [each.token_ids for each in expected.outputs]
-    assert bits(answer) == bits(expected)
+    assert bits_of(answer) == bits_of(expected)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -154,7 +155,7 @@ def test_a_prompt_is_fetched_while_it_is_computed(tiny_model: Path, one: LLM, de
         core.scheduler.check_integrity()
     assert max(landed) >= 3, "blocks are in the arena before the last one is computed"
     assert answers[second_id].cache.num_peer_tokens == 576
-    assert bits(answers[second_id]) == bits(ask(one, token_ids))
+    assert bits_of(answers[second_id]) == bits_of(ask(one, token_ids))
 
 
 def start(llm: LLM, token_ids: list[int], params: Mapping[str, Any]) -> str:
@@ -178,7 +179,7 @@ def test_what_the_decode_engine_has_is_not_fetched(one: LLM, prefill: LLM, decod
     layout = decode._engine.core.scheduler.layout
     assert fetched == 5 * layout.block_bytes + layout.slot_bytes, "blocks 5 to 9 and the state"
     assert answer.cache.num_peer_tokens == 320 and answer.cache.num_cached_tokens == 576
-    assert bits(answer) == bits(ask(one, second))
+    assert bits_of(answer) == bits_of(ask(one, second))
     again = ask(decode, second, computed(prefill, second))
     assert again.cache.num_cached_tokens == 576 and again.cache.num_peer_tokens == 0, "nothing is missing"
     assert decode.get_metrics()["peer_fetched_bytes"] == before + fetched
@@ -232,7 +233,7 @@ def check_computed(
 ) -> None:
     assert answer.cache.num_peer_tokens == answer.cache.num_cached_tokens == 0
     assert llm.get_metrics()["peer_failed_fetches"] == before + 1
-    assert bits(answer) == bits(ask(one, token_ids))
+    assert bits_of(answer) == bits_of(ask(one, token_ids))
     assert len(warnings) == 1, warnings
     assert any(each in warnings[0] for each in says.split("|")), warnings
 
@@ -365,7 +366,7 @@ def test_many_prompts_at_once(
         each = [SamplingParams(**wanted, kv_transfer_params=one_of) for one_of in params]
         answers = llm.generate(prompts, each, use_tqdm=False)
         llm._engine.core.scheduler.check_integrity()
-    assert [bits(answer) for answer in answers] == [bits(ask(one, each)) for each in prompts]
+    assert [bits_of(answer) for answer in answers] == [bits_of(ask(one, each)) for each in prompts]
     restored = [answer.cache.num_peer_tokens for answer in answers]
     assert set(restored) <= {0, 512} and sum(restored) >= 4 * 512
     if where in ("tight prefill arena", "late streams"):
@@ -385,4 +386,4 @@ def test_families(tmp_path: Path, family: str) -> None:
         answer = ask(second, prompt(1), computed(first, prompt(1)))
         assert answer.cache.num_peer_tokens == 256
         ids = ask(first, prompt(1))
-        assert bits(answer) == bits(ids)
+        assert bits_of(answer) == bits_of(ids)
