@@ -241,4 +241,4 @@ class DatasetOptions:
                 f"random_mm_num_mm_items_range_ratio={self.random_mm_num_mm_items_range_ratio} must be at most 1"
             )
         if self.dataset_name in NEEDS_FILE and self.dataset_path is None:
-            raise ConfigError(f"dataset_name={self.dataset_name} needs dataset_path; give its file")
+            raise ConfigError(f"dataset_name={self.dataset_name} needs a file; give dataset_path")

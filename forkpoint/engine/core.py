@@ -32,10 +32,11 @@ class EngineCore:
     """Drives a scheduler and a runner. Only one thread may call it.
 
     With `async_scheduling` step n+1 is planned and submitted before the result of step n is applied. With `drafts` that
-    plan may need the result. Step n+1 is then submitted at least before the result is returned. If a step raises, its
-    requests are retried one at a time. A request whose own step raises ends with the error, and all others continue
-    unaffected. `on_close` is called once, after the runner is closed and released. `check` raises EngineStoppedError if
-    the runner has died, which is not noticed otherwise while no steps run. `prepare` is `Worker.prepare`.
+    plan may need the result. Step n+1 is then submitted after the result is applied and before it is returned. If a
+    step raises, its requests are retried one at a time. A request whose own step raises ends with the error, and all
+    others continue unaffected. `on_close` is called once, after the runner is closed and released. `check` raises
+    EngineStoppedError if the runner has died, which is not noticed otherwise while no steps run. `prepare` is
+    `Worker.prepare`.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class ImageProcessor:
         return tuple(found)
 
     def check_count(self, num_images: int, num_videos: int = 0) -> None:
-        """Raises InvalidPromptError for more images or videos than a prompt may have."""
+        """Raise InvalidPromptError for more images or videos than a prompt may have."""
         for kind, count, most in (("images", num_images, self.max_images), ("videos", num_videos, self.max_videos)):
             if count > most:
                 raise InvalidPromptError(

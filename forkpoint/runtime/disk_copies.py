@@ -1,4 +1,4 @@
-"""Copies between a worker's memory and its disk tier: at once, or on streams beside the device's steps."""
+"""Copies between a worker's memory and its disk tier: at once, or on streams next to the device's steps."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ MAX_GRAPH_TOKENS = 1024  # tokens; longer steps of most models hide the launches
 # at 3.9e14 to 5.6e14 operations a second.
 LAYER_LAUNCH_S, DEVICE_FLOPS = 1e-3, 5e14
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-_BESIDE = (0, 8, 32, 64, 128, 256, 384, 512)  # tokens of decode rows in steps that also prefill
+_DECODE_TOKENS = (0, 8, 32, 64, 128, 256, 384, 512)  # tokens of decode rows in steps that also prefill
 _DRAFTING = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows in steps with drafts
 _WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of each row in steps with drafts
 _TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens in steps that prefill
 _LONG_TOTALS = (1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # also, if launches take longer than their work
-_BESIDE_LONG = (0, 32, 128, 512)  # as _BESIDE, for _LONG_TOTALS; fewer, because each graph takes memory
+_LONG_DECODE_TOKENS = (0, 32, 128, 512)  # as _DECODE_TOKENS, for _LONG_TOTALS; fewer, because each graph takes memory
 _TOKENS_PER_SEGMENT = 32  # prefill tokens of a shape for each of its segments: short chunks are common
 _MIN_SEGMENTS = 4
 _NUM_STAGED = 3  # steps whose inputs may still wait for their copy: two in flight and the one under construction
@@ -68,9 +68,9 @@ def graph_shapes(
     totals = [total for total in _TOTALS if total <= max_num_tokens]
     totals += [total for total in _LONG_TOTALS if total <= max_prefill_tokens]
     for total in totals:
-        choices = _BESIDE_LONG if total in _LONG_TOTALS else _BESIDE
-        beside = sorted({min(count, max_num_rows * (1 + max_num_drafts)) for count in choices})
-        for count in (count for count in beside if total - count >= total // 2):
+        choices = _LONG_DECODE_TOKENS if total in _LONG_TOTALS else _DECODE_TOKENS
+        counts = sorted({min(count, max_num_rows * (1 + max_num_drafts)) for count in choices})
+        for count in (count for count in counts if total - count >= total // 2):
             tokens = total - count
             segments = max(_MIN_SEGMENTS, tokens // _TOKENS_PER_SEGMENT)
             shapes.append(StepShape(count, tokens, segments, min(count, max_num_rows) if max_num_drafts else 0))

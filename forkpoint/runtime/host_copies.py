@@ -1,4 +1,4 @@
-"""Copies between the arena and the host tier's memory: at once, or on streams beside the device's steps."""
+"""Copies between the arena and the host tier's memory: at once, or on streams next to the device's steps."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class CopyLane:
 
 
 class StreamCopies(HostCopies):
-    """Copies on two streams of the device, one for each direction, beside its steps.
+    """Copies on two streams of the device, one for each direction, next to its steps.
 
     A stored unit is first copied to a buffer of the device, in the order of the device's work. Its memory can be
     overwritten from then on, and nothing waits for the copy to the host. A fetched unit goes to a buffer of the device

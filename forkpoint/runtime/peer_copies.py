@@ -1,4 +1,4 @@
-"""Copies between a worker's memory and its link to other engines: at once, or beside the device's steps."""
+"""Copies between a worker's memory and its link to other engines: at once, or next to the device's steps."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ LOGGER: Final = logging.getLogger("forkpoint")
 
 
 class PinnedBuffers:
-    """Allocates buffers that the device reads and writes beside its other work. Several threads may use it.
+    """Allocates buffers that the device reads and writes during its other work. Several threads may use it.
 
     If the system does not pin them, copies work all the same and hold up steps, which is logged once. Other processes
     of the same user can open the buffers that `take` returns, where the system allows that (shared_arrays.py).

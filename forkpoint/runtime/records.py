@@ -73,8 +73,8 @@ class TokenRecords:
             if recording is tensor.spaced:
                 self._spaced_states.append((recording.fold, pool, list(own.values())))
             else:
-                behind = [*own.values(), *constants.get((number, tensor.name), ())]
-                self._pending_states.append((recording.fold, pool, behind))
+                operands = [*own.values(), *constants.get((number, tensor.name), ())]
+                self._pending_states.append((recording.fold, pool, operands))
         self.layers: tuple[LayerCache, ...] = tuple(layers)
         self._line = 2 * np.arange(num_rows, dtype=np.int32)  # the line that the row's next step reads
         self.num_rejected = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
@@ -115,22 +115,22 @@ class TokenRecords:
             }
         return found
 
-    def _marks(self, plan: StepPlan, behind: IntArray, kind: str, size: int) -> Columns:
+    def _marks(self, plan: StepPlan, num_pending: IntArray, kind: str, size: int) -> Columns:
         """Return each row's mark and the slot for the state there, as columns whose names begin with `kind`.
 
-        A mark counts from the oldest of the row's `behind` pending tokens. Rows without a mark have 0 and NO_SLOT.
+        A mark counts from the oldest of the row's `num_pending` pending tokens. Rows without a mark have 0 and NO_SLOT.
         """
         rows, decodes = plan.rows, plan.num_decodes
         if not decodes:
-            return {f"{kind}_mark": (behind, size, 0), f"{kind}_mark_dst": (behind, size, NO_SLOT)}
+            return {f"{kind}_mark": (num_pending, size, 0), f"{kind}_mark_dst": (num_pending, size, NO_SLOT)}
         read, write, start = (column[:decodes] for column in (rows.read_slot, rows.write_slot, rows.start))
         # A row that goes on in another slot leaves a checkpoint in the old slot, which has to be complete.
-        turns = (behind > 0) & (read != write) & (start % self.interval == 0)
-        mark, mark_slot = np.where(turns, behind, 0), np.where(turns, read, NO_SLOT)
+        turns = (num_pending > 0) & (read != write) & (start % self.interval == 0)
+        mark, mark_slot = np.where(turns, num_pending, 0), np.where(turns, read, NO_SLOT)
         saves = np.diff(rows.save_ptr[: decodes + 1])
         assert saves.max(initial=0) <= 1, "the tokens of a step pass one boundary at most"
         at, num_saves = np.flatnonzero(saves), int(saves.sum())
-        mark[at] = rows.save_positions[:num_saves] - (start - behind)[at]
+        mark[at] = rows.save_positions[:num_saves] - (start - num_pending)[at]
         mark_slot[at] = rows.save_slots[:num_saves]
         return {f"{kind}_mark": (mark, size, 0), f"{kind}_mark_dst": (mark_slot, size, NO_SLOT)}
 

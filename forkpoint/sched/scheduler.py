@@ -232,9 +232,9 @@ class Scheduler:
         return issued.plan
 
     def plan_save(self) -> StepPlan | None:
-        """Return a plan that stores cached entries in the disk tier before the engine closes; None: all are.
+        """Return a plan that stores cached entries in the disk tier before the engine closes; None once all are stored.
 
-        Call it until then, and apply each plan's result first, as those of earlier plans. Plan nothing else afterwards.
+        Before each call apply the results of all earlier plans. Plan nothing else afterwards.
         """
         if not self._tiers.save_to_disk():
             return None

@@ -98,7 +98,7 @@ def test_lengths_given_here_replace_the_datasets(model: str) -> None:
         ("latency --num-iters-warmup -1", "num_iters_warmup=-1"),
         ("throughput --num-prompts 0", "num_prompts=0"),
         ("throughput --dataset-name fork", "needs a server"),
-        ("throughput --dataset-name sharegpt", "needs dataset_path"),
+        ("throughput --dataset-name sharegpt", "needs a file; give dataset_path"),
         ("throughput --input-len 3000 --num-prompts 1", "3000 tokens"),
         ("latency --output-len 3000", "together exceed max_model_len=2048"),
         ("latency --output-json /nowhere/x.json", "/nowhere is not a folder"),

@@ -72,7 +72,7 @@ def pool_attention(
 ) -> Tensor:
     """Implement `table.PoolAttention`.
 
-    A decode row reads only the chosen keys. So do the queries of prefill behind the first keys, where that is less work
+    A decode row reads only the chosen keys. So do the queries of prefill after the first keys, where that is less work
     than a product with all keys. `fixed`: see `paged_attention`; heads are also computed one by one, so that bits do
     not depend on how ranks share the heads."""
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
