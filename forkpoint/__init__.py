@@ -66,9 +66,16 @@ def __getattr__(name: str) -> Any:
 
     `LLM` imports torch, which takes seconds. The command line must be able to print and to react to Ctrl-C before.
     """
+    if name == "__version__":
+        return import_module("forkpoint.version").installed_version()
     if name in __all__:
         for module in (_MODULES[name],) if name in _MODULES else ("errors", "params", "outputs"):
             found = getattr(import_module(f"forkpoint.{module}"), name, None)
             if found is not None:
                 return found
     raise AttributeError(f"module 'forkpoint' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return all names, also those that are not imported yet, for `dir` and completion in a shell."""
+    return sorted({*globals(), *__all__, "__version__"})

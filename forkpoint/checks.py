@@ -92,7 +92,8 @@ class Checker:
         if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray | Mapping):
             self.refuse(name, value, allowed)
         try:
-            self.require(len(value) <= most, name, f"a list of {len(value)}", allowed)
+            if len(value) > most:
+                raise self.error(f"{self.kind}{name} with {len(value)} members is not allowed; give {allowed}")
             return tuple(value)
         except TypeError:  # a zero-dimensional array
             self.refuse(name, value, allowed)

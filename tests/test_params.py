@@ -49,6 +49,8 @@ def test_structured_outputs_are_of_their_own_type() -> None:
 
 
 def test_stop_may_be_a_text() -> None:
+    with pytest.raises(InvalidParamsError, match="stop with 65 members is not allowed; give a text or"):
+        SamplingParams(stop=["a"] * 65)
     with pytest.raises(InvalidParamsError, match="stop=5 is not allowed; give a text or a list of at most 64"):
         SamplingParams(stop=5)  # type: ignore[arg-type]
 

@@ -6,12 +6,21 @@ import sys
 
 import forkpoint
 from forkpoint import errors
+from forkpoint.version import installed_version
 
 
 def test_every_public_name_is_there_and_sorted() -> None:
     assert list(forkpoint.__all__) == sorted(forkpoint.__all__, key=lambda name: (not name.isupper(), name))
     for name in forkpoint.__all__:
         assert getattr(forkpoint, name).__name__ == name
+
+
+def test_a_shell_can_complete_every_public_name() -> None:
+    code = "import forkpoint, sys; print(*dir(forkpoint)); print('torch' in sys.modules, forkpoint.__version__)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names, facts = shown.stdout.splitlines()
+    assert {*forkpoint.__all__, "__version__"} <= {*names.split()}
+    assert facts == f"False {installed_version()}"
 
 
 def test_every_error_is_public_and_drawn_in_the_tree() -> None:
