@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName, TierNews
 from forkpoint.disk.store import DiskStore
-from forkpoint.runtime.following import Following
+from forkpoint.runtime.following import AtOnce, Following
 from forkpoint.runtime.host_copies import CopyBatch, StreamCopies, TierMemory
 from forkpoint.runtime.pinned import PinnedBuffers, as_tensor
 from forkpoint.runtime.stretch import Stretch
@@ -20,6 +19,7 @@ class DirectDisk:
 
     def __init__(self, memory: TierMemory, disk: DiskStore) -> None:
         self._memory, self._disk = memory, disk
+        self._following = AtOnce()
 
     def run(self, move: Move, sound: bool) -> None:
         """Run a move that concerns the disk. Unless the memory is `sound`, writes fail."""
@@ -30,22 +30,19 @@ class DirectDisk:
             disk.give_back(kind, buffer)
         elif route is MoveRoute.READ:
             assert name is not None
-            self._submit(partial(disk.submit_read, name, move.src, move.ticket))
+            self._following.add(partial(disk.submit_read, name, move.src, move.ticket))
         elif route is MoveRoute.DISCARD:
-            self._submit(partial(disk.discard, move.ticket))
+            self._following.add(partial(disk.discard, move.ticket))
         elif route is MoveRoute.REMOVE:
-            self._submit(partial(disk.submit_removal, name))
+            self._following.add(partial(disk.submit_removal, name))
         elif route is MoveRoute.DISK:
             kind = BLOCK if move.kind is MoveKind.BLOCK else SLOT
-            self._submit(partial(disk.submit_copy, kind, move.src, move.dst))
+            self._following.add(partial(disk.submit_copy, kind, move.src, move.dst))
         elif not sound:
-            self._submit(partial(disk.fail_write, move.ticket))
+            self._following.add(partial(disk.fail_write, move.ticket))
         else:
             assert name is not None
             self._write(move, name)
-
-    def _submit(self, run: Callable[[], object]) -> None:
-        run()
 
     def _write(self, move: Move, name: EntryName) -> None:
         buffer, memory = self._disk.buffer(name.kind), self._memory
@@ -58,7 +55,7 @@ class DirectDisk:
 
     def issue(self) -> None:
         """Begin the work that `run` has only noted. Call it after the last move of a plan."""
-        return
+        self._following.flush()
 
     def news(self, wait_s: float) -> TierNews | None:
         """Return the disk's news since the last call; None if there is none. Wait at most `wait_s` for it."""
@@ -66,6 +63,7 @@ class DirectDisk:
 
     def close(self) -> None:
         """Finish all writes and close the disk. All copies of the device must be done."""
+        self._following.close()
         self._disk.close()
 
 
@@ -90,9 +88,6 @@ class StreamedDisk(DirectDisk):
             self._reading.discard(move.ticket)
         super().run(move, sound)
 
-    def _submit(self, run: Callable[[], object]) -> None:
-        self._following.add(run)
-
     def _write(self, move: Move, name: EntryName) -> None:
         buffer = self._disk.buffer(name.kind)
         target = Stretch(as_tensor(buffer), 0, self._disk.unit_bytes(name.kind))
@@ -102,9 +97,6 @@ class StreamedDisk(DirectDisk):
         else:
             batch = self._copies.copy_out(move, target)
         self._following.add(partial(self._disk.submit_write, name, move.dst, buffer, move.ticket), batch)
-
-    def issue(self) -> None:
-        self._following.flush()
 
     def news(self, wait_s: float) -> TierNews | None:
         found = super().news(wait_s)
@@ -124,7 +116,3 @@ class StreamedDisk(DirectDisk):
         if not others and not found.failed:
             return None
         return replace(found, done=others)
-
-    def close(self) -> None:
-        self._following.close()
-        super().close()

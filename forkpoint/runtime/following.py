@@ -17,7 +17,21 @@ class Marked(Protocol):
     mark: Mark | None
 
 
-class Following:
+class AtOnce:
+    """Runs functions as they are added. For copies that are done at once."""
+
+    def add(self, run: Callable[[], object], after: Marked | None = None) -> None:
+        """Run a function after these copies and after all functions that were added before, but not before `flush`."""
+        run()
+
+    def flush(self) -> None:
+        """Let the added functions begin. All their copies must have been issued."""
+
+    def close(self) -> None:
+        """Run the remaining functions. All copies must be done."""
+
+
+class Following(AtOnce):
     """Runs functions one after the other in a thread, each once the copies that it was added with are done.
 
     The worker's thread calls all methods. Functions must not raise.
@@ -32,11 +46,9 @@ class Following:
         self._thread.start()
 
     def add(self, run: Callable[[], object], after: Marked | None = None) -> None:
-        """Run a function after these copies and after all functions that were added before, but not before `flush`."""
         self._added.append((run, after))
 
     def flush(self) -> None:
-        """Let the added functions begin. All their copies must have been issued."""
         if not self._added:
             return
         added, self._added = self._added, []
@@ -45,7 +57,6 @@ class Following:
             self._changed.notify()
 
     def close(self) -> None:
-        """Run the remaining functions and end the thread. All copies must be done."""
         self.flush()
         with self._changed:
             self._is_closing = True

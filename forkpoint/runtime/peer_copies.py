@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from forkpoint.cache.disk_entries import EntryName
 from forkpoint.peer.link import PeerLink
-from forkpoint.runtime.following import Following
+from forkpoint.runtime.following import AtOnce, Following
 from forkpoint.runtime.host_copies import CopyBatch, StreamCopies, TierMemory
 from forkpoint.runtime.pinned import PinnedBuffers, as_tensor
 from forkpoint.runtime.stretch import Stretch
@@ -21,6 +20,8 @@ class DirectPeers:
 
     def __init__(self, memory: TierMemory, link: PeerLink, buffers: PinnedBuffers) -> None:
         self._memory, self._link, self._buffers = memory, link, buffers
+        self._staged: dict[int, CopyBatch] = {}  # by fetch: the batch of its last copy
+        self._following = AtOnce()  # keeps changes of leases after the offers before them
         link.use_buffers(buffers.take, buffers.give)
 
     def run(self, move: Move, sound: bool) -> None:
@@ -29,22 +30,16 @@ class DirectPeers:
         if move.route is MoveRoute.FETCHED:
             self._memory.copy_in(move, as_tensor(self._link.fetching.contents(move.ticket, move.src)))
         elif move.route is MoveRoute.FORGET:
-            self._forget(move.ticket)
+            forget = partial(self._link.fetching.forget, move.ticket)
+            self._following.add(forget, self._staged.pop(move.ticket, None))
         elif move.route is MoveRoute.WITHDRAW and move.ticket:
-            self._follow(partial(self._link.offered.end, move.ticket))
+            self._following.add(partial(self._link.offered.end, move.ticket))
         elif move.route is MoveRoute.WITHDRAW:
-            self._follow(partial(self._link.offered.withdraw, None if name is None else name.hash))
+            self._following.add(partial(self._link.offered.withdraw, None if name is None else name.hash))
         elif name is None:
-            self._follow(partial(self._link.offered.complete, move.ticket))
+            self._following.add(partial(self._link.offered.complete, move.ticket))
         elif sound:
             self._offer(move, name)
-
-    def _forget(self, ticket: int) -> None:
-        self._link.fetching.forget(ticket)
-
-    def _follow(self, run: Callable[[], None]) -> None:
-        """Run a change of leases after the offers before it."""
-        run()
 
     def _offer(self, move: Move, name: EntryName) -> None:
         data = self._buffers.take(self._memory.unit_bytes(move.kind))
@@ -53,10 +48,11 @@ class DirectPeers:
 
     def issue(self) -> None:
         """Begin the work that `run` has only noted. Call it after the last move of a plan."""
-        return
+        self._following.flush()
 
     def close(self) -> None:
         """End the link. All copies of the device must be done."""
+        self._following.close()
         self._link.close()
 
 
@@ -72,7 +68,6 @@ class StreamedPeers(DirectPeers):
         super().__init__(memory, link, pinned)
         pinned.prepare(link.facts.max_bytes)
         self._copies = copies
-        self._staged: dict[int, CopyBatch] = {}  # by fetch: the batch of its last copy
         self._following = Following("peer copies")
 
     def run(self, move: Move, sound: bool) -> None:
@@ -83,20 +78,7 @@ class StreamedPeers(DirectPeers):
         if batch is not None:
             self._staged[move.dst] = batch
 
-    def _forget(self, ticket: int) -> None:
-        self._following.add(partial(super()._forget, ticket), self._staged.pop(ticket, None))
-
-    def _follow(self, run: Callable[[], None]) -> None:
-        self._following.add(run)
-
     def _offer(self, move: Move, name: EntryName) -> None:
         data = self._buffers.take(self._memory.unit_bytes(move.kind))
         batch = self._copies.copy_out(move, Stretch.of(as_tensor(data)))
         self._following.add(partial(self._link.offered.add, name, data, move.ticket), batch)
-
-    def issue(self) -> None:
-        self._following.flush()
-
-    def close(self) -> None:
-        self._following.close()
-        super().close()
