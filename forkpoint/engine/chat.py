@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from forkpoint.engine.template_traits import TemplateTraits, probe_traits
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.obs.logs import LOGGER
+from forkpoint.obs.notices import Notices
 
 FIRST_MESSAGES, LAST_MESSAGES = 8, 56  # Messages whose ends are located. Each costs one to three renderings.
 # Limit on messages in all these renderings, about 0.3 s for a plain template. A longer conversation gets fewer ends.
@@ -91,7 +92,7 @@ class ChatTemplate:
             False: Rewriter(probed.without_tools, notation),
             True: Rewriter(probed.with_tools, notation),
         }
-        self._logged = _Logged()
+        self._notices = Notices(logging.INFO)
 
     def _probe(self, content_format: Literal["auto", "string", "openai"]) -> _Probed:
         in_parts = content_format == "openai"
@@ -153,7 +154,9 @@ class ChatTemplate:
             take_image = images.take
         read = [read_message(message, in_parts=self._in_parts, take_image=take_image) for message in messages]
         rewritten = self._rewriters[bool(tools)].rewrite(read)
-        self._logged.log(rewritten.rewrites)
+        for rewrite in Rewrite:
+            if rewrite in rewritten.rewrites:
+                self._notices.add(f"conversations are rewritten for the chat template: {rewrite.value}")
         if images is not None:
             rewritten = images.in_parts(rewritten)
         conversation = rewritten.messages
@@ -249,19 +252,6 @@ class _Probed:
     in_parts: bool
     without_tools: TemplateTraits
     with_tools: TemplateTraits
-
-
-class _Logged:
-    """Logs each kind of rewrite once, even if several processes are forked from this one."""
-
-    def __init__(self) -> None:
-        self._flags = mmap.mmap(-1, len(Rewrite))  # shared with forked processes
-
-    def log(self, rewrites: frozenset[Rewrite]) -> None:
-        for number, rewrite in enumerate(Rewrite):
-            if rewrite in rewrites and not self._flags[number]:
-                self._flags[number] = 1
-                LOGGER.info("conversations are rewritten for the chat template: %s", rewrite.value)
 
 
 def _from_user(text: str, in_parts: bool) -> Message:

@@ -27,13 +27,13 @@ from forkpoint.engine.media_urls import num_media, remote_urls
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ConfigError, InvalidPromptError, PromptTooLongError, QueueFullError, RequestTooLargeError
 from forkpoint.media_limits import MediaKind
+from forkpoint.obs.notices import Notices
 from forkpoint.params import THINK_END, THINKING_END, SamplingParams
 from forkpoint.server.body import parse
 from forkpoint.server.calls.reader import Notation
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notations import find_notation
-from forkpoint.server.notices import Notices
 from forkpoint.server.protocol import RequestBody
 
 B = TypeVar("B", bound=RequestBody)

@@ -336,7 +336,7 @@ def test_a_refusal_names_the_message() -> None:
 
 def test_each_kind_of_rewrite_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(LOGGER, "info", lambda form, *values: lines.append(form % values))
+    monkeypatch.setattr(LOGGER, "log", lambda _, form, *values: lines.append(form % values))
     chat = chat_of("qwen35")
     for _ in range(2):
         chat.render([say("system", "a"), say("system", "b"), say("user", "hi"), say("system", "c")])

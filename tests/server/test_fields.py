@@ -16,11 +16,11 @@ from openai.resources.responses import InputTokens, Responses
 
 from forkpoint import LLM, SamplingParams
 from forkpoint.obs.logs import LOGGER
+from forkpoint.obs.notices import MAX_NOTICES, Notices
 from forkpoint.server.chat.body import ChatBody, ChatMessage
 from forkpoint.server.chat.history import shown_messages
 from forkpoint.server.completions.body import CompletionBody
 from forkpoint.server.messages.body import MessagesBody
-from forkpoint.server.notices import MAX_NOTICES, Notices
 from forkpoint.server.protocol import RequestBody
 from forkpoint.server.responses.body import CountBody, ResponsesBody
 from tests.server.conftest import MAX_MODEL_LEN
@@ -142,7 +142,7 @@ def test_many_unknown_fields_take_no_time(http: httpx2.Client) -> None:
 
 def test_notices_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[str] = []
-    monkeypatch.setattr(LOGGER, "warning", lambda form, *values: logged.append(form % values))
+    monkeypatch.setattr(LOGGER, "log", lambda _, form, *values: logged.append(form % values))
     notices = Notices()
     for _ in range(2):
         for number in range(2 * MAX_NOTICES):

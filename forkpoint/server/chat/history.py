@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from forkpoint.checks import member
 from forkpoint.engine.conversation import is_image
+from forkpoint.obs.notices import Note
 from forkpoint.server.chat.body import ChatMessage
-from forkpoint.server.notices import Note
 
 # Claude Code begins its system prompt with a line for billing, which differs from request to request.
 BILLING_LINES: Final = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from forkpoint.obs.notices import Note
 from forkpoint.server.chat.body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.history import chat_messages, not_understood, text_of
-from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, RequestBody, TransferParams
 from forkpoint.server.sampling import bounded
 

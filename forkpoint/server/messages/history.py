@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any, Final
 
+from forkpoint.obs.notices import Note
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN
 
 IMAGE_SOURCES: Final = "{type: base64, media_type, data} or {type: url, url}"

@@ -8,10 +8,10 @@ from typing import Any, Final, Literal
 
 from pydantic import Field
 
+from forkpoint.obs.notices import Note
 from forkpoint.params import MAX_STOP_TOKEN_IDS
 from forkpoint.server.chat.body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, TokenId, TransferParams
 from forkpoint.server.responses.items import is_reference, messages_of, referred, resolved
 from forkpoint.server.responses.store import Stored

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from forkpoint.checks import listed, member
+from forkpoint.obs.notices import Note
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN
 from forkpoint.server.responses.tools import INPUT, flat_name
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag
 
 from forkpoint.checks import json_value, member
+from forkpoint.obs.notices import Note
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many
 
 INPUT: Final = "input"  # the argument of a custom tool's function that holds the free text

@@ -1,7 +1,8 @@
-"""Log lines about parts of requests that the server ignores or leaves out."""
+"""Log lines about requests that are written once, whatever process reads the requests."""
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Callable
 from hashlib import blake2b
@@ -22,12 +23,13 @@ class Notices:
     that log at the same moment can overwrite each other's hash. The text whose hash is lost may be logged once more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, level: int = logging.WARNING) -> None:
         """Create the table of hashes. The processes that share it have to be forked later."""
+        self._level = level
         self._hashes = mmap.mmap(-1, MAX_NOTICES * HASH_BYTES)
 
     def add(self, text: str) -> None:
-        """Log `text` as a warning, unless it or `MAX_NOTICES` others have been logged."""
+        """Log `text`, unless it or `MAX_NOTICES` others have been logged."""
         own = blake2b(text.encode(errors="replace"), digest_size=HASH_BYTES).digest()
         logged = self._hashes[:]
         starts = range(0, len(logged), HASH_BYTES)
@@ -42,6 +44,7 @@ class Notices:
         if free is None:
             return
         self._hashes[free : free + HASH_BYTES] = own
-        LOGGER.warning("%s", text)
+        LOGGER.log(self._level, "%s", text)
         if free == starts[-1]:
-            LOGGER.warning("requests had %d different notices like these; further ones are not logged", MAX_NOTICES)
+            last = "requests had %d different notices like these; further ones are not logged"
+            LOGGER.log(self._level, last, MAX_NOTICES)
