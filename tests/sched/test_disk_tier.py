@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -177,8 +179,9 @@ def test_a_disk_that_does_not_answer_is_read_again_later(
     assert late.index._resumable["STORAGE"]
 
 
-def test_salts_stay_apart_on_the_disk() -> None:
-    harness = with_disk()
+@pytest.mark.parametrize("make", [tight, with_disk], ids=["host", "disk"])
+def test_salts_stay_apart_in_tiers(make: Callable[[], Harness]) -> None:
+    harness = make()
     prompt = evicted(harness, cache_salt="a")
     assert harness.ask("b", next_turn(prompt), 2, cache_salt="b").cache.num_restored_tokens == 0
     assert harness.ask("a", next_turn(prompt), 2, cache_salt="a").cache.num_restored_tokens >= 576

@@ -259,13 +259,6 @@ def test_a_reset_reaches_the_host_tier() -> None:
     assert stats.num_free_host_pages == stats.num_host_pages - 1 - (stats.num_host_blocks > 0)
 
 
-def test_salts_stay_apart_in_the_host_tier() -> None:
-    harness = tight()
-    prompt = evicted(harness, cache_salt="a")
-    assert harness.ask("b", next_turn(prompt), 2, cache_salt="b").cache.num_restored_tokens == 0
-    assert harness.ask("a", next_turn(prompt), 2, cache_salt="a").cache.num_restored_tokens >= 576
-
-
 def test_garbage_leaves_the_host_tier_with_the_request_that_made_it() -> None:
     harness = tight()
     prompt = tokens(0, 641)
