@@ -46,7 +46,7 @@ def json_object(name: str, given: Any, known: Sequence[str] | None = None) -> di
         try:
             found = json.loads(given)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{name}={given!r} is no JSON: {error}") from error
+            raise ConfigError(f"{name}={given!r} is not JSON: {error}") from error
     if not isinstance(found, Mapping) or (known is not None and not set(found) <= set(known)):
         keys = f" with {' or '.join(known)}" if known is not None else ""
         raise ConfigError(f"{name}={given!r} is not allowed; give a JSON object{keys}")

@@ -36,7 +36,7 @@ class Registry(Generic[Thing]):
     def add(self, name: str, thing: Thing) -> None:
         """Add a name in this process only. Raises ConfigError if the name is taken."""
         if name in self.names():
-            raise ConfigError(f"there is a {self._kind} named {name!r} already; give another name")
+            raise ConfigError(f"the {self._kind} {name!r} exists already; give another name")
         self._named[name] = thing
 
     def names(self) -> tuple[str, ...]:
@@ -48,9 +48,7 @@ class Registry(Generic[Thing]):
         points = [point for point in self._entry_points() if point.name == name]
         if len(points) + (name in self._named) > 1:
             packages = ", ".join(sorted(_package(point) for point in points))
-            raise self._error(
-                f"several packages add a {self._kind} named {name!r}: uninstall all but one of {packages}"
-            )
+            raise self._error(f"several packages add the {self._kind} {name!r}: uninstall all but one of {packages}")
         if name in self._named:
             return self._named[name]
         if points:
@@ -61,7 +59,7 @@ class Registry(Generic[Thing]):
         near = get_close_matches(name, [known for known in self.names() if known[:1] == name[:1]], n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         allowed = f"one of {', '.join(self.names())}, or module:name of one that can be imported"
-        raise self._error(f"{name!r} is no {self._kind}{hint}; give {allowed}")
+        raise self._error(f"there is no {self._kind} {name!r}{hint}; give {allowed}")
 
     def _entry_points(self) -> EntryPoints:
         return _installed(self._group, tuple(sys.path))

@@ -39,22 +39,22 @@ def test_names_of_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (registry.find("own"), registry.find("called")) == (dict, list)
     assert registry.find("theirs") is registry.find("outside_one:Found")
     assert registry.find("collections:Counter.fromkeys").__name__ == "fromkeys"
-    with pytest.raises(ConfigError, match="'theirs' already"):
+    with pytest.raises(ConfigError, match="the test thing 'theirs' exists already"):
         registry.add("theirs", dict)
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("owm", r"'owm' is no test thing \(did you mean own\?\); give one of broken, own, twice, or module:name"),
-        ("ewn", r"'ewn' is no test thing; give one of broken, own, twice, or module:name"),
+        ("owm", r"there is no test thing 'owm' \(did you mean own\?\); give one of broken, own, twice, or module:name"),
+        ("ewn", r"there is no test thing 'ewn'; give one of broken, own, twice, or module:name"),
         ("no_such_module:X", "cannot be imported from 'no_such_module:X': No module named"),
         ("collections:X", "cannot be imported from 'collections:X'"),
         (":X", "cannot be imported from ':X'"),
         ("collections:", "cannot be imported from 'collections:'"),
         ("outside_one:value", "is 3; a class or a function is needed"),
         ("broken", "test thing 'broken' of package outside_one cannot be imported from 'outside_one:Missing'"),
-        ("twice", "several packages add a test thing named 'twice': uninstall all but one of outside_one, outside_two"),
+        ("twice", "several packages add the test thing 'twice': uninstall all but one of outside_one, outside_two"),
     ],
 )
 def test_what_cannot_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:

@@ -27,7 +27,7 @@ class LayerState:
     """One state tensor of layer `layer`. Its spec names the operators and the records."""
 
     def __init__(self, ops: OpTable, layer: int, spec: TensorSpec) -> None:
-        assert spec.operators is not None, f"{spec.name} is no state"
+        assert spec.operators is not None, f"{spec.name} is not a state"
         self._ops, self._layer, self._spec = ops, layer, spec
         self._plain, self._prefill = spec.operators
 

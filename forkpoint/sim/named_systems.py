@@ -58,7 +58,7 @@ def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler
     stored = layout.in_tiers()
     num_pages = memory_bytes // layout.page_bytes
     if num_pages < 2:
-        raise ConfigError(f"{memory_bytes} bytes hold no two pages of {layout.page_bytes}; give more memory")
+        raise ConfigError(f"{memory_bytes} bytes are less than two pages of {layout.page_bytes} bytes; give more")
     return EngineOptions(
         layout=layout,
         num_pages=num_pages,
@@ -87,7 +87,7 @@ def _num_pages(name: str, chosen: Mapping[str, str], page_bytes: int) -> int:
         raise ConfigError(f"{name}={gib} is not allowed; give GiB from 0 to {MAX_HOST_GIB}, such as 64")
     num_bytes = math.ceil(size * GIB)
     if num_bytes and num_bytes < 2 * page_bytes:
-        raise ConfigError(f"{name}={gib}: {num_bytes} bytes hold no two pages of {page_bytes}; give more")
+        raise ConfigError(f"{name}={gib}: {num_bytes} bytes are less than two pages of {page_bytes} bytes; give more")
     return num_bytes // page_bytes
 
 
@@ -114,5 +114,5 @@ def _drafter(length: str, num_drafts: str) -> SetAcceptance | None:
     try:
         given = float(length), int(num_drafts)
     except ValueError:
-        raise ConfigError(f"acceptance_length={length},num_speculative_tokens={num_drafts} are no numbers") from None
+        raise ConfigError(f"acceptance_length={length},num_speculative_tokens={num_drafts} are not numbers") from None
     return None if given == (1, 0) else SetAcceptance(*given)
