@@ -233,7 +233,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_value(text: str | bytes, default: object = None) -> Any:
-    """Return what a JSON text says; `default` for a text that is no JSON, or is nested too deeply."""
+    """Return what a JSON text says; `default` for a text that is not JSON, or is nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -48,7 +48,7 @@ def read_buckets(given: str) -> dict[Bucket, float]:
 
 
 def image_limit(given: Mapping[str, Any]) -> int:
-    """Return `given["image"]`, the most images of a request (default: 0). Raises ConfigError if it is no count."""
+    """Return `given["image"]`, the most images of a request (default: 0). Raises ConfigError if it is not a count."""
     limit = given.get("image", 0)
     if type(limit) is not int or limit < 0:
         raise ConfigError(f"random_mm_limit_mm_per_prompt has image={limit!r}; give an integer of 0 or more")

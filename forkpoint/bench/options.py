@@ -99,7 +99,7 @@ class LoadOptions:
         self.sampling_body()
 
     def sampling_body(self) -> dict[str, Any]:
-        """Return the body fields that these options set. Raises ConfigError if `extra_body` is no JSON object."""
+        """Return the body fields that these options set. Raises ConfigError if `extra_body` is not a JSON object."""
         names = ("temperature", "top_p", "top_k", "min_p")
         body = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.ignore_eos:

@@ -19,7 +19,7 @@ POSITIONS: Final = "give integers, in tokens; they are rounded down to multiples
 
 @dataclass(frozen=True, slots=True)
 class CaptureContext:
-    """What a policy sees before tokens `[start, end)` of a request are computed. All numbers count tokens.
+    """Facts that a policy gets before tokens `[start, end)` of a request are computed. All numbers count tokens.
 
     `prompt_end` is where prefill ends. Cached or lately evicted histories part from this one at `junctions`; waiting
     prompts part from it at `waiting_junctions`. The caller declared the `breakpoints`. `fallback_step` is how many

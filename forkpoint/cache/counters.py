@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class CacheCounters:
-    """What the cache counts since the start. The cache alone writes them. Read them through `CacheManager.stats`.
+    """Counters of the cache since the start. The cache alone writes them. Read them through `CacheManager.stats`.
 
     Counters with several entries are by miss reason or by `Origin`.
     """

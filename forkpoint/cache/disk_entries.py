@@ -1,4 +1,4 @@
-"""What the disk tier knows of its entries: their names, and the records that survive the process."""
+"""Entries of the disk tier: their names, and the records that survive the process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Records: TypeAlias = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class EntryName:
-    """What an entry of the disk tier is: the block of a hash, or the state after it.
+    """The name of an entry of the disk tier: the block of a hash, or the state after it.
 
     `depth` counts blocks from the root, this one included. `parent` is the hash of the block before it. `origin` and
     `decoded` are those of a checkpoint.
@@ -69,7 +69,7 @@ class DiskFacts:
 
 @dataclass(frozen=True, slots=True)
 class TierNews:
-    """What the worker's tiers have done since their last report: tickets of reads and writes that ended, or failed.
+    """News of the worker's tiers since their last report: tickets of reads and writes that ended or failed.
 
     `writes`: the worker still writes to the disk. It stops after an error.
     """

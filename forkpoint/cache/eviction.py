@@ -27,7 +27,7 @@ class RecomputeCost:
 
 
 class EntryFacts(NamedTuple):
-    """What a policy may know of a cached entry, or of a state that might be saved.
+    """Facts that a policy may know of a cached entry, or of a state that might be saved.
 
     `saved` is the cost (`RecomputeCost`; floating-point operations in the engine) that a hit here spares: computing the
     tokens since the nearest checkpoint above, whose kind is `above`. Evicting the entry frees `num_bytes`: its slot,

@@ -47,7 +47,7 @@ class EvictionQueue(Generic[Queued]):
             self._compact()
 
     def push_later(self, entry: Queued) -> None:
-        """Queue an entry without computing its key. That is done when its turn comes in `file_due`."""
+        """Queue an entry without computing its key, which `file_due` computes when its turn comes."""
         entry.queue_place = ticket = next(self._tickets)
         heapq.heappush(self._dues, (-math.inf, ticket, entry))
 

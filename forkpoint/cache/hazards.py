@@ -49,7 +49,7 @@ class ReuseClass(NamedTuple):
 
 
 class Prior(NamedTuple):
-    """What is assumed of a kind before anything was seen.
+    """Assumptions about a kind before anything was seen.
 
     `chances[MOST_USES + 1]` are the chances of one more use, by uses so far; `ages[NUM_BINS]` the shares of the uses in
     each bin of ages. The assumption weighs as much as `num_entries` observed entries.

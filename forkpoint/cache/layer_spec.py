@@ -1,4 +1,4 @@
-"""What a layer keeps: tensors of each token, tensors of each sequence, and their bytes."""
+"""The tensors that a layer keeps of each token and of each sequence, and their bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What a layer keeps of each token, in blocks: keys and values, or a latent of both.
+    """The tensors that a layer keeps of each token, in blocks: keys and values, or a latent of both.
 
     `takes_fp8`: the operators that write and read it also take the form that `in_fp8` returns. Tensors named in `exact`
     keep their dtype there. With `window` a token attends only to the last `window` tokens, itself included.
@@ -105,7 +105,7 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What a layer keeps of each sequence, in a slot: a convolution's window, a recurrence's matrix.
+    """The tensors that a layer keeps of each sequence, in a slot: a convolution's window, a recurrence's matrix.
 
     `flops_per_token` counts the recurrence's own operations, without products with weights.
     """
@@ -118,7 +118,7 @@ class StateSpec:
         return sum(tensor.num_bytes() for tensor in self.tensors)
 
 
-# What one layer keeps: nothing, keys and values, a state, or some of both.
+# The specs of one layer: none, keys and values, a state, or some of both.
 LayerSpec: TypeAlias = tuple[KVSpec | StateSpec, ...]
 
 

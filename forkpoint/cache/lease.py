@@ -1,4 +1,4 @@
-"""What one request holds of the cache and the arena."""
+"""The lease: one request's share of the cache and the arena."""
 
 from __future__ import annotations
 

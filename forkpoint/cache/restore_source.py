@@ -1,4 +1,4 @@
-"""What prefixes are restored from: the tiers, and other engines."""
+"""Sources from which prefixes are restored: the tiers, and other engines."""
 
 from __future__ import annotations
 

@@ -380,7 +380,7 @@ class PrefixStore:
             self._give_blocks(self._evict_leaves(node, node.depth))
 
     def reset(self) -> None:
-        """Condemn everything and forget the ghosts. What running requests hold is freed when they end."""
+        """Condemn everything and forget the ghosts. Entries that running requests hold are freed when these end."""
         if self.restorable is not None:
             self.restorable.clear()
         for node in [node for node in self.tree.nodes() if node.parent is not None and not node.parent.depth]:

@@ -42,7 +42,7 @@ OF_LAST_TURN = (*TURN_ENDS, Origin.NEAR_END)  # hardly useful once their convers
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Evictable:
-    """What the eviction queue orders: checkpoints, or in a layout without states nodes.
+    """An entry that the eviction queue orders: a checkpoint, or in a layout without states a node.
 
     PrefixStore writes how it was used, the queue writes its current place (`queue_place`).
     """

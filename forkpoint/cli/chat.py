@@ -148,7 +148,7 @@ class Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """Yield lines of standard input until its end; Ctrl-C is no end. A terminal gets a prompt and line editing."""
+    """Yield lines of standard input until its end, also after Ctrl-C. A terminal gets a prompt and line editing."""
     interactive, prompt = sys.stdin.isatty(), ""
     if interactive:
         import readline  # noqa: F401  (gives input() its line editing)

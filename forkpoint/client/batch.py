@@ -101,7 +101,7 @@ class BatchOutput:
     def __init__(self, path: Path, requests: Sequence[BatchRequest]) -> None:
         """Rewrite `path` without lines to be tried again, and open it for appending; its folder is created.
 
-        Raises ConfigError if it answers requests that are not in `requests`, is no batch output, or cannot be written.
+        Raises ConfigError if it answers other requests than `requests`, is not a batch output, or cannot be written.
         """
         self.path = path
         # otherwise a device or a pipe, which is written to and never replaced

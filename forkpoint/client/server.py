@@ -179,7 +179,7 @@ class Server:
 
 
 def base_url(url: str) -> str:
-    """Return `url` without a trailing slash, /v1 or endpoint. Raises ConfigError if it is no URL of an HTTP server."""
+    """Return `url` without a trailing slash, /v1 or endpoint. Raises ConfigError if it is not an HTTP URL."""
     try:
         parts = urlsplit(url)
         ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -235,7 +235,7 @@ class RequestState:
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What the engine offers of the prompt to the engine that continues it, or None."""
+        """The engine's offer of the prompt to the engine that continues it, or None."""
         return self.completions[0].request.kv_transfer_params
 
     @property

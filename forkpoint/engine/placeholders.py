@@ -21,7 +21,7 @@ from forkpoint.sched.plan import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What replaces the tokens `[start, end)` of a prompt: token ids, and spans, whose tokens are `token_id`."""
+    """The replacement of tokens `[start, end)` of a prompt: token ids, and spans, whose tokens are `token_id`."""
 
     start: int
     end: int

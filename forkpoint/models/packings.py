@@ -76,7 +76,7 @@ class PackedTensors:
 
     @property
     def group(self) -> int:
-        """The number of columns that share a scale. Raises ModelFolderError if that is no multiple of PER_WORD."""
+        """The number of columns that share a scale. Raises ModelFolderError if that is not a multiple of PER_WORD."""
         name, width = self._scale_name, self.shape[-1]
         shape = self.stored.shape(name)
         count = shape[0] if self._transposed else shape[-1]

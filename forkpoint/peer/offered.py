@@ -1,4 +1,4 @@
-"""What a prefill engine offers: copies of entries, held under leases until they are fetched or time is up."""
+"""Entries that a prefill engine offers: copies, held under leases until they are fetched or time is up."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class TierMemory:
         return self.places[kind][1]
 
     def copy_out(self, move: Move, target: Tensor) -> None:
-        """Copy the unit `move.src` of the arena to memory of a tier's unit. What a short prefix lacks becomes zeros."""
+        """Copy the unit `move.src` of the arena to memory of a tier's unit. Bytes that a short prefix lacks are 0."""
         for part, piece in self.copies_out(move, Stretch.of(target)):
             part.bytes.copy_(piece.bytes)
 

@@ -217,8 +217,8 @@ class StepBuilder:
     def located(self, context: ForwardContext, t: Tensors, most: HostLens = ((), ())) -> ForwardContext:
         """Return the context with the blocks of each window, and of keys that are dealt, from `token_lines`.
 
-        Positions must have been corrected. Where tokens are stored is looked up on the device, because only the device
-        has the positions of rows whose drafts may be rejected. `most` is that of `DealtKeys.complete`.
+        Positions must have been corrected. The device looks up where tokens are stored, because it alone has the
+        positions of rows whose drafts may be rejected. `most` is that of `DealtKeys.complete`.
         """
         windows: dict[int, AttentionIndex] = {}
         for width, table in self._windows.items():

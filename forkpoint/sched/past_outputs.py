@@ -54,7 +54,7 @@ class PastOutputs:
     def find(self, salt: str, tail: IntArray, num_following: int) -> tuple[IntArray, int]:
         """Return what followed the longest matches of the end of `tail`, and their length in tokens.
 
-        A match has LEAST_MATCH tokens or more; without one the length is 0. What followed are ids
+        A match has LEAST_MATCH tokens or more; without one the length is 0. The ids that followed are
         `[occurrences, num_following]`, the latest first, with END after the end of an output.
         """
         ends = self._occurrences(self._hashes(tail[-LEAST_MATCH:], number := _number(salt))[0])

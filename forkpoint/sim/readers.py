@@ -77,9 +77,9 @@ def read_azure(path: Path, limit: int | None = None) -> Trace:
 def read_mooncake(path: Path, limit: int | None = None) -> Trace:
     """Read Mooncake's traces: ids of 512-token blocks, which name all tokens up to the block's end.
 
-    A prompt's last block may be partial; it has an id of its own. So a conversation's next turn repeats all ids of its
-    previous turn except the last one. A prompt that stops sharing exactly there is read as the next turn: it repeats
-    the rest of that prompt, and its output where the length allows.
+    A prompt's last block may be partial; it has an id of its own. A conversation's next turn repeats all ids of its
+    previous turn except that one. A prompt that stops sharing exactly there is read as the next turn: it repeats the
+    rest of that prompt, and its output where the length allows.
     """
     records = [_MooncakeRecord.read(record) for record in read_lines(path, limit)]
     return Trace(path.stem, tuple(_MooncakeTokens(len(records)).requests(records)))

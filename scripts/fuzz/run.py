@@ -171,7 +171,7 @@ def _wrong(status: int, content_type: str, data: bytes) -> str | None:
     try:
         answer = json.loads(data)
     except ValueError:
-        return f"answered {status} with what is no JSON: {data[:200]!r}"
+        return f"answered {status} with something that is not JSON: {data[:200]!r}"
     if status == 200:
         return None
     error = answer.get("error")

@@ -107,8 +107,8 @@ def test_files_that_are_no_conversations_are_told(page: Page, tmp_path: Path) ->
     open_list(page)
     loop = {"role": "user", "content": "x", "children": ["1"]}
     texts = {
-        "{": "is no JSON",
-        "[]": "no conversation that was exported here",
+        "{": "is not a JSON",
+        "[]": "not a conversation that was exported here",
         json.dumps({"kind": "forkpoint conversation", "tree": {"nodes": []}}): "has no beginning",
         json.dumps(
             {"kind": "forkpoint conversation", "tree": {"nodes": [["root", {"children": ["1"]}], ["1", loop]]}}

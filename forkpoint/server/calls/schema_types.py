@@ -34,7 +34,7 @@ TYPES: Final[Mapping[type, frozenset[str]]] = {
 WORDS: Final = {"true": "true", "false": "false", "1": "true", "0": "false"}
 MAX_DEPTH = 64  # nested schemas; request bodies have the same limit
 NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-VALUES: Final = ("const", "enum", "default", "examples")  # hold values, which are no schemas
+VALUES: Final = ("const", "enum", "default", "examples")  # they hold values, not schemas
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,6 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
 
 
 def _whole_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object: an empty one if the call was cut off or they are no object."""
+    """Return the arguments of a call as an object: an empty one if the call was cut off or they are not an object."""
     value = json_value(text)
     return value if isinstance(value, dict) else {}

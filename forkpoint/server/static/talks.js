@@ -127,10 +127,10 @@ export function readTalk(text) {
   try {
     found = JSON.parse(text);
   } catch {
-    throw new Error("this is no JSON file");
+    throw new Error("this is not a JSON file");
   }
   if (found?.kind !== "forkpoint conversation" || !Array.isArray(found.tree?.nodes))
-    throw new Error("this is no conversation that was exported here");
+    throw new Error("this is not a conversation that was exported here");
   return new Talk(importedTree(found.tree), { title: String(found.title ?? "").slice(0, 200) });
 }
 
