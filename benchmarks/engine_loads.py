@@ -96,12 +96,8 @@ class PrefillDelay:
     smallest_share: float  # of the prefill's steps that gave every running request a token, at the worst
 
     @property
-    def rise_clock(self) -> float:
-        """The increase by wall-clock time, in steps that use the whole token budget."""
-        return (self.during.clock_s - self.quiet.clock_s) / self.budget_step.clock_s
-
-    @property
     def rise_cpu(self) -> float:
+        """The increase by CPU time, in steps that use the whole token budget."""
         return (self.during.cpu_s - self.quiet.cpu_s) / self.budget_step.cpu_s
 
 

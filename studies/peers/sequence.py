@@ -68,7 +68,6 @@ class PeerChunk:
 class PeerCounts:
     """Counts, written by an emulated cache."""
 
-    states_saved: int = 0
     states_evicted: int = 0
     blocks_evicted: int = 0
 

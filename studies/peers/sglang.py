@@ -150,7 +150,6 @@ class SglangCache:
             return 0
         node.has_state = True
         self._use_state(node)
-        self.counts.states_saved += 1
         return 1
 
     # --- decode

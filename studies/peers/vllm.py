@@ -304,7 +304,6 @@ class VllmCache:
         block_hash = sequence.chain.hashes[end // GRID - 1]
         for group, block in zip(self._state_groups, states, strict=True):
             self._name(block, group, block_hash)
-        self.counts.states_saved += 1
 
     def _turn_over(self, sequence: Sequence, end: int, keep: bool) -> int:
         """Give the next step a fresh running state at a boundary. The old state is named if it is to be kept."""
