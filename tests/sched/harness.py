@@ -84,7 +84,6 @@ class Harness:
     requests: dict[str, Request] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=dict)  # tokens that entered the model, by request
     in_flight: list[tuple[StepPlan, SubmittedStep]] = field(default_factory=list)
-    largest_gap: int = 0
     sampling: dict[int, list[str]] = field(default_factory=dict)  # the requests that a step in flight samples
     fail_next: bool = False
     grammar_lengths: dict[str, int] = field(default_factory=dict)

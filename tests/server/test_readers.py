@@ -38,7 +38,6 @@ SLOW = (
 PADDING = 70_000  # blanks behind a body: they make it a large one
 LARGE = b'{"prompt":"x"}' + b" " * 9900  # nearly as much as `--max-body-bytes 10000` allows
 JSON = {"Content-Type": "application/json"}
-ROLE = b'{"role":"user"},'
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 ENDLESS: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": {"turns": 10_000}}
 
