@@ -20,7 +20,7 @@ from forkpoint.peer.link import PeerLink
 from forkpoint.platforms.copy_stream import PIECE_BYTES
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.disk_copies import DirectDisk, StreamedDisk
-from forkpoint.runtime.host_copies import DirectCopies, HostCopies, StreamCopies, TierMemory
+from forkpoint.runtime.host_copies import DirectCopies, StreamCopies, TierMemory
 from forkpoint.runtime.news import NewsOfCopies
 from forkpoint.runtime.peer_copies import PEER_ROUTES, DirectPeers, StreamedPeers
 from forkpoint.runtime.pinned import PinnedBuffers
@@ -55,7 +55,7 @@ class ArenaBuffer:
         self.host = _aligned(num_host_pages * self.stored.page_bytes)
         self._memory = TierMemory.of(layout, self.data, self.host)
         self._platform = platform
-        self.copies: HostCopies = DirectCopies(self._memory)
+        self.copies = DirectCopies(self._memory)
         self.has_late_copies = bool(num_host_pages) and platform is not None and platform.has_copy_streams
         if self.has_late_copies and platform is not None:
             self.copies = StreamCopies(self._memory, platform)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,20 +119,35 @@ def _places(layout: CacheLayout) -> dict[MoveKind, tuple[int, int]]:
     return {kind: (unit_extent(layout, kind, 1).start, unit_bytes(layout, kind)) for kind in kinds}
 
 
-class HostCopies(ABC):
-    """Runs the moves of a plan that concern the host tier, in their order, between the arena's other moves."""
+class DirectCopies:
+    """Runs the moves of a plan that concern the host tier, in their order, between the arena's other moves.
+
+    It copies at once. For a device that works on the host's memory.
+    """
+
+    def __init__(self, memory: TierMemory) -> None:
+        self._memory = memory
 
     def start(self, log: Log = no_log) -> None:
         """Prepare the host's memory in the background. Call it once, when nothing else of the device is prepared."""
         return
 
-    @abstractmethod
     def run(self, move: Move) -> bool:
         """Run a move of another route than FETCH, LAND and STORE. Returns False if it is of no concern here."""
+        memory = self._memory
+        if move.route is MoveRoute.LOAD:
+            memory.copy_in(move, memory.in_host(move, move.src)[0].bytes)
+        elif move.route is MoveRoute.HOST:
+            (target, _), (source, _) = (memory.in_host(move, unit) for unit in (move.dst, move.src))
+            target.bytes.copy_(source.bytes)
+        else:
+            return False
+        return True
 
-    @abstractmethod
     def store(self, moves: Sequence[Move]) -> None:
         """Run moves of the route STORE."""
+        for move in moves:
+            self._memory.copy_out(move, self._memory.in_host(move, move.dst)[0].bytes)
 
     def fetch(self, moves: Sequence[Move]) -> None:
         """Run moves of the route FETCH."""
@@ -158,28 +172,6 @@ class HostCopies(ABC):
     def close(self) -> None:
         """End all copies."""
         return
-
-
-class DirectCopies(HostCopies):
-    """Copies at once. For a device that works on the host's memory."""
-
-    def __init__(self, memory: TierMemory) -> None:
-        self._memory = memory
-
-    def run(self, move: Move) -> bool:
-        memory = self._memory
-        if move.route is MoveRoute.LOAD:
-            memory.copy_in(move, memory.in_host(move, move.src)[0].bytes)
-        elif move.route is MoveRoute.HOST:
-            (target, _), (source, _) = (memory.in_host(move, unit) for unit in (move.dst, move.src))
-            target.bytes.copy_(source.bytes)
-        else:
-            return False
-        return True
-
-    def store(self, moves: Sequence[Move]) -> None:
-        for move in moves:
-            self._memory.copy_out(move, self._memory.in_host(move, move.dst)[0].bytes)
 
 
 @dataclass(slots=True)
@@ -250,7 +242,7 @@ class CopyLane:
         return tickets
 
 
-class StreamCopies(HostCopies):
+class StreamCopies(DirectCopies):
     """Copies on two streams of the device, one for each direction, next to its steps.
 
     A stored unit is first copied to a buffer of the device, in the order of the device's work. Its memory can be
@@ -260,7 +252,8 @@ class StreamCopies(HostCopies):
     """
 
     def __init__(self, memory: TierMemory, platform: Platform) -> None:
-        self._memory, self._platform = memory, platform
+        super().__init__(memory)
+        self._platform = platform
         self._out, self._in = (CopyLane(platform.copy_stream(), memory.padding) for _ in range(2))
         self._fetched: dict[int, Stretch] = {}  # by ticket
         self._buffers_in, self._buffers_out = (DeviceBuffers(BATCH_BYTES, memory.padding) for _ in range(2))
