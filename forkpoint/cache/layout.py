@@ -251,9 +251,10 @@ class CacheLayout:
         """Return the tokens between fallbacks, the states in a prompt that outlive its end; 0: there are none.
 
         n fallbacks in an arena of s slots cost the share n / s of it. A conversation that is evicted down to the next
-        fallback loses 1 / (2 n) of the arena on average beyond what was needed. The sum f(n) = n / s + 1 / (2 n) is
-        least at n = sqrt(s / 2), which puts them sqrt(2 s) slots' worth of KV blocks apart, but at most 1 /
-        FALLBACKS_PER_ARENA of the arena, so that a conversation that fills much of it has one in any case.
+        fallback loses 1 / (2 n) of the arena on average beyond what was needed.
+        The sum f(n) = n / s + 1 / (2 n) is least at n = sqrt(s / 2), which puts fallbacks sqrt(2 s) slots' worth of KV
+        blocks apart. They are at most 1 / FALLBACKS_PER_ARENA of the arena apart, so that a conversation that fills
+        much of the arena always has one.
         """
         if not (self.has_kv and self.has_states):
             return 0

@@ -61,8 +61,8 @@ class Speculator(Drafter):
     def plans_early(self, request: Request, lease: Lease) -> bool:
         """Return whether planning early costs no drafts.
 
-        That is so if drafts do not pay, the model guesses them, no source matches, or the match reaches past the step
-        in flight and is likely right about that step.
+        It costs none if drafts do not pay, if the model guesses them, or if no source matches. It also costs none if
+        the match reaches past the step in flight and is likely right about that step.
         """
         if self._by_model or not self._length.tries(request.id):
             return True
