@@ -24,7 +24,7 @@ from forkpoint.models.key_index import POOL_OPERATORS, IndexConfig
 from forkpoint.models.kimi_linear import KDAConfig, mlps, mtp_names_of, sparse_mlp
 from forkpoint.models.layers import MLPConfig, Projection, RMSNorm
 from forkpoint.models.mtp import draft_layer
-from forkpoint.models.streams import Mixer, StreamLayer, weighted
+from forkpoint.models.streams import Mixer, StreamLayer, summed, weighted
 from forkpoint.ops.activation.reference import sigmoid
 from forkpoint.ops.norm.reference import rmsnorm
 from forkpoint.ops.parameters import GateLimits
@@ -98,7 +98,7 @@ class Glm5Next(Model):
         norm = RMSNorm(build, "model.norm", build.config.hidden_size, centred=False)
 
         def finish(streams: Tensor, residual: Tensor | None) -> Tensor:
-            mean = _sum(streams.float(), 1).squeeze(1) / streams.shape[1]
+            mean = summed(streams.float(), 1).squeeze(1) / streams.shape[1]
             return norm(mean.to(streams.dtype))
 
         return finish
@@ -205,23 +205,12 @@ class HyperConnection:
         return mix
 
     def _doubly_stochastic(self, scores: Tensor) -> Tensor:
-        """Return positive matrices `[T, N, N]` whose rows and columns sum to 1, nearly.
-
-        Sums are added one after another, so that a token's bits do not depend on the batch.
-        """
+        """Return positive matrices `[T, N, N]` whose rows and columns sum to 1, nearly."""
         eps = self._streams.eps
         shares = torch.exp(scores - scores.amax(-1, keepdim=True))
-        matrix = shares / _sum(shares, -1) + eps
-        matrix = matrix / (_sum(matrix, -2) + eps)
+        matrix = shares / summed(shares, -1) + eps
+        matrix = matrix / (summed(matrix, -2) + eps)
         for _ in range(self._streams.rounds - 1):
-            matrix = matrix / (_sum(matrix, -1) + eps)
-            matrix = matrix / (_sum(matrix, -2) + eps)
+            matrix = matrix / (summed(matrix, -1) + eps)
+            matrix = matrix / (summed(matrix, -2) + eps)
         return matrix
-
-
-def _sum(x: Tensor, dim: int) -> Tensor:
-    first, *others = x.unbind(dim)
-    total = first.clone()
-    for other in others:
-        total += other
-    return total.unsqueeze(dim)

@@ -17,6 +17,7 @@ from forkpoint.models.cuts import ROWS, refuse_context, share
 from forkpoint.models.key_index import IndexConfig, PoolKeys
 from forkpoint.models.latent_attention import read_dense
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel, read_projection
+from forkpoint.models.streams import summed, weighted
 from forkpoint.ops.norm.reference import layernorm
 from forkpoint.ops.parameters import KVScales
 from forkpoint.ops.ranks import Ranks
@@ -59,12 +60,7 @@ class LatentIndex:
         keys, logits = inputs.float().chunk(2, dim=-1)
         logits = logits + self._places
         shares = torch.exp(logits - logits.amax(1, keepdim=True))
-        # added one after another, so that a token's bits do not depend on the batch
-        total, weight = shares[:, 0] * keys[:, 0], shares[:, 0].clone()
-        for i in range(1, inputs.shape[1]):
-            total += shares[:, i] * keys[:, i]
-            weight += shares[:, i]
-        return (total / weight).to(inputs.dtype)
+        return (weighted(keys, shares) / summed(shares, 1).squeeze(1)).to(inputs.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

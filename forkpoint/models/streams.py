@@ -28,6 +28,15 @@ def weighted(streams: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
+def summed(x: Tensor, dim: int) -> Tensor:
+    """Return the sum over a dim, which stays as one of size 1. The terms are added as by `weighted`."""
+    first, *others = x.unbind(dim)
+    total = first.clone()
+    for other in others:
+        total += other
+    return total.unsqueeze(dim)
+
+
 class StreamLayer:
     """A layer of parts that run one after another, each between the two halves of its mixer.
 
