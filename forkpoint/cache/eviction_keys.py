@@ -13,7 +13,7 @@ from forkpoint.cache.policy_answers import checked_key, checked_next_change
 from forkpoint.cache.tree import INSIDE_PROMPTS, Checkpoint, Node, Origin, nearest_checkpoint
 from forkpoint.config import BLOCK_SIZE
 
-INSIDE: Final = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt continues below such a state
+PROMPT_GOES_ON: Final = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # below such a state
 Above: TypeAlias = Checkpoint | StateSave  # the nearest earlier state of the same history
 
 
@@ -54,7 +54,7 @@ class EvictionKeys:
 
         `block_hash` is the hash of its block, `note` its request's, `above` the nearest state before it.
         """
-        inside, now = origin in INSIDE, self._arena.turnover
+        inside, now = origin in PROMPT_GOES_ON, self._arena.turnover
         saved, num_bytes, kv_bytes, kind = self._worth(above, num_tokens, inside)
         return checked_key(
             self._policy,

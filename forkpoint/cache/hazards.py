@@ -33,7 +33,7 @@ NUM_BINS: Final = len(EDGES) - 1
 ROUNDING: Final = 1e-6  # arenas; an age this close below an edge counts as beyond it
 MOST_USES: Final = 5  # entries with at least so many uses are one class: more are too rare to learn from apart
 NUM_TRACKED: Final = 4096  # entries of a kind whose next use is awaited; bounds memory
-NOBODY: Final = -1  # instead of a number of uses: the place is free
+FREE_PLACE: Final = -1  # instead of a number of uses: the place is free
 UPDATE_EVERY: Final = 1 / 8  # arenas; indices change slowly, and computing them costs milliseconds
 HALF_FORGOTTEN: Final = 64.0  # arenas after which an observation counts half
 
@@ -75,7 +75,7 @@ class KindHazards:
         self._time: list[list[float]] = np.zeros_like(in_bin).tolist()  # time at risk of entries that no longer wait
         self._waiting: OrderedDict[BlockHash, int] = OrderedDict()  # -> its place in the two arrays below
         self._last_used = array("d", bytes(8 * NUM_TRACKED))  # arrays: read one by one, and all at once by numpy
-        self._uses_so_far = array("q", [NOBODY]) * NUM_TRACKED
+        self._uses_so_far = array("q", [FREE_PLACE]) * NUM_TRACKED
         self._free = list(range(NUM_TRACKED))
         self._seen = 0.0
         self.earnings: list[list[float]] = []  # Gittins indices, in uses an arena of new data
@@ -97,7 +97,7 @@ class KindHazards:
     def discard(self, block_hash: BlockHash) -> None:
         """Stop waiting for an entry's use, as if it had never been at risk."""
         place = self._waiting.pop(block_hash)
-        self._uses_so_far[place] = NOBODY
+        self._uses_so_far[place] = FREE_PLACE
         self._free.append(place)
 
     def end(self, block_hash: BlockHash, now: float) -> tuple[float, int]:
@@ -135,7 +135,7 @@ class KindHazards:
     def _time_of_waiting(self, now: float) -> FloatArray:
         """Return the time at risk of the waiting entries, computed by bins because there are thousands."""
         uses = np.frombuffer(self._uses_so_far, np.int64)
-        waiting = uses != NOBODY
+        waiting = uses != FREE_PLACE
         ages = np.maximum(now - np.frombuffer(self._last_used)[waiting], 0.0)
         bins = np.searchsorted(EDGES[1:-1], ages, side="right")
         shape = MOST_USES + 1, NUM_BINS

@@ -259,8 +259,8 @@ class CacheLayout:
         if not (self.has_kv and self.has_states):
             return 0
         part = num_pages * self.blocks_per_page // FALLBACKS_PER_ARENA
-        apart = int(math.sqrt(2 * num_pages * self.slots_per_page) * self.checkpoint_bytes / self.block_bytes)
-        return min(part, apart) * BLOCK_SIZE
+        distance = int(math.sqrt(2 * num_pages * self.slots_per_page) * self.checkpoint_bytes / self.block_bytes)
+        return min(part, distance) * BLOCK_SIZE
 
     def capture_interval(self, asked: int) -> int:
         """Return the distance in tokens between periodic states, where `asked` is the option's; 0: none.

@@ -17,7 +17,7 @@ EXPECTED_FACTOR: Final = 1e6  # on the key of an entry that a waiting request wo
 NEAR_END_SHARE: Final = 0.04  # share of returning conversations that part just before their end, on held-out traces
 LOST_SHARE_START: Final = 0.55  # a guess: enough for a large first prompt to keep a state inside
 LOST_SHARE_STEP: Final = 0.1  # weight of the newest return in the running share; the first ones weigh more
-HARDLY_LOST: Final = 4  # blocks; a conversation that lost fewer counts as not lost
+LEAST_LOST_BLOCKS: Final = 4  # a conversation that lost fewer blocks counts as not lost
 CONVERSATION_ENDS: Final = (Origin.DECODE, Origin.TOOL_CALL)
 
 
@@ -134,7 +134,7 @@ class LearntPolicy(EvictionPolicy):
         index = next((i for i in reversed(range(len(gone))) if self.hazards.waits_for(gone[i])), None)
         if index is None:
             return request_note, None
-        used = self._note_return(self.hazards.use(gone[index], now), lost=index >= HARDLY_LOST)
+        used = self._note_return(self.hazards.use(gone[index], now), lost=index >= LEAST_LOST_BLOCKS)
         if used is None:
             return request_note, None
         return max(used.uses + 1, _number(request_note)), gone[index]

@@ -10,11 +10,11 @@ from forkpoint.sched.step_line import StepLine
 FIRST_RATE = 0.7  # acceptance rate that is assumed before any draft was judged
 FIRST_WEIGHT, MOST_WEIGHT = 8, 256  # the global acceptance rate is a running mean over 8 drafts at first, then 256
 ROW_MEMORY = 1 / 24  # weight of the newest draft in a row's deviation from the global rate
-SAME = 0.2  # smaller deviations count as chance, since rows with equally many drafts fill a recorded step better
+LEAST_DEVIATION = 0.2  # smaller ones count as chance: rows with equally many drafts fill a recorded step better
 TIME_MEMORY = 0.97  # factor on the weight of earlier steps for each new step
 # Longer steps were held up: clip a duration to 1.5 times the fitted line, or 4 times the mean before there is a line.
 SLOWEST, FIRST_SLOWEST = 1.5, 4.0
-STALE = 512  # steps for which a slope is kept without a new fit
+MOST_STEPS_WITHOUT_FIT = 512  # steps for which a slope is kept without a new fit
 MOST_WAIT = 64  # steps, at most, between two tries of a row whose drafts do not pay
 
 
@@ -22,7 +22,7 @@ class StepTimes:
     """Tells what one more token costs, from a line through the seconds of decode steps and from their throughput."""
 
     def __init__(self) -> None:
-        self._line = StepLine(TIME_MEMORY, STALE)
+        self._line = StepLine(TIME_MEMORY, MOST_STEPS_WITHOUT_FIT)
         self._confirmed = 0.0  # tokens: a sum with the line's weights
 
     def add(self, num_tokens: int, num_confirmed: int, elapsed_s: float) -> None:
@@ -49,7 +49,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class _Row:
-    apart: float = 0.0  # deviation of the row's acceptance rate from the global one
+    deviation: float = 0.0  # of the row's acceptance rate from the global one
     wait: int = 1  # steps until the next try; each try doubles it as long as drafts do not pay
     next_try: int = 0  # step of the next try of a draft that does not seem to pay
 
@@ -113,7 +113,7 @@ class DraftLength:
                 self._rates.append(self._rates[-1] if i else FIRST_RATE)
                 self._weights.append(FIRST_WEIGHT)
             error = (i < num_accepted) - self._rates[i]
-            row.apart += ROW_MEMORY * (error - row.apart)
+            row.deviation += ROW_MEMORY * (error - row.deviation)
             self._weights[i] = min(self._weights[i] + 1, MOST_WEIGHT)
             self._rates[i] += error / self._weights[i]
         if num_accepted == num_drafts:
@@ -122,7 +122,7 @@ class DraftLength:
     def _rate(self, row: _Row, i: int) -> float:
         """Return the acceptance rate of the row's i-th draft if the drafts before it are accepted."""
         usual = self._rates[min(i, len(self._rates) - 1)] if self._rates else FIRST_RATE
-        return min(1.0, max(0.0, usual + row.apart * (abs(row.apart) > SAME)))
+        return min(1.0, max(0.0, usual + row.deviation * (abs(row.deviation) > LEAST_DEVIATION)))
 
     def stepped(self, num_tokens: int, num_confirmed: int, elapsed_s: float | None) -> None:
         self._num_steps += 1

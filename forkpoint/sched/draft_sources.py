@@ -19,7 +19,7 @@ from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request
 
 MOST_CHILDREN = 64  # children of a node that are looked at, the newest first; bounds the time of a lookup
-FIRST_ROOM = 256  # ids beyond the prompt that a history's first array holds
+SPARE_IDS = 256  # ids beyond the prompt that a history's first array holds
 
 
 class Guess(NamedTuple):
@@ -45,7 +45,7 @@ class _History:
     """All ids of one request in one array that grows."""
 
     def __init__(self, request: Request) -> None:
-        self._ids = np.empty(request.num_tokens + FIRST_ROOM, np.int32)
+        self._ids = np.empty(request.num_tokens + SPARE_IDS, np.int32)
         self._ids[: request.num_prompt_tokens] = request.prompt_token_ids
         self._num_prompt, self._length = request.num_prompt_tokens, request.num_prompt_tokens
 

@@ -18,7 +18,7 @@ from forkpoint.sched.scheduled_request import ScheduledRequest
 from forkpoint.sched.stats import DraftStats
 from forkpoint.sched.step_pace import StepPace
 
-MOST_HELD = 1 / 4  # share of decode rows that may miss a step that is planned early
+MOST_MISSING = 1 / 4  # share of decode rows that may miss a step that is planned early
 
 
 class DraftPlanner:
@@ -59,7 +59,7 @@ class DraftPlanner:
             for scheduled in running
             if scheduled.prefill_end <= scheduled.lease.num_planned < scheduled.num_to_compute
         ]
-        found, may_be_held = set[ScheduledRequest](), int(MOST_HELD * len(decoding))
+        found, may_miss = set[ScheduledRequest](), int(MOST_MISSING * len(decoding))
         for scheduled in decoding:
             if scheduled.lease.num_planned < scheduled.request.num_tokens:
                 continue
@@ -67,8 +67,8 @@ class DraftPlanner:
             if can:
                 found.add(scheduled)
             if not can or (self._num_left > 0 and not self._drafter.plans_early(scheduled.request, scheduled.lease)):
-                may_be_held -= 1
-            if may_be_held < 0:
+                may_miss -= 1
+            if may_miss < 0:
                 return None
         return found
 

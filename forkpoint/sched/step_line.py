@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-APART: Final = 0.05  # relative deviation of the steps' tokens that is enough to fit the slope
+LEAST_SPREAD: Final = 0.05  # relative deviation of the steps' tokens that is enough to fit the slope
 
 
 class StepLine:
@@ -30,7 +30,7 @@ class StepLine:
         self._xy = memory * self._xy + num_tokens * seconds
         spread = self.weight * self._xx - self.num_tokens**2
         self._age += 1
-        if spread > (APART * self.num_tokens) ** 2:
+        if spread > (LEAST_SPREAD * self.num_tokens) ** 2:
             covariance = self.weight * self._xy - self.num_tokens * self.seconds
             self.slope, self._age = max(0.0, covariance / spread), 0
         elif self._age > self._stale:
