@@ -10,7 +10,8 @@ from torch import Tensor
 
 from forkpoint.models.config import Build, StreamsConfig
 from forkpoint.models.layers import read_projection
-from forkpoint.models.streams import Mixer, weighted
+from forkpoint.models.streams import Mixer
+from forkpoint.models.sums import weighted
 from forkpoint.ops.activation.reference import sigmoid, silu
 from forkpoint.ops.norm.reference import rmsnorm
 

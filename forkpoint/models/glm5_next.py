@@ -24,7 +24,8 @@ from forkpoint.models.key_index import POOL_OPERATORS, IndexConfig
 from forkpoint.models.kimi_linear import KDAConfig, mlps, mtp_names_of, sparse_mlp
 from forkpoint.models.layers import MLPConfig, Projection, RMSNorm
 from forkpoint.models.mtp import draft_layer
-from forkpoint.models.streams import Mixer, StreamLayer, summed, weighted
+from forkpoint.models.streams import Mixer, StreamLayer
+from forkpoint.models.sums import mean, summed, weighted
 from forkpoint.ops.activation.reference import sigmoid
 from forkpoint.ops.norm.reference import rmsnorm
 from forkpoint.ops.parameters import GateLimits
@@ -96,12 +97,7 @@ class Glm5Next(Model):
 
     def build_end(self, build: Build) -> Callable[[Tensor, Tensor | None], Tensor]:
         norm = RMSNorm(build, "model.norm", build.config.hidden_size, centred=False)
-
-        def finish(streams: Tensor, residual: Tensor | None) -> Tensor:
-            mean = summed(streams.float(), 1).squeeze(1) / streams.shape[1]
-            return norm(mean.to(streams.dtype))
-
-        return finish
+        return lambda streams, residual: norm(mean(streams))
 
 
 def _default_kind(layer: int) -> str:

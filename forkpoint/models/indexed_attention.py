@@ -15,6 +15,7 @@ from forkpoint.models.convolution import WINDOW, LastInputs, kept_inputs
 from forkpoint.models.cuts import refuse_context
 from forkpoint.models.key_index import IndexConfig, PoolKeys
 from forkpoint.models.layers import RMSNorm, read_projection
+from forkpoint.models.sums import mean
 from forkpoint.ops.parameters import KVScales
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.rope.reference import rotate
@@ -62,7 +63,7 @@ class MeanIndex:
         """Store the tokens' index keys and choose their pools, from hidden states `x[T, H]`."""
         config, size = self._config, self._config.rule.size
         queries, keys = torch.split(self._project(x), [config.num_heads * config.dim, config.dim], dim=1)
-        means = _mean(self._inputs(keys.contiguous(), ctx))
+        means = mean(self._inputs(keys.contiguous(), ctx))
         first = (ctx.positions - (size - 1)).clamp(min=0)  # of the pool that ends with the token
         own = rotate(self._key_norm(means).unsqueeze(1), self._cos_sin, first)
         self._keys.write(own.squeeze(1), ctx)
@@ -84,11 +85,3 @@ class IndexedAttention(Attention):
         cache, attend = ctx.caches[self._layer], self._build.ops.pool_attention
         places = (cache["k"], cache["v"], ctx.attention, self._scale, self._index(x, ctx), self._rule)
         return attend(q, *places, gate, KVScales.of(cache))
-
-
-def _mean(inputs: Tensor) -> Tensor:
-    """Return the mean of `inputs[T, W, D]` over W, `[T, D]`, added one after another."""
-    total = inputs[:, 0].float()
-    for i in range(1, inputs.shape[1]):
-        total = total + inputs[:, i].float()
-    return (total / inputs.shape[1]).to(inputs.dtype)

@@ -17,7 +17,7 @@ from forkpoint.models.cuts import ROWS, refuse_context, share
 from forkpoint.models.key_index import IndexConfig, PoolKeys
 from forkpoint.models.latent_attention import read_dense
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel, read_projection
-from forkpoint.models.streams import summed, weighted
+from forkpoint.models.sums import summed, weighted
 from forkpoint.ops.norm.reference import layernorm
 from forkpoint.ops.parameters import KVScales
 from forkpoint.ops.ranks import Ranks

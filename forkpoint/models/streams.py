@@ -17,26 +17,6 @@ from forkpoint.models.context import ForwardContext
 Mixer: TypeAlias = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
-def weighted(streams: Tensor, weights: Tensor) -> Tensor:
-    """Return `sum_n weights[t, n] * streams[t, n]` in fp32, for `streams[T, N, H]` and `weights[T, N, ...]` fp32.
-
-    The terms are added one after another, so that a token's bits do not depend on the batch.
-    """
-    total = weights[:, 0] * streams[:, 0].float()
-    for n in range(1, streams.shape[1]):
-        total = total + weights[:, n] * streams[:, n].float()
-    return total
-
-
-def summed(x: Tensor, dim: int) -> Tensor:
-    """Return the sum over a dim, which stays as one of size 1. The terms are added as by `weighted`."""
-    first, *others = x.unbind(dim)
-    total = first.clone()
-    for other in others:
-        total += other
-    return total.unsqueeze(dim)
-
-
 class StreamLayer:
     """A layer of parts that run one after another, each between the two halves of its mixer.
 
