@@ -54,7 +54,7 @@ class CacheConfig:
         "align", "'none' keeps no state checkpoints, so hybrid models never hit ('align' is vLLM's name for on)"
     )
     eviction_policy: str = option(
-        "cost", "what is evicted when the arena is full: cost, lru, a package's own, or module:Class"
+        "cost", "which entries are evicted first when the arena is full: cost, lru, a package's own, or module:Class"
     )
     capture_policy: str = option(
         "default", "which states become checkpoints: default, dense, prompt-end, a package's own, or module:Class"
@@ -152,7 +152,7 @@ class EngineConfig:
     download_dir: str | None = option(
         None, "folder for models of the hub; default: Hugging Face's cache, which HF_HOME moves"
     )
-    skip_tokenizer_init: bool = option(False, "token ids in, token ids out")
+    skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids")
     load_format: Literal["auto", "safetensors", "fastsafetensors", "dummy"] = option(
         "auto", "'dummy' makes random weights from config.json alone; the other names all read safetensors"
     )
@@ -187,14 +187,14 @@ class EngineConfig:
     )
     decode_context_parallel_size: int = option(
         1,
-        "of the devices that would hold the same keys and values, how many keep each token once, in turn; divides "
+        "devices that divide the tokens of the same keys and values instead of keeping copies; it divides "
         "tensor_parallel_size",
         bounds=Bounds(1, MAX_RANKS),
         short="-dcp",
     )
     cp_kv_cache_interleave_size: int | None = option(
         None,
-        f"tokens that one of these devices keeps before it is the next one's turn; default, and at most: {BLOCK_SIZE} "
+        f"consecutive tokens that one such device keeps; default, and at most: {BLOCK_SIZE} "
         "/ decode_context_parallel_size",
         bounds=Bounds(1, MAX_INTEGER),
     )
@@ -215,8 +215,7 @@ class EngineConfig:
     )
     kv_offloading_size: float | None = option(
         None,
-        "GiB of the host's memory, of all ranks together, for what the arena evicts: prefixes found there are copied "
-        "back; default: none",
+        "GiB of the host's memory, of all ranks together, for entries that the arena evicts; default: none",
         bounds=Bounds(0, MAX_HOST_GIB, above=True),
     )
     kv_offloading_backend: Literal["native"] = option("native", "what keeps evicted entries; forkpoint has one")
@@ -228,16 +227,17 @@ class EngineConfig:
     )
     kv_disk_path: str | None = option(
         None,
-        "a folder for what the arena or the host tier evicts, which is found after a restart; each model has files of "
-        "its own in it; default: none",
+        "a folder for entries that the arena or the host tier evicts; a restarted engine finds them; default: none",
         metavar="DIR",
     )
     kv_disk_size: float | None = option(
-        None, "GiB of the model's files there, of all ranks together", bounds=Bounds(0, MAX_HOST_GIB, above=True)
+        None,
+        "GiB of each model's files in kv_disk_path, of all ranks together",
+        bounds=Bounds(0, MAX_HOST_GIB, above=True),
     )
     kv_disk_write_limit: float | None = option(
         None,
-        f"GiB that are written to that folder in 24 hours, of all ranks together; default: {DISK_WRITE_LIMIT}",
+        f"GiB that are written to kv_disk_path in 24 hours, of all ranks together; default: {DISK_WRITE_LIMIT}",
         bounds=Bounds(0, MAX_HOST_GIB),
     )
     gpu_memory_utilization: float = option(
@@ -281,14 +281,14 @@ class EngineConfig:
         metavar="auto|vllm|PATH",
     )
     override_generation_config: Mapping[str, Any] | None = option(
-        None, 'JSON: sampling defaults that go before the file\'s, such as {"temperature": 0.5}', metavar="JSON"
+        None, 'JSON: sampling defaults that override the file\'s, such as {"temperature": 0.5}', metavar="JSON"
     )
-    seed: int = option(0, "seed of dummy weights, and of sampling where a request names none")
+    seed: int = option(0, "seed of dummy weights, and of sampling if a request gives none")
     deterministic: bool = option(False, "cached and uncached runs agree bit for bit, in any batch")
     cpu_ops: str = option(
         "auto",
-        "CPU operators: 'cpp' compiles ours once, 'torch' needs no compiler, 'auto' takes cpp where one is found; or "
-        "those of an installed package, or MODULE:FUNCTION",
+        "CPU operators: 'cpp' compiles forkpoint's once, 'torch' needs no compiler, 'auto' takes cpp if there is one; "
+        "or those of an installed package, or MODULE:FUNCTION",
         metavar="auto|torch|cpp|NAME",
     )
     force_state_copy: bool = option(False, "copy states before each step even where an operator can redirect")
@@ -299,7 +299,7 @@ class EngineConfig:
     log_request_tokens: bool = option(False, "with --log-requests: write token ids instead of block hashes")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "level of the log on standard error")
     structured_outputs_config: StructuredOutputsConfig = mapping_option(
-        ': {"disable_any_whitespace": true} has all JSON outputs written without line breaks', StructuredOutputsConfig
+        ': {"disable_any_whitespace": true} writes all JSON outputs without line breaks', StructuredOutputsConfig
     )
     speculative_config: SpeculativeConfig | None = option(
         None,

@@ -38,7 +38,7 @@ class ServerConfig:
         (), "hosts that requests may name; default: any, but loopback ones alone on a loopback address without keys"
     )
     cache_salt_per_key: bool | None = option(
-        None, "keep the cached prompts of each API key apart from those of the others; default: if there are several"
+        None, "keep the cached prompts of each API key apart from those of the others; default: on with several keys"
     )
     enable_prompt_tokens_details: bool = option(
         True, "report in answers how much of a prompt was cached, and why not more"
