@@ -132,7 +132,7 @@ def _read_whole(site: Site) -> CallReader:
             yield None
         else:
             parts.append(part)
-    call = _call(_parsed("".join(parts) + value.close()), site.needs_arguments)
+    call = _call(strict_json("".join(parts) + value.close()), site.needs_arguments)
     if call is None:
         return False
     function, declared = site.resolve(call[0])
@@ -141,13 +141,6 @@ def _read_whole(site: Site) -> CallReader:
     yield Named(function)
     yield call[1]
     return True
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return strict_json(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _call(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
@@ -163,7 +156,7 @@ def _call(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
         return None
     arguments = given[0] if given else None
     if isinstance(arguments, str):  # Granite writes the object in a string
-        arguments = _parsed(literal_json(arguments.strip() or EMPTY) or "")
+        arguments = strict_json(literal_json(arguments.strip() or EMPTY) or "")
     elif arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
@@ -173,5 +166,5 @@ def _call(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
 
 def string_value(written: str) -> str:
     """Return the value of a string in quotes, of either kind."""
-    value = _parsed(written)
+    value = strict_json(written)
     return value if isinstance(value, str) else written[1:-1]

@@ -32,9 +32,12 @@ AFTER: Final = {KEY: COLON}  # what comes after a key; NEXT comes after a value
 ITEM: Final = {"{": KEY, "[": VALUE}  # what comes first within an open bracket, and after each comma there
 
 
-def strict_json(text: str) -> Any:
-    """Parse strict JSON. Raises ValueError for anything else, and RecursionError for deep nesting."""
-    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+def strict_json(text: str, default: object = None) -> Any:
+    """Return what a text in strict JSON says; `default` for any other text, or one that is nested too deeply."""
+    try:
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return default
 
 
 def _finite(digits: str) -> float:

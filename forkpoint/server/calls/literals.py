@@ -10,6 +10,7 @@ from typing import Final
 from forkpoint.server.calls.incoming import Incoming
 from forkpoint.server.calls.json_text import JsonText, strict_json
 
+NOT_JSON: Final = object()
 JSON_WORDS: Final = {"true": True, "false": False, "null": None}
 MAX_PYTHON_CHARACTERS = 65_536  # Python's own parser needs a hundred times the memory of the text
 
@@ -22,11 +23,7 @@ def literal_json(text: str) -> str | None:
 
 
 def is_json(text: str) -> bool:
-    try:
-        strict_json(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    return strict_json(text, NOT_JSON) is not NOT_JSON
 
 
 def _loose_json(text: str) -> str | None:

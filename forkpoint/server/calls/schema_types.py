@@ -80,10 +80,7 @@ class Parameter:
         if "boolean" in self.types:
             return WORDS.get(bare)
         if bare.startswith('"'):
-            try:
-                inner = strict_json(bare)
-            except (ValueError, RecursionError):
-                return None
+            inner = strict_json(bare)
             if isinstance(inner, str):
                 return literal_json(inner)
         return None
