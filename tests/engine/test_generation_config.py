@@ -69,7 +69,7 @@ def test_the_options(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"generation_config": "/nowhere"}, "/nowhere does not exist"),
-        ({"override_generation_config": "{"}, "no JSON"),
+        ({"override_generation_config": "{"}, "not JSON"),
         ({"override_generation_config": '{"num_beams": 2}'}, "temperature or top_p"),
         ({"override_generation_config": [1]}, "a JSON object"),
         ({"override_generation_config": {"temperature": -1}}, "temperature=-1"),
