@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forkpoint.errors import ConfigError
+from forkpoint.ops.exchange import MOST_ROW_BYTES
 from forkpoint.platforms.table import traits_of
 
 if TYPE_CHECKING:
@@ -132,10 +133,24 @@ class Ranks:
             return self._peers.gather(x)
         return self.stack(x).movedim(0, -2).flatten(-2)
 
-    def exchange(self, x: Tensor) -> Tensor:
-        """Send `x[:, r]` to rank r, and return what each rank has sent here: `[N, size, K] -> [N, size, K]`."""
-        every = self.gather(x.flatten(1)).view(len(x), self.size, *x.shape[1:])
-        return every[:, :, self.rank]
+    def gather_heads(self, q: Tensor) -> Tensor:
+        """Gather the ranks' queries `q[N, H, D]` as `[M, size, G, D]`: M * G is N * H, and `merge_heads` takes them."""
+        heads, dim = q.shape[1:]
+        row_bytes = dim * q.element_size()
+        group = next(size for size in range(heads, 0, -1) if not heads % size and size * row_bytes <= MOST_ROW_BYTES)
+        return self.gather(q.reshape(-1, group * dim)).view(-1, self.size, group, dim)
+
+    def merge_heads(self, parts: Tensor, like: Tensor) -> Tensor:
+        """Merge what all ranks have found for this rank's heads: `parts[M, size, G, D + 1]` in fp32 -> `[M, G, D]`.
+
+        `parts[:, r]` goes to rank r. A head's numbers are followed by the logarithm of its sum of exponentials. The
+        result has the dtype of `like`."""
+        if self._peers is not None and self._peers.merges(parts):
+            out = like.new_empty(len(parts), parts.shape[2], parts.shape[3] - 1)
+            return self._peers.merge(parts, out)
+        found = self.stack(parts)[:, :, self.rank]
+        merged: Tensor = (found[..., :-1] * found[..., -1:].softmax(dim=0)).sum(dim=0)
+        return merged.to(like.dtype)
 
     def check_equal(self, named: Mapping[str, object], device: torch.device) -> None:
         """Raise a ConfigError that names each value whose `repr` differs between ranks."""

@@ -19,6 +19,7 @@ if torch.cuda.is_available():
 
 DEVICE = torch.device("cuda", 0)
 NUM_SUMS, REPLAYS = 15, 20
+HEAD = 512  # dims of a head whose parts are merged
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (128, 4096), (300, 2048)])
@@ -28,12 +29,14 @@ def test_graphs_of_two_ranks(rows: int, width: int, monkeypatch: pytest.MonkeyPa
     ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(2)]
     weight = torch.rand(width, device=DEVICE) + 0.5
     xs = [torch.randn(rows, width, device=DEVICE).bfloat16() for _ in range(2)]
+    heads = [torch.randn(rows, 2, 2, HEAD + 1, device=DEVICE) for _ in range(2)]  # what a rank found for both ranks
     # Kernels are loaded while nobody waits in this process: of no rows, they would not be.
-    for peers, inbox, x in zip(ranks, inboxes, xs, strict=True):
+    for peers, inbox, x, own in zip(ranks, inboxes, xs, heads, strict=True):
         calls: list[Callable[[], Tensor]] = [
             partial(peers.sum, x),
             partial(peers.gather, x),
             partial(peers.sum_add_rmsnorm, x, x.clone(), weight, 1e-6),
+            partial(peers.merge, own, x.new_empty(rows, 2, HEAD)),
         ]
         for call in calls:
             inbox[: few.inbox_words(2)] = int(peers._few.numbers[0]) + 1 << 32
@@ -46,7 +49,7 @@ def test_graphs_of_two_ranks(rows: int, width: int, monkeypatch: pytest.MonkeyPa
         peers._few.numbers.zero_()
         peers._many.numbers.zero_()
     streams, graphs, found = [torch.cuda.Stream() for _ in range(2)], [], list[tuple[Tensor, ...]]()
-    for peers, x, stream in zip(ranks, xs, streams, strict=True):
+    for peers, x, own, stream in zip(ranks, xs, heads, streams, strict=True):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             y = x
@@ -54,11 +57,12 @@ def test_graphs_of_two_ranks(rows: int, width: int, monkeypatch: pytest.MonkeyPa
                 y = peers.sum(y) * 0.5
             residual = x * 0
             normed = peers.sum_add_rmsnorm(y, residual, weight, 1e-6)
-            found.append((y, peers.gather(x), residual, normed))
+            merged = peers.merge(own, x.new_empty(rows, 2, HEAD))
+            found.append((y, peers.gather(x), residual, normed, merged))
         graphs.append(graph)
     for _ in range(REPLAYS):
-        for x in xs:
-            x.copy_(torch.randn(rows, width, device=DEVICE))
+        for x in (*xs, *heads):
+            x.copy_(torch.randn(x.shape, device=DEVICE))
         torch.cuda.synchronize()
         for graph, stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):
@@ -67,7 +71,10 @@ def test_graphs_of_two_ranks(rows: int, width: int, monkeypatch: pytest.MonkeyPa
         one, other = xs
         for _ in range(NUM_SUMS):
             one = other = (one + other) * 0.5
-        for total, beside, residual, normed in found:
+        parts = torch.stack(heads)
+        want = (parts[..., :-1] * parts[..., -1:].softmax(0)).sum(0)
+        for rank, (total, beside, residual, normed, merged) in enumerate(found):
+            torch.testing.assert_close(merged.float(), want[:, rank], atol=2e-2, rtol=2e-2)
             assert torch.equal(total, one) and torch.equal(beside, torch.cat(xs, -1))
             assert torch.equal(residual, one + other)
             torch.testing.assert_close(normed, rmsnorm(one + other, weight, 1e-6), atol=3e-2, rtol=2e-2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forkpoint.ops.attention.reference import NO_KEYS
 from forkpoint.ops.exchange import peers as exchanges
 from forkpoint.ops.exchange import rows_kernel as rows
 from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, words_each
@@ -133,6 +134,39 @@ def test_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             found = peers.sum_add_rmsnorm(xs[rank], own, weight, 1e-6)
             assert torch.equal(own, total)
             torch.testing.assert_close(found, want, atol=2e-2, rtol=1e-2)
+
+
+def heads_come(inbox: Tensor, rank: int, receiver: int, parts: Tensor, number: int) -> None:
+    """The same of the receiver's heads, for which `rank` has found `parts`."""
+    own, sender = inbox[few_inbox_words(SIZE) :].view(torch.int32), (rank - receiver - 1) % SIZE
+    for row, head in enumerate(parts[:, receiver].flatten(0, 1)):
+        place = ((number & 1) * (SIZE - 1) + sender) * rows.MOST_ROWS + row
+        own[place * rows.WIDEST :][: len(head)] = head.view(torch.int32)
+        own[2 * (SIZE - 1) * rows.MOST_ROWS * rows.WIDEST + place] = number
+
+
+@pytest.mark.parametrize(("count", "group", "width"), [(1, 2, 8), (3, 2, 5), (2, 1, 64)])
+def test_heads_are_merged(count: int, group: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention over all ranks' keys, in one launch or several. One rank has no keys for the heads of another."""
+    monkeypatch.setattr(rows, "PROGRAMS", 2)
+    monkeypatch.setattr(rows, "MOST_ROWS", 4)
+    scores = torch.randn(SIZE, count, SIZE, group, 6, dtype=torch.float64)
+    scores[1, :, 0] = float("-inf")
+    values = torch.randn(*scores.shape, width, dtype=torch.float64)
+    shares = scores.movedim(0, -2).flatten(-2).softmax(-1).unflatten(-1, (SIZE, 6)).movedim(-2, 0)
+    want = (shares[..., None] * values).sum((0, -2)).float()  # [count, ranks, group, width]
+    heads = (scores.softmax(-1).nan_to_num()[..., None] * values).sum(-2)
+    log_sums = scores.logsumexp(-1, keepdim=True).clip(min=NO_KEYS)
+    parts = torch.cat((heads, log_sums), -1).float().to(DEVICE)
+    inboxes = [torch.zeros(inbox_words(SIZE), dtype=torch.int64, device=DEVICE) for _ in range(SIZE)]
+    ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
+    for rank, later in itertools.combinations(range(SIZE), 2):
+        for number, some in enumerate(parts[later].split(4 // group), 1):
+            heads_come(inboxes[rank], later, rank, some, number)
+    for rank, peers in enumerate(ranks):
+        assert peers.merges(parts[rank])
+        found = peers.merge(parts[rank], torch.empty(count, group, width, device=DEVICE))
+        torch.testing.assert_close(found.cpu(), want[:, rank], atol=1e-5, rtol=1e-5)
 
 
 def test_what_there_is_no_room_for() -> None:

@@ -74,18 +74,10 @@ def attend_parts(
     """
     index, ranks = dealt.local, dealt.ranks
     assert index is not None and k_cache.shape[1] == 1, "ranks share keys only if each has one KV head"
-    every = torch.unflatten(ranks.gather(q.flatten(1)), 1, (-1, q.shape[2]))
+    every = ranks.gather_heads(q)  # [M, ranks, heads of each, D]
     starts = None if window is None else dealt.first_keys(window)
-    found = ops.partial_attention(every, k_cache, v_cache, index, scale, starts, scales)
-    of_ranks = ranks.exchange(torch.unflatten(found, 1, (ranks.size, -1)).flatten(2))
-    return merge(torch.unflatten(of_ranks, 2, (q.shape[1], -1))).to(q.dtype)
-
-
-def merge(parts: Tensor) -> Tensor:
-    """Merge partial outputs `[N, ranks, H, Dv + 1]`, which end with the logarithm of their sum; return `[N, H, Dv]`."""
-    shares = parts[..., -1:].softmax(dim=1)
-    merged: Tensor = (parts[..., :-1] * shares).sum(dim=1)
-    return merged
+    found = ops.partial_attention(every.view(len(q), -1, q.shape[2]), k_cache, v_cache, index, scale, starts, scales)
+    return ranks.merge_heads(found.view(*every.shape[:3], -1), q).view(*q.shape[:2], -1)
 
 
 def gather_keys(cache: Tensor, rows: GatheredRows, dealt: DealtIndex) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forkpoint.ops.exchange import merge_kernel
 from forkpoint.ops.exchange import rows_kernel as rows
 from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, Inboxes, Own, exchange, sum_add_rmsnorm, takes
 from forkpoint.ops.exchange.kernel import inbox_words as few_inbox_words
@@ -68,6 +69,14 @@ class Peers:
         if own is x and takes(x) and (_is_few(x) or not rows.takes(x)):
             return exchange(x, out, self._few, sums=False)
         return rows.gather(Own.of(x), out, self._many)
+
+    def merges(self, parts: Tensor) -> bool:
+        """Return whether `merge` supports `parts`."""
+        return merge_kernel.takes(parts)
+
+    def merge(self, parts: Tensor, out: Tensor) -> Tensor:
+        """Merge attention over keys that ranks share: `parts[N, size, G, D + 1]` in fp32 into `out[N, G, D]`."""
+        return merge_kernel.merge(parts.contiguous(), out, self._many)
 
     def takes_parts(self, width: int, dtype: torch.dtype) -> bool:
         """Return whether `sum_add_rmsnorm` and `gather` support rows of this width, also as `Parts`."""

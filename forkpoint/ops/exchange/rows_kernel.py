@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.ops.exchange import MOST_ROW_BYTES
 from forkpoint.ops.exchange.kernel import Inboxes, Own, end, halves, joined, load_pairs, own_words, store_norm
 from forkpoint.ops.launch import await_before, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import written_beside
 from forkpoint.ops.rounding import next_power_of_2
 
 MOST_ROWS = 4096  # rows per launch; each has a place in the inbox
-WIDEST = 4096  # words per row at most
+WIDEST = MOST_ROW_BYTES // 4  # words per row
 PLACE_WORDS = tl.constexpr(WIDEST)
 PROGRAMS = 528  # programs at most; the same program always handles a row
 
@@ -32,39 +33,50 @@ def _inbox(ends, rank):
 
 
 @triton.jit
-def _place(number, sender, receiver, SIZE: tl.constexpr):
-    """Return the half of the receiver's inbox that `sender` writes. Halves alternate, so that the last one can be
-    read."""
-    return (number & 1) * (SIZE - 1) + (sender + SIZE - receiver - 1) % SIZE
+def _place(number, sender, receiver, row, SIZE: tl.constexpr, MOST_ROWS: tl.constexpr):
+    """Return the place of the row that `sender` writes in the receiver's inbox.
+
+    Two places alternate, so that the row of the last exchange can still be read."""
+    half = (number & 1) * (SIZE - 1) + (sender + SIZE - receiver - 1) % SIZE
+    return half * MOST_ROWS + row
 
 
 @triton.jit
-def _send(own, at, inside, row, number, ends, MOST_ROWS: tl.constexpr):
-    """Send a row to all other ranks, then its flags."""
-    for rank in tl.static_range(ends.size):
-        if rank != ends.rank:
-            place = _place(number, ends.rank, rank, ends.size) * MOST_ROWS + row
-            tl.store(_inbox(ends, rank) + place * PLACE_WORDS + at, own, mask=inside)
+def send(rank, words, at, inside, row, number, ends, MOST_ROWS: tl.constexpr):
+    """Send the words `at` of a row to another rank. `send_flags` must follow."""
+    place = _place(number, ends.rank, rank, row, ends.size, MOST_ROWS)
+    tl.store(_inbox(ends, rank) + place * PLACE_WORDS + at, words, mask=inside)
+
+
+@triton.jit
+def send_flags(row, number, ends, MOST_ROWS: tl.constexpr):
+    """Tell all other ranks that this program has sent the row."""
     tl.debug_barrier()  # wait until all threads have written
     flags: tl.constexpr = 2 * (ends.size - 1) * MOST_ROWS * PLACE_WORDS
     for rank in tl.static_range(ends.size):
         if rank != ends.rank:
-            place = _place(number, ends.rank, rank, ends.size) * MOST_ROWS + row
+            place = _place(number, ends.rank, rank, row, ends.size, MOST_ROWS)
             tl.atomic_xchg(_inbox(ends, rank) + flags + place, number, sem="release", scope="sys")
 
 
 @triton.jit
-def _receive(rank, at, inside, row, number, ends, MOST_ROWS: tl.constexpr):
-    """Wait for the row of `rank` and return it."""
-    inbox, place = _inbox(ends, ends.rank), _place(number, rank, ends.rank, ends.size) * MOST_ROWS + row
+def await_row(rank, row, number, ends, MOST_ROWS: tl.constexpr):
+    """Wait for the row of another rank; return the address of its words."""
+    inbox, place = _inbox(ends, ends.rank), _place(number, rank, ends.rank, row, ends.size, MOST_ROWS)
     flags: tl.constexpr = 2 * (ends.size - 1) * MOST_ROWS * PLACE_WORDS
     while tl.atomic_add(inbox + flags + place, 0, sem="acquire", scope="sys") != number:
         pass
-    return tl.load(inbox + place * PLACE_WORDS + at, mask=inside, other=0, cache_modifier=".cg")
+    return inbox + place * PLACE_WORDS
+
+
+@triton.jit
+def received(words, at, inside):
+    """Return the words `at` of a row that has arrived, 0 outside."""
+    return tl.load(words + at, mask=inside, other=0, cache_modifier=".cg")
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _rows_kernel(
+def _sum_norm_kernel(
     own,
     residual,
     weight,
@@ -78,38 +90,65 @@ def _rows_kernel(
     MOST_ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Exchange rows of WIDTH words one after another.
-
-    Concatenates the ranks' rows. With a residual, adds the sum of their bfloat16 numbers to it and stores its norm."""
-    NORMS: tl.constexpr = residual is not None
+    """Add the sums of the ranks' bfloat16 rows of WIDTH words to the residual, and store its norm, row by row."""
     at, program = tl.arange(0, COUNT), tl.program_id(0)
     inside = at < WIDTH
-    if NORMS:
-        weights = load_pairs(weight, at, inside)
+    weights = load_pairs(weight, at, inside)
     await_before(OVERLAP)
     number = tl.load(ends.numbers + program) + 1
     for row in range(program, num_rows, PROGRAMS):
         index = row * WIDTH + at
         words = own_words(own, row, at, inside)
-        _send(words, at, inside, row, number, ends, MOST_ROWS)
-        if NORMS:
-            side_low, side_high = halves(tl.load(residual + index, mask=inside, other=0))
-            low, high = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT,), tl.float32)
+        for rank in tl.static_range(ends.size):
+            if rank != ends.rank:
+                send(rank, words, at, inside, row, number, ends, MOST_ROWS)
+        send_flags(row, number, ends, MOST_ROWS)
+        side_low, side_high = halves(tl.load(residual + index, mask=inside, other=0))
+        low, high = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT,), tl.float32)
         for rank in tl.static_range(ends.size):  # in this order, so that all ranks get the same bits
             found = words
             if rank != ends.rank:
-                found = _receive(rank, at, inside, row, number, ends, MOST_ROWS)
-            if NORMS:
-                more_low, more_high = halves(found)
-                low += more_low
-                high += more_high
-            else:
-                tl.store(to[0] + index + (row * (ends.size - 1) + rank) * WIDTH, found, mask=inside)
-        if NORMS:
-            low, high = halves(joined(low, high))
-            total = joined(low + side_low, high + side_high)
-            tl.store(residual + index, total, mask=inside)
-            store_norm(total, weights, to, row, at, inside, WIDTH, eps)
+                found = received(await_row(rank, row, number, ends, MOST_ROWS), at, inside)
+            more_low, more_high = halves(found)
+            low += more_low
+            high += more_high
+        low, high = halves(joined(low, high))
+        total = joined(low + side_low, high + side_high)
+        tl.store(residual + index, total, mask=inside)
+        store_norm(total, weights, to, row, at, inside, WIDTH, eps)
+    end(number, ends)
+    start_next(OVERLAP)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gather_kernel(
+    own,
+    out,
+    ends,
+    num_rows,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Concatenate the ranks' rows of WIDTH words. A program sends all its rows before it waits for others."""
+    at, program = tl.arange(0, COUNT), tl.program_id(0)
+    inside = at < WIDTH
+    await_before(OVERLAP)
+    number = tl.load(ends.numbers + program) + 1
+    for row in range(program, num_rows, PROGRAMS):
+        words = own_words(own, row, at, inside)
+        for rank in tl.static_range(ends.size):
+            if rank != ends.rank:
+                send(rank, words, at, inside, row, number, ends, MOST_ROWS)
+        send_flags(row, number, ends, MOST_ROWS)
+        tl.store(out + (row * ends.size + ends.rank) * WIDTH + at, words, mask=inside)
+    for row in range(program, num_rows, PROGRAMS):
+        for rank in tl.static_range(ends.size):
+            if rank != ends.rank:
+                words = received(await_row(rank, row, number, ends, MOST_ROWS), at, inside)
+                tl.store(out + (row * ends.size + rank) * WIDTH + at, words, mask=inside)
     end(number, ends)
     start_next(OVERLAP)
 
@@ -126,7 +165,7 @@ def takes(x: Tensor) -> bool:
 
 def takes_row(num_bytes: int) -> bool:
     """Return whether a row of `num_bytes` can be exchanged."""
-    return num_bytes % 4 == 0 and num_bytes <= 4 * WIDEST
+    return num_bytes % 4 == 0 and num_bytes <= MOST_ROW_BYTES
 
 
 def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inboxes: Inboxes, out: Tensor) -> Tensor:
@@ -138,7 +177,7 @@ def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inbo
         given, side = own.part(part), residual[part].view(torch.int32)
         beside = (None if codes is None else codes[part], None if scales is None else scales[part], padded_rows)
         operands = (given, side, weight, (out[part].view(torch.int32), *beside), inboxes, len(side), eps)
-        _rows_kernel[(min(len(side), PROGRAMS),)](*operands, **_sizes(side))
+        _sum_norm_kernel[(min(len(side), PROGRAMS),)](*operands, **_sizes(side))
     return out
 
 
@@ -146,8 +185,8 @@ def gather(own: Own, out: Tensor, inboxes: Inboxes) -> Tensor:
     """Return bfloat16 `out[T, size * D]` with the ranks' concatenated rows `[T, D]`."""
     for part in _parts(out):
         to = out[part].view(torch.int32)
-        operands = (own.part(part), None, None, (to,), inboxes, len(to), None)
-        _rows_kernel[(min(len(to), PROGRAMS),)](*operands, **_sizes(to, inboxes.size.value))
+        sizes = _sizes(to, inboxes.size.value)
+        _gather_kernel[(min(len(to), PROGRAMS),)](own.part(part), to, inboxes, len(to), **sizes)
     return out
 
 
