@@ -44,7 +44,7 @@ PREFILL, DECODE = "kv_producer", "kv_consumer"
 ASKS = {"do_remote_decode": True}
 START_S = 240.0  # for an engine to start and to compile
 ANSWER_S = 120.0  # for an answer of an engine
-MAX_HELD = 6  # prompts that the first engine holds for the second one
+HELD_BYTES = 8e9  # prompts that one engine holds for the other one, all arrivals at once
 MAY_TAKE_MS, MAY_SLOW = 15.0, 1.1  # asked: more time to the first token, and p99 of the streams against alone
 
 
@@ -54,7 +54,7 @@ class PairSizes:
 
     prompt: int = 16_384
     repeats: int = 7
-    stream_prompt: int = 256
+    stream_prompt: int = 256  # of the first stream; each one has a token less, so that blocks do not end together
     num_streams: int = 64
     num_arrivals: int = 12  # of prompts next to the streams
     every_s: float = 0.8  # from one arrival to the next
@@ -181,7 +181,7 @@ def _check(output: RequestOutput) -> None:
 
 def run_engine(folder: Path, role: str, options: dict[str, Any], connection: Connection) -> None:
     """Run in a process of its own until the connection says None."""
-    link = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_size": 4e9}
+    link = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_size": HELD_BYTES}
     with LLM(str(folder), kv_transfer_config=link, **options) as llm:
         connection.send("ready")
         PairEngine(llm, connection).serve()
@@ -293,14 +293,15 @@ def compare_pauses(
     first: RemoteEngine, second: RemoteEngine, sizes: PairSizes, rng: np.random.Generator, vocab_size: int
 ) -> dict[str, Pauses]:
     """Return the streams' pauses alone, next to prompts of the other engine, and next to prompts computed here."""
-    streams = [_ids(rng, sizes.stream_prompt, vocab_size) for _ in range(sizes.num_streams)]
-    held = [_ids(rng, sizes.prompt, vocab_size) for _ in range(min(sizes.num_arrivals, MAX_HELD))]
+    lengths = range(sizes.stream_prompt, sizes.stream_prompt - sizes.num_streams, -1)
+    streams = [_ids(rng, length, vocab_size) for length in lengths]
+    held = [_ids(rng, sizes.prompt, vocab_size) for _ in range(sizes.num_arrivals)]
     offers = [first.ask(prompt, ASKS).offer for prompt in held]
-    second.call("start_streams", streams, 1 << 14)
     found: dict[str, Pauses] = {}
     for name in ("alone", "fetched", *(("pair", "one") if torch.cuda.device_count() != 1 else ())):
+        second.call("start_streams", streams, 1 << 14)  # new ones, so that each phase has the same lengths
         second.send("measure")
-        for number in range(len(held) if name == "fetched" else sizes.num_arrivals):
+        for number in range(sizes.num_arrivals):
             start = time.perf_counter()
             prompt = _ids(rng, sizes.prompt, vocab_size)
             if name == "fetched":
@@ -312,7 +313,7 @@ def compare_pauses(
             time.sleep(max(0.0, start + sizes.every_s - time.perf_counter()))
         second.send("stop")
         found[name] = second.receive()
-    second.call("stop_streams")
+        second.call("stop_streams")
     return found
 
 

@@ -53,7 +53,7 @@ class TierSizes9B:
     prefix: int = 16_384
     suffix: int = 64
     num_prefixes: int = 10
-    stream_prompt: int = 256
+    stream_prompt: int = 256  # of the first stream; each one has a token less, so that blocks do not end together
     num_streams: int = 64
     num_steps: int = 320  # of each phase with streams
     between: int = 24  # steps between two requests for a prefix
@@ -283,7 +283,8 @@ class Streams:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         add = bench.engine.add_request
         prompt = bench.engine.inputs.prompt
-        self._names = {add(prompt(bench.ids(sizes.stream_prompt)), params) for _ in range(sizes.num_streams)}
+        lengths = range(sizes.stream_prompt, sizes.stream_prompt - sizes.num_streams, -1)
+        self._names = {add(prompt(bench.ids(length)), params) for length in lengths}
         self._seen: dict[str, int] = dict.fromkeys(self._names, 0)
         self._last_s: dict[str, float] = {}
         self.pauses: list[float] = []
@@ -322,20 +323,21 @@ def time_pauses(bench: TierBench, sizes: TierSizes9B) -> Iterator[str]:
     for prefix in prefixes:
         bench.ask(prefix)
         bench.empty_arena()
-    streams = Streams(bench, sizes, 8 + 4 * sizes.num_steps)
-    for _ in range(sizes.num_steps // 4):
-        streams.advance()
-    streams.ask(prefixes[0] + bench.ids(sizes.suffix))
-    for _ in range(sizes.between):
-        streams.advance()
     percentiles: dict[str, float] = {}
     for name, chosen in (("alone", []), ("beside hits in the arena", prefixes[:1]), ("beside loads", prefixes)):
+        streams = Streams(bench, sizes, 8 + 2 * sizes.num_steps)  # new ones, so that each phase has the same lengths
+        for _ in range(sizes.num_steps // 4):
+            streams.advance()
+        streams.ask(prefixes[0] + bench.ids(sizes.suffix))
+        for _ in range(sizes.between):
+            streams.advance()
         streams.pauses.clear()
         before, stored, streams.num_restored = bench.core.num_replayed_steps, bench.stored_bytes(), 0
         for step in range(sizes.num_steps):
             if chosen and step % sizes.between == 0:
                 streams.ask(chosen[step // sizes.between % len(chosen)] + bench.ids(sizes.suffix))
             streams.advance()
+        streams.stop()
         percentiles[name] = float(np.percentile(streams.pauses, 99))
         yield (
             f"{sizes.num_streams} streams {name}: p50 {np.median(streams.pauses) * 1e3:.2f} ms, "
@@ -345,7 +347,6 @@ def time_pauses(bench: TierBench, sizes: TierSizes9B) -> Iterator[str]:
         )
         if name == "beside loads" and not streams.num_restored:
             raise CheckFailedError("no prefix was loaded beside the streams")
-    streams.stop()
     alone, arena, loads = percentiles.values()
     ratios = f"{loads / alone:.3f} x alone (asked <= 1.05), {loads / arena:.3f} x beside hits in the arena"
     yield f"p99 beside loads: {ratios}"
