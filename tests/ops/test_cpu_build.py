@@ -149,12 +149,14 @@ def test_matrix_tiles_take_many_rows() -> None:
     assert "tiles" in table.backends["linear"]
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float32):
-        x, w = torch.randn(40, 96).to(dtype), torch.randn(48, 96).to(dtype)
-        packed = table.prepare_linear(w, None)
-        exact = x.double() @ w.double().T
-        for rows in (1, 12, 13, 40):
-            got = table.linear(x[:rows], packed).double()
-            assert (got - exact[:rows]).abs().max() <= 8e-3 * exact.abs().max()
+        x, w, bias = torch.randn(40, 200).to(dtype)[:, 52:148], torch.randn(48, 96).to(dtype), torch.randn(48).to(dtype)
+        for own in (None, bias):
+            packed = table.prepare_linear(w, own)
+            exact = x.double() @ w.double().T + (0 if own is None else own.double())
+            for rows in (1, 12, 13, 40):
+                got = table.linear(x[:rows].contiguous() if rows <= 12 else x[:rows], packed).double()
+                assert got.shape == (rows, 48)
+                assert (got - exact[:rows]).abs().max() <= 8e-3 * exact.abs().max()
     fixed = cpp_table(module, torch_table(True), tiles=True)
     assert not fixed.backends["linear"].startswith("cpp")
     assert fixed.backends["recurrence_prefill"].startswith("cpp")

@@ -253,7 +253,7 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
             del replaced["prepare_linear"], replaced["linear"]
             backends["prepare_linear"] = backends["linear"] = base.backends["linear"]
         else:
-            both = TileLinear(cpp.prepare_linear, cpp.linear, base.prepare_linear, base.linear, cpp.widen)
+            both = TileLinear(cpp.prepare_linear, cpp.linear, cpp.widen)
             replaced |= {"prepare_linear": both.prepare, "linear": both}
             backends["linear"] = f"{ours} to {FEW_ROWS} rows; torch (oneDNN, matrix tiles) above, bf16"
     table = replace(base, **replaced)

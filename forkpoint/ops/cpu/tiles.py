@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,15 +23,25 @@ def has_matrix_tiles() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 
-class Widened(NamedTuple):
-    """A weight that is widened for each product of many rows, with its bias."""
+class Wide(NamedTuple):
+    """A weight for products of many rows, and its bias. `weight` is in oneDNN's order; None: it is widened each time.
 
+    oneDNN would put a plain weight in its own order at every call, which takes up to half of a product's time.
+    """
+
+    weight: Tensor | None
     bias: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Matrix, bias: Tensor | None) -> Self:
+        if isinstance(weight, PackedMatrix):  # a widened copy would take four times its memory
+            return cls(None, bias)
+        return cls(torch.ops.mkldnn._reorder_linear_weight(dense(weight).contiguous()), bias)
 
 
 @dataclass(frozen=True, slots=True)
 class TileLinear:
-    """Uses our operator for a few rows, and `many` (torch with oneDNN) for more.
+    """Uses our operator for a few rows, and oneDNN for more.
 
     Rows are padded to one of few sizes, because oneDNN generates and keeps code for each number of rows, which takes
     longer than the product. bf16 weights are held twice. The two operators round differently, so a row's bits depend on
@@ -40,33 +50,25 @@ class TileLinear:
 
     prepare_few: PrepareLinear
     few: Linear
-    prepare_many: PrepareLinear
-    many: Linear
     widen: Callable[[Any], Tensor]  # from a weight in 4 bits that `prepare_few` packed
 
-    def prepare(self, weight: Matrix, bias: Tensor | None) -> tuple[Any, Any | None]:
-        """Pack the weight for a few rows and for many.
-
-        The latter is None for fp32, which tiles do not support. A weight in 4 bits is widened for the call, because a
-        widened copy would take four times its memory.
-        """
-        wide: Any | None = None
-        if weight.dtype == torch.bfloat16:
-            wide = Widened(bias) if isinstance(weight, PackedMatrix) else self.prepare_many(dense(weight), bias)
+    def prepare(self, weight: Matrix, bias: Tensor | None) -> tuple[Any, Wide | None]:
+        """Pack the weight for a few rows and for many. The latter is None for fp32, which tiles do not support."""
+        wide = Wide.of(weight, bias) if weight.dtype == torch.bfloat16 else None
         return self.prepare_few(weight, bias), wide
 
-    def __call__(self, x: Tensor, packed: tuple[Any, Any | None]) -> Tensor:
+    def __call__(self, x: Tensor, packed: tuple[Any, Wide | None]) -> Tensor:
         """Multiply `x[T, K]` by the weight; return `y[T, N]`."""
         (few, many), num_rows = packed, x.shape[0]
-        widened = isinstance(many, Widened)
-        if many is None or num_rows <= (WIDENED_ROWS if widened else FEW_ROWS):
+        if many is None or num_rows <= (WIDENED_ROWS if many.weight is None else FEW_ROWS):
             return self.few(x, few)
-        if widened:
-            many = self.prepare_many(self.widen(few), many.bias)
         padding = padded_rows(num_rows) - num_rows
-        if not padding:
-            return self.many(x, many)
-        return self.many(torch.nn.functional.pad(x, (0, 0, 0, padding)), many)[:num_rows]
+        if padding:
+            x = torch.nn.functional.pad(x, (0, 0, 0, padding))
+        if many.weight is None:
+            return torch.nn.functional.linear(x, self.widen(few), many.bias)[:num_rows]
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, many.weight, many.bias, "none", [], "")
+        return y[:num_rows]
 
 
 def padded_rows(num_rows: int) -> int:
