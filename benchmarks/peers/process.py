@@ -27,7 +27,7 @@ class PeerProcess:
     ) -> None:
         self.name = name
         self._log = log
-        path = [str(repository_root()), *filter(None, [env.get("PYTHONPATH")])]
+        path = [str(repository_root()), *filter(None, [env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [python, "-m", module, *option_args(options)],

@@ -267,6 +267,19 @@ class AttentionIndex:
             return self.query_lens, self.host_kv_lens
         return tuple(self.cu_queries.diff().tolist()), tuple(self.kv_lens.tolist())
 
+    def part(self, first: int, end: int) -> AttentionIndex:
+        """Return the index of the rows `[first, end)` and their queries alone, without `work`. It needs host copies."""
+        return replace(
+            self,
+            num_decodes=min(max(0, self.num_decodes - first), end - first),
+            cu_queries=self.cu_queries[first : end + 1] - sum(self.query_lens[:first]),
+            kv_lens=self.kv_lens[first:end],
+            table_rows=self.table_rows[first:end],
+            query_lens=self.query_lens[first:end],
+            host_kv_lens=self.host_kv_lens[first:end],
+            work=None,
+        )
+
     def without(self, rows: Sequence[int]) -> AttentionIndex:
         """Return a copy without the tiles of `rows`, for kernels that run over tiles."""
         assert self.work is not None

@@ -69,13 +69,11 @@ class DealtKeys:
         if index.query_lens:
             host_lens = tuple(self.deal.count(np.asarray(index.host_kv_lens[:count])).tolist())
         return replace(
-            index,
-            cu_queries=index.cu_queries[: count + 1],
+            index.part(0, count),
             kv_lens=self.deal.count(index.kv_lens[:count]),
-            table_rows=index.table_rows[:count],
-            query_lens=index.query_lens[:count],
             host_kv_lens=host_lens,
             first_key=int(self.deal.count(np.asarray(index.first_key))),
+            work=index.work,
         )
 
     def _groups(self, most: HostLens, first: int) -> Iterator[tuple[int, int]]:

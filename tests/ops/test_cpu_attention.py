@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from tests.ops.cpu_table import build, cpp
 from tests.ops.plain_attention import plain_attention
 from tests.ops.recurrence_cases import GATED_NORMS, ints
 
-CPP = cpp()
+CPP, TILES = cpp(), cpp(tiles=True)
 TORCH = torch_table()
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
@@ -73,6 +75,25 @@ class _Rows:
 
     def run(self, scale: float, window: int | None) -> Tensor:
         return CPP.paged_attention(self.q, self.k_cache, self.v_cache, self.index, scale, window)
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (3, 1)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_torch_attends_with_many_queries_in_tiles(heads: tuple[int, int], gated: bool) -> None:
+    """Decode rows, short and long prompts next to each other, with and without earlier keys."""
+    lens, queries = [70, 1, 40, 200, 500, 129, 30, 300], [1, 1, 40, 200, 130, 129, 5, 128]
+    rows = _Rows(lens, queries, 2, heads, (64, 64), torch.bfloat16)
+    gate = torch.randn(sum(queries), heads[0] * 64).bfloat16() if gated else None
+    caches = rows.k_cache, rows.v_cache
+    got = TILES.paged_attention(rows.q, *caches, rows.index, 0.2, None, gate)
+    exact = rows.exact(0.2, None)
+    _close(got, (exact if gate is None else sigmoid_mul(exact, gate.view(exact.shape).double())).bfloat16(), 8e-3)
+    padded = torch.cat([rows.q, rows.q[:3]])
+    if gate is None:
+        assert torch.equal(TILES.paged_attention(padded, *caches, rows.index, 0.2, None)[:-3], got)
+    for window, index in ((50, rows.index), (None, replace(rows.index, query_lens=(), host_kv_lens=()))):
+        own = TILES.paged_attention(rows.q, *caches, index, 0.2, window)
+        assert torch.equal(own, CPP.paged_attention(rows.q, *caches, index, 0.2, window)), "ours alone"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

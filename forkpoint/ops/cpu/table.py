@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.attention.inputs import Inputs
+from forkpoint.ops.cpu.tile_attention import LEAST_QUERIES, TileAttention
 from forkpoint.ops.cpu.tiles import FEW_ROWS, TileLinear, has_matrix_tiles
 from forkpoint.ops.linear.packed import PackedMatrix
 from forkpoint.ops.linear.reference import OfLinear
@@ -239,7 +240,8 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
 
     The operators support float32 and bfloat16 CPU tensors. Each computes a row from that row alone, every element in
     one fixed order of operations, so it also serves deterministic tables. With `tiles` (None: if the machine has matrix
-    tiles), torch computes linear layers of many rows, and a deterministic table keeps `base`'s linear layers.
+    tiles), torch computes linear layers of many rows and attention of many queries, and a deterministic table keeps
+    `base`'s linear layers.
     """
     module.keep_freed_memory()
     cpp = _Operators(module)
@@ -254,8 +256,10 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
             backends["prepare_linear"] = backends["linear"] = base.backends["linear"]
         else:
             both = TileLinear(cpp.prepare_linear, cpp.linear, cpp.widen)
-            replaced |= {"prepare_linear": both.prepare, "linear": both}
+            attention = TileAttention(cpp.paged_attention, module.sigmoid_mul)
+            replaced |= {"prepare_linear": both.prepare, "linear": both, "paged_attention": attention}
             backends["linear"] = f"{ours} to {FEW_ROWS} rows; torch (oneDNN, matrix tiles) above, bf16"
+            backends["paged_attention"] = f"{ours}; torch (matrix tiles) from {LEAST_QUERIES} queries of a row on, bf16"
     table = replace(base, **replaced)
     composed = OfLinear(table.prepare_linear, table.linear, table.silu_mul)
     by_linear = dict.fromkeys(("prepare_linear_heads", "linear_heads", "linear_silu_mul"), backends["linear"])
