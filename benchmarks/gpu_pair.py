@@ -33,6 +33,7 @@ from benchmarks.gpu_9b.shape import SHAPE_9B, write_config
 from benchmarks.gpu_tiers import CheckFailedError, Ids
 from benchmarks.model131m import HybridShape
 from forkpoint.cache.peer_offers import LEAST_ASKED_LEASE
+from forkpoint.engine.core import leave_collection_to_steps
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.llm import LLM
 from forkpoint.outputs import RequestOutput
@@ -183,6 +184,7 @@ def run_engine(folder: Path, role: str, options: dict[str, Any], connection: Con
     """Run in a process of its own until the connection says None."""
     link = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_size": HELD_BYTES}
     with LLM(str(folder), kv_transfer_config=link, **options) as llm:
+        leave_collection_to_steps()  # as in a server
         connection.send("ready")
         PairEngine(llm, connection).serve()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -11,7 +10,7 @@ import zmq
 from forkpoint.cache.peer_offers import chosen_lease
 from forkpoint.config import EngineConfig
 from forkpoint.engine import messages
-from forkpoint.engine.core import EngineCore
+from forkpoint.engine.core import EngineCore, leave_collection_to_steps
 from forkpoint.errors import EngineStoppedError, ForkpointError, RequestError, RequestFailedError
 from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.grammar.masks import TokenRules
@@ -44,10 +43,7 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
             core, inputs = build_parts(config, load_tokenizer(config))
             try:
                 inputs.grammars.prepare()
-                gc.collect()
-                # otherwise full collections would examine all imported objects, which takes a tenth of a second
-                gc.freeze()
-                gc.disable()  # the core collects between steps
+                leave_collection_to_steps()
                 outbox.send(encode(messages.Ready(inputs.vocab_size, inputs.max_model_len, core.metrics())))
                 EngineLoop(core, inputs.grammars, inbox, outbox).run()
             finally:
