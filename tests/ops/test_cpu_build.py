@@ -73,6 +73,21 @@ def test_a_build_works_after_one_that_failed(tmp_path: Path) -> None:
     assert marker.exists() and ctypes.CDLL(str(library)).one() == 1
 
 
+def test_a_failed_build_names_its_error_and_no_warning_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch warns of compilers other than that of its own build."""
+    if (missing := cpu_build._missing_for_compiling()) is not None:
+        pytest.skip(missing)
+    compiler = tmp_path / "other-c++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *version*) echo 12.2.0; esac\n')  # it writes no library
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    built = cpu_build.load_operators()
+    assert built.module is None and "did not build or load: Could not load this library" in built.reason
+
+
 def test_a_stopped_build_leaves_nothing_that_the_next_one_reads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

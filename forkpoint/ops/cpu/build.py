@@ -148,8 +148,7 @@ def _compile(sources: list[Path], library: Path, marker: Path) -> None:
 def _run_compilers(place: str, sources: list[str]) -> None:
     """Build the library in the folder `place`, in a process that ends with this one. Raises RuntimeError."""
     run = "from forkpoint.ops.cpu.build import run_compilers; run_compilers()"
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with python_process(run, place, *sources, **streams) as process:
+    with python_process(run, place, *sources, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         output = process.stdout.read().decode(errors="replace")
     if process.returncode:
@@ -157,7 +156,7 @@ def _run_compilers(place: str, sources: list[str]) -> None:
 
 
 def run_compilers() -> None:
-    """Build the library as the arguments of this process say.
+    """Build the library as the arguments of this process say; print what failed. Warnings go to standard error.
 
     When the other end of standard input closes, SIGTERM ends this process and ninja, which then ends its compilers.
     """
@@ -174,7 +173,8 @@ def run_compilers() -> None:
     try:
         cpp_extension.load(NAME, sources, is_python_module=False, **options)
     except (RuntimeError, OSError) as error:
-        sys.exit(str(error))
+        print(error)
+        sys.exit(1)
 
 
 def _import(library: Path) -> ModuleType:
