@@ -246,9 +246,12 @@ def test_an_empty_grammar_asks_for_none(http: httpx2.Client, path: str) -> None:
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])
 def test_a_top_p_of_zero_leaves_the_likeliest_token(http: httpx2.Client, path: str) -> None:
     """OpenAI and Anthropic take it."""
-    given: dict[str, Any] = {"input": "hello", "max_output_tokens": 9} if path == "/v1/responses" else {"max_tokens": 9}
+    given: dict[str, Any] = {TEXT: {"prompt": "hello"}, "/v1/responses": {"input": "hello"}}.get(
+        path, {"messages": MESSAGES}
+    )
     replies = [
-        ask(http, path, **given, **fields).json() for fields in ({"temperature": 0}, {"temperature": 1.0, "top_p": 0})
+        http.post(path, json={"max_tokens": 9, **given, **fields}).json()
+        for fields in ({"temperature": 0}, {"temperature": 1.0, "top_p": 0})
     ]
     first, second = [reply.get("choices") or reply.get("content") or reply["output"][0]["content"] for reply in replies]
     assert first == second
