@@ -399,7 +399,7 @@ def test_items_of_other_tools_are_calls_or_left_out() -> None:
         {"type": "web_search_call", "id": "w", "action": {"type": "search", "query": "x"}},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}], "encrypted_content": "AA"},
         {"type": "local_shell_call", **call, "action": {"type": "exec", "command": ["ls"]}},
-        {"type": "local_shell_call_output", **result},
+        {"type": "local_shell_call_output", "id": "c", "output": "ok"},  # it has no call_id
         {"type": "custom_tool_call", **call, "name": "patch", "namespace": "files", "input": "+a"},
         {"type": "custom_tool_call_output", **result},
         {"type": "function_call", **call, "name": "spawn", "namespace": "mcp__agents__", "arguments": "{}"},

@@ -49,6 +49,8 @@ def messages_of(items: Sequence[dict[str, Any]], note: Note) -> list[dict[str, A
     messages: list[dict[str, Any]] = []
     for item in items:
         kind = str(item.get("type") or "message")
+        if kind == "local_shell_call_output":
+            item = {"call_id": item.get("id"), **item}  # OpenAI's form has the id of the call as its own id
         match kind:
             case "message":
                 _add_message(messages, item)
