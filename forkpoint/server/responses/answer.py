@@ -262,6 +262,8 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         counts = usage_fields(self.generation.usage(), self._talk.num_reasoning_tokens)
         details = self.generation.details() | self.generation.handover()
         self._write_text()
+        if self._items and self._items[-1]["status"] == "in_progress":
+            self._items[-1]["status"] = "incomplete"  # the response failed or was cancelled within this item
         self._reply |= {"status": status, "output": self._items, "usage": counts, **details, **fields}
         self._keep()
 
