@@ -70,6 +70,7 @@ class DealtKeys:
             host_lens = tuple(self.deal.count(np.asarray(index.host_kv_lens[:count])).tolist())
         return replace(
             index.part(0, count),
+            cu_queries=index.cu_queries[: count + 1],  # a view, which needs no launch
             kv_lens=self.deal.count(index.kv_lens[:count]),
             host_kv_lens=host_lens,
             first_key=int(self.deal.count(np.asarray(index.first_key))),

@@ -149,3 +149,10 @@ def test_more_keys_than_are_gathered_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     case = Case(((10, 1), (90, 2)), ((70, 9), (0, 50), (140, 1), (0, 3)), 8)
     for gathers in (False, True):
         case.check(on_each(2, gathers, case.answers))
+
+
+def test_decode_rows_need_no_launch_for_their_queries() -> None:
+    """Each step would make it again."""
+    _, _, index = CASES[1].kept(Ranks(0, 2))
+    assert index.dealt is not None and index.dealt.local is not None
+    assert index.dealt.local.cu_queries.data_ptr() == index.cu_queries.data_ptr(), "a view"
