@@ -17,7 +17,7 @@ from forkpoint.client.protocol import NO_KEY, Usage, refusal
 from forkpoint.client.server import CHAT, COMPLETIONS, Reply, Server
 from forkpoint.errors import ConfigError, ServerError, ServerUnreachableError
 
-PATHS: Final = (CHAT, COMPLETIONS)
+PATHS: Final = (CHAT, COMPLETIONS, "/v1/responses")
 BUSY: Final = (429, 503)
 # a refusal for these reasons is final; others (no key, no such model) may go away
 WRONG_REQUEST: Final = (400, 413, 422)
@@ -84,11 +84,12 @@ def _read_line(line: str, where: str, seen: Collection[str | None]) -> BatchRequ
     if name in seen:
         return BatchRequest(None, error=f"{where} has the custom_id {name!r} of an earlier line")
     if entry.get("method") != "POST" or entry.get("url") not in PATHS:
-        return BatchRequest(name, error=f"{where} must have method 'POST' and url {' or '.join(map(repr, PATHS))}")
+        return BatchRequest(name, error=f"{where} must have method 'POST' and a url of {', '.join(map(repr, PATHS))}")
     if not isinstance(body, dict):
         return BatchRequest(name, error=f"{where} must have an object 'body'")
-    if body.get("stream"):
-        return BatchRequest(name, error=f"{where} has stream=true, but a batch cannot stream; leave it out")
+    for field in ("stream", "background"):
+        if body.get(field):
+            return BatchRequest(name, error=f"{where} has {field}=true, but a batch needs whole answers; leave it out")
     return BatchRequest(name, entry["url"], body)
 
 

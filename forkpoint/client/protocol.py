@@ -29,14 +29,17 @@ class Usage:
 
     @classmethod
     def read(cls, document: object) -> Usage | None:
-        """Return the usage of a response or a streamed chunk; None if it has none. Absent counts are 0."""
+        """Return the usage of an answer or a streamed chunk; None if it has none. Absent counts are 0.
+
+        The Responses API has `input_tokens` and `output_tokens`.
+        """
         usage = member(document, "usage")
         if not isinstance(usage, Mapping):
             return None
-        details = usage.get("prompt_tokens_details") or {}
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
         return cls(
-            num_prompt_tokens=usage.get("prompt_tokens") or 0,
-            num_completion_tokens=usage.get("completion_tokens") or 0,
+            num_prompt_tokens=usage.get("prompt_tokens") or usage.get("input_tokens") or 0,
+            num_completion_tokens=usage.get("completion_tokens") or usage.get("output_tokens") or 0,
             num_cached_tokens=details.get("cached_tokens"),
         )
 

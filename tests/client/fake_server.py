@@ -75,6 +75,7 @@ class FakeServer:
         app.router.add_get("/health", self._health)
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
+        app.router.add_post("/v1/responses", self._answer)
         app.router.add_get("/", self._page)
         app.router.add_get("/static/{name:.+}", self._page)
         return app
@@ -124,7 +125,8 @@ class FakeServer:
         chat = request.path.endswith("/chat/completions")
         if not body.get("stream"):
             await asyncio.sleep(script.first_token_s + script.gap_s * (len(script.words) - 1))
-            return web.json_response(_whole(script, chat))
+            whole = _response(script) if request.path.endswith("/responses") else _whole(script, chat)
+            return web.json_response(whole)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for event, wait_s in _events(script, chat, body):
@@ -233,6 +235,12 @@ def _usage(script: Script) -> dict[str, Any]:
         return {"usage": usage, "cache": cache}
     speculation = dict(zip(("num_draft_tokens", "num_accepted_tokens"), script.drafts, strict=True))
     return {"usage": usage, "cache": cache, "speculation": speculation}
+
+
+def _response(script: Script) -> dict[str, Any]:
+    usage = {"input_tokens": 100, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 64}}
+    part = {"type": "output_text", "text": "".join(script.words)}
+    return {"output": [{"type": "message", "content": [part]}], "usage": usage}
 
 
 def _whole(script: Script, chat: bool) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from tests.client.fake_server import FakeServer, Script
 
 
 def line(name: str, text: str = "hi", url: str = "/v1/chat/completions", **body: Any) -> str:
-    prompt = {"messages": [{"role": "user", "content": text}]} if "chat" in url else {"prompt": text}
+    prompt = {"/v1/completions": {"prompt": text}, "/v1/responses": {"input": text}}.get(
+        url, {"messages": [{"role": "user", "content": text}]}
+    )
     return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": {"model": "m", **prompt, **body}})
 
 
@@ -48,11 +50,12 @@ def test_every_line_is_answered_once(files: Files, server: FakeServer, capsys: p
     )
     assert code == 0 and server.max_open <= 7
     found = files.answers()
-    assert set(found) == {f"r{n}" for n in range(40)}
+    assert set(found) == {f"r{n}" for n in range(60)}
     assert all(entry["error"] is None and entry["response"]["status_code"] == 200 for entry in found.values())
     assert found["r0"]["response"]["body"]["choices"][0]["message"]["content"] == "Hello, world!"
     assert found["r1"]["response"]["body"]["choices"][0]["text"] == "Hello, world!"
-    assert "40 answered, 0 failed, 2,560 of 4,000 prompt tokens cached" in capsys.readouterr().err
+    assert found["r2"]["response"]["body"]["output"][0]["content"][0]["text"] == "Hello, world!"
+    assert "60 answered, 0 failed, 3,840 of 6,000 prompt tokens cached" in capsys.readouterr().err
 
 
 def test_a_wrong_line_is_told_and_the_others_are_answered(files: Files, server: FakeServer) -> None:
@@ -65,6 +68,7 @@ def test_a_wrong_line_is_told_and_the_others_are_answered(files: Files, server: 
         line("embed", url="/v1/embeddings"),
         json.dumps({"custom_id": "bodiless", "method": "POST", "url": "/v1/completions"}),
         line("stream", stream=True),
+        line("later", url="/v1/responses", background=True),
         line("good"),
         line("good"),
     ]
@@ -72,7 +76,7 @@ def test_a_wrong_line_is_told_and_the_others_are_answered(files: Files, server: 
     assert len(server.requests) == 2
     found = [json.loads(text) for text in files.output.read_text().splitlines()]
     told = [entry["error"]["message"] for entry in found if entry["error"] is not None]
-    assert len(found) == 11 and len(told) == 9
+    assert len(found) == 12 and len(told) == 10
     for number, text in (
         (1, "not JSON"),
         (2, "custom_id"),
@@ -80,7 +84,8 @@ def test_a_wrong_line_is_told_and_the_others_are_answered(files: Files, server: 
         (5, "POST"),
         (6, "/v1/completions"),
         (8, "stream"),
-        (10, "'good'"),
+        (9, "background"),
+        (11, "'good'"),
     ):
         assert any(f"line {number} " in message and text in message for message in told)
     assert files.answers()["good"]["error"] is None
