@@ -103,3 +103,27 @@ def test_a_field_of_another_api_is_refused(http: httpx2.Client, path: str, field
 def test_fields_of_other_apis_may_ask_for_nothing(http: httpx2.Client, path: str, fields: dict[str, Any]) -> None:
     reply = ask(http, path, **fields, **({"max_tokens": 3} if path != RESPONSES else {"max_output_tokens": 3}))
     assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [{"type": "any"}, {"type": "required"}, {"type": "function", "name": "f"}, {"name": "f"}],
+)
+@pytest.mark.parametrize("schema", ["parameters", "input_schema"])
+def test_tools_of_chats_may_be_flat(http: httpx2.Client, choice: Any, schema: str) -> None:
+    """Cursor sends them in this form, and its choice as an object."""
+    parameters = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"], "additionalProperties": False}
+    flat = {"name": "f", "description": "Do it.", schema: parameters}
+    nested = {"type": "function", "function": {"name": "f", "description": "Do it.", "parameters": parameters}}
+    fields = {"max_tokens": 60, "return_token_ids": True}
+    same = ask(http, CHAT, tools=[nested], tool_choice="required", **fields).json()
+    reply = ask(http, CHAT, tools=[{"type": "function", **flat}], tool_choice=choice, **fields).json()
+    assert reply["prompt_token_ids"] == same["prompt_token_ids"]
+    [call] = reply["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 7}'}
+    for free in ("auto", "none"):
+        texts = [
+            ask(http, CHAT, tools=[flat], tool_choice=given, **fields).json()["prompt_token_ids"]
+            for given in (free, {"type": free})
+        ]
+        assert texts[0] == texts[1]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import Body, Many, MaxTokens
@@ -17,7 +17,23 @@ class FunctionSpec(Body):
     parameters: dict[str, Any] | None = None
 
 
-class ToolSpec(Body):
+class FunctionMember(Body):
+    """An object whose `function` may also be given flat, as in the Responses API. Cursor sends chats this form."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or "function" in given or "name" not in given:
+            return given
+        if given.get("type") not in (None, "function"):
+            return given
+        function = {name: value for name, value in given.items() if name != "type"}
+        if "input_schema" in function:  # Anthropic's name
+            function.setdefault("parameters", function.pop("input_schema"))
+        return {"type": "function", "function": function}
+
+
+class ToolSpec(FunctionMember):
     """A function that the model may call. OpenAI's custom tools, which take free text, are refused."""
 
     type: Literal["function"] = "function"
@@ -28,7 +44,7 @@ class NamedFunction(Body):
     name: str
 
 
-class FunctionChoice(Body):
+class FunctionChoice(FunctionMember):
     """A choice of one function, which the answer must call."""
 
     type: Literal["function"] = "function"
@@ -50,6 +66,14 @@ class AllowedFunctionsChoice(Body):
 
 
 AnyToolChoice: TypeAlias = Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctionsChoice
+
+
+def _choice(given: Any) -> Any:
+    """Return the text of a choice that is an object with its type alone, as in Anthropic's API; else `given`."""
+    kinds = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
+    if isinstance(given, dict) and given.keys() == {"type"} and isinstance(given["type"], str):
+        return kinds.get(given["type"], given)
+    return given
 
 
 class ChatMessage(Body):
@@ -115,7 +139,7 @@ class ChatBody(SamplingBody, ThinkingFields, apis=("completions", "chat")):
     logprobs: bool | None = None
     top_logprobs: int | None = bounded("logprobs")
     tools: Many[ToolSpec] | None = None
-    tool_choice: AnyToolChoice | None = None
+    tool_choice: Annotated[AnyToolChoice | None, BeforeValidator(_choice)] = None
     functions: Many[FunctionSpec] | None = Field(None, description="the older form of `tools`; at most one is called")
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: the answer ends with its first call")
