@@ -127,3 +127,11 @@ def test_tools_of_chats_may_be_flat(http: httpx2.Client, choice: Any, schema: st
             for given in (free, {"type": free})
         ]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, MESSAGES])
+def test_extra_body_is_a_word_of_the_python_client(http: httpx2.Client, path: str) -> None:
+    """Clients in other languages send it as it is, and its fields would have no effect."""
+    reply = ask(http, path, max_tokens=3, extra_body={"top_k": 1})
+    assert reply.status_code == 400 and "in the request itself" in reply.json()["error"]["message"], reply.text
+    assert ask(http, path, max_tokens=3, extra_body={}).status_code == 200
