@@ -68,7 +68,7 @@ class MessagesBody(CountTokensBody):
     """Answer a conversation. The end of each message is a breakpoint of the prefix cache, with or without a mark."""
 
     max_tokens: MaxTokens
-    stop_sequences: Many[Annotated[str, Field(min_length=1)]] | None = None
+    stop_sequences: str | Many[Annotated[str, Field(min_length=1)]] | None = None
     stream: bool | None = None
     temperature: float | None = bounded("temperature")
     top_p: float | None = bounded("top_p")
