@@ -44,8 +44,8 @@ class TileLinear:
     """Uses our operator for a few rows, and oneDNN for more.
 
     Rows are padded to one of few sizes, because oneDNN generates and keeps code for each number of rows, which takes
-    longer than the product. bf16 weights are held twice. The two operators round differently, so a row's bits depend on
-    the batch; deterministic tables do not use this.
+    longer than the product. bf16 weights are held twice, and embeddings that are also the head three times. The two
+    operators round differently, so a row's bits depend on the batch; deterministic tables do not use this.
     """
 
     prepare_few: PrepareLinear
