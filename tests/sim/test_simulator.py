@@ -303,7 +303,7 @@ def test_drafts_change_what_is_cached_and_when_nothing_else() -> None:
         ("acceptance_length=3", "num_speculative_tokens=0 is not allowed"),
         ("acceptance_length=4.5,num_speculative_tokens=3", "with 3 drafts give 1 to 4"),
         ("acceptance_length=nan,num_speculative_tokens=3", "with 3 drafts give 1 to 4"),
-        ("acceptance_length=x", "no numbers"),
+        ("acceptance_length=x", "are not numbers"),
         ("num_speculative_tokens=64", "give 1 to 63"),
         ("acceptance=2", "no option .acceptance=2. of forkpoint; give capture=.*, host_memory=.*, disk_rate=.*, acc"),
     ],
