@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.random_model import RandomModelSpec, make_random_model
+from benchmarks.random_model import make_random_model
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import SchedulerConfig
 from forkpoint.engine.llm import LLM
@@ -31,20 +31,10 @@ from forkpoint.sched.plan import StepPlan, SubmittedStep
 from forkpoint.worker import build
 from forkpoint.worker.memory import SAMPLER_BYTES_PER_LOGIT, SLACK_BYTES, bytes_beside_arena, graph_bytes
 from forkpoint.worker.trial import full_step_pages, run_full_step, try_kernels
+from tests.conftest import TINY
 from tests.image_models import write_vision_checkpoint
 
-SPEC = RandomModelSpec(
-    hidden_size=64,
-    num_layers=4,
-    intermediate_size=128,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    num_k_heads=2,
-    num_v_heads=4,
-    state_dim=32,
-    max_position_embeddings=512,
-)
+SPEC = replace(TINY, max_position_embeddings=512)
 OPS = torch_table()
 MIB = 1 << 20
 

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.random_model import RandomModelSpec, make_random_model
+from benchmarks.random_model import make_random_model
 from forkpoint.engine.llm import LLM
 from forkpoint.params import FinishReason, SamplingParams
+from tests.conftest import TINY
 from tests.mtp_heads import add_mtp
 
-SPEC = RandomModelSpec(
-    hidden_size=64,
-    num_layers=4,
-    intermediate_size=128,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    num_k_heads=2,
-    num_v_heads=4,
-    state_dim=32,
-)
+SPEC = replace(TINY, max_position_embeddings=8192)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "log_level": "error", "device": "cpu", "num_threads": 1}
 ANSWER = SamplingParams(temperature=0.0, max_tokens=12)
 END_OF_MESSAGE = 257

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
-from forkpoint.cache.peer_offers import Fetch, PeerFacts
+from forkpoint.cache.peer_offers import Fetch
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.offered import key_of
 from forkpoint.peer.protocol import (
@@ -23,10 +23,8 @@ from forkpoint.peer.protocol import (
     MAGIC,
     MAX_MESSAGE_BYTES,
     PART,
-    SENT,
     HeldEntries,
     Line,
-    PartHead,
     PeerError,
     WantedEntries,
     num_parts,
@@ -35,66 +33,7 @@ from forkpoint.peer.protocol import (
 )
 from forkpoint.peer.server import MAX_CONNECTIONS
 from forkpoint.runtime.pinned import SEGMENT_BYTES, PinnedBuffers
-
-SIZES = {BLOCK: 700, SLOT: 3000}
-NAMES = (*(EntryName(BLOCK, bytes([i]) * 16, bytes([i - 1]) * 16, i) for i in range(1, 5)),)
-NAMES = (*NAMES, EntryName(SLOT, bytes([4]) * 16, bytes([3]) * 16, 4, 1, True))
-HOST, HOST_V6 = "127.0.0.1", "::1"
-AGREES = HEAD.pack(MAGIC, 2) + b"\x91\xa0"  # HeldEntries without a refusal
-
-
-def facts(namespace: bytes = b"n" * 16, engine_id: str = "p") -> PeerFacts:
-    return PeerFacts(namespace, engine_id, HOST, 0, ("loopback",), 10**6, 5.0)
-
-
-def contents(name: EntryName) -> bytes:
-    return random.Random(name.depth * 10 + name.kind).randbytes(SIZES[name.kind])
-
-
-@pytest.fixture(scope="module")
-def prefill() -> Iterator[PeerLink]:
-    link = open_link(facts(), SIZES, 3600.0, listens=True)
-    yield link
-    link.close()
-
-
-@pytest.fixture
-def decode() -> Iterator[PeerLink]:
-    link = open_link(facts(engine_id="d"), SIZES, 30.0, listens=False)
-    yield link
-    link.close()
-
-
-LEASES = iter(range(1, 10**6))
-
-
-def offer(link: PeerLink) -> int:
-    lease = next(LEASES)
-    for name in NAMES:
-        link.offered.add(name, contents(name), lease)
-    return lease
-
-
-def fetch(
-    link: PeerLink,
-    port: int,
-    lease: int,
-    names: tuple[EntryName, ...] = NAMES,
-    engine_id: str = "p",
-    host: str = HOST,
-) -> bool:
-    """Fetch and return whether it succeeded. What arrives has to be right."""
-    link.fetching.start(Fetch(1, host, (port,), engine_id, lease, names, 5.0))
-    news = link.fetching.news(10.0)
-    while news is None or not (news.done or news.failed):
-        news = link.fetching.news(10.0)
-    if news.failed:
-        link.fetching.forget(1)
-        return False
-    for place, name in enumerate(names):
-        assert link.fetching.contents(1, place) == contents(name), "another engine's bytes passed the check"
-    link.fetching.forget(1)
-    return True
+from tests.peer.links import HOST, HOST_V6, LEASES, NAMES, SIZES, contents, facts, fetch, offer
 
 
 def test_a_prompt_is_fetched_once(prefill: PeerLink, decode: PeerLink) -> None:
@@ -425,73 +364,3 @@ def test_parts_do_not_pass_for_each_other(prefill: PeerLink, decode: PeerLink, m
     assert not asking.receive(HeldEntries).refusal
     with pytest.raises(PeerError, match="ended the connection"):
         asking.receive_head()
-
-
-def test_a_fetch_that_nobody_wants_ends_at_once(prefill: PeerLink, decode: PeerLink) -> None:
-    fetching, lease = decode.fetching, next(LEASES)
-    fetching.start(Fetch(1, HOST, (prefill.facts.port,), "p", lease, NAMES, 3600.0))  # it has not been offered
-    until = time.monotonic() + 20
-    while not fetching._running[1]._lines:
-        assert time.monotonic() < until
-        time.sleep(0.001)
-    fetching.forget(1)
-    with fetching._changed:
-        assert fetching._changed.wait_for(lambda: not fetching._running, 5)
-    assert fetching.news() is None
-
-
-@pytest.mark.parametrize("sent", [b"", AGREES, AGREES + PartHead(SENT, bytes(16)).pack() + b"some"], ids=len)
-def test_a_peer_that_has_stopped_is_given_up(decode: PeerLink, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It said nothing, or stopped before an entry or in one. A prompt may take long, but not without a word."""
-    monkeypatch.setattr("forkpoint.peer.fetching.SILENCE_S", 0.2)
-    with socket.create_server((HOST, 0)) as listener:
-        decode.fetching.start(Fetch(1, HOST, (listener.getsockname()[1],), "p", 1, NAMES, 3600.0))
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(sent)
-            news = decode.fetching.news(20.0)
-    assert news is not None and news.failed == news.unreachable == (1,)
-
-
-@pytest.fixture
-def silent_port() -> Iterator[int]:
-    """The port of a full queue of connections. It drops further ones, as a machine does that is gone."""
-    with contextlib.ExitStack() as opened:
-        listener = opened.enter_context(socket.create_server((HOST, 0), backlog=0))
-        for _ in range(4):
-            queued = opened.enter_context(socket.socket())
-            queued.setblocking(False)
-            queued.connect_ex(listener.getsockname())
-        yield listener.getsockname()[1]
-
-
-def test_a_machine_that_does_not_answer_is_given_up(
-    decode: PeerLink, silent_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("forkpoint.peer.fetching.SILENCE_S", 0.2)
-    decode.fetching.start(Fetch(1, HOST, (silent_port,), "p", 1, NAMES, 3600.0))
-    news = decode.fetching.news(20.0)
-    assert news is not None and news.failed == news.unreachable == (1,)
-
-
-def test_a_machine_that_does_not_answer_delays_no_other(
-    prefill: PeerLink, decode: PeerLink, silent_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fetches that are wanted, fetches that nobody wants, and ends of leases wait for it."""
-    monkeypatch.setattr("forkpoint.peer.fetching.BYTES_OF_CONNECTION", 1000)
-    monkeypatch.setattr("forkpoint.peer.fetching.os.cpu_count", lambda: 16)
-    for ticket in range(100, 140):
-        decode.fetching.start(Fetch(ticket, HOST, (silent_port,), "p", ticket, NAMES, 3600.0))
-        if ticket % 2:
-            decode.fetching.forget(ticket)
-        decode.fetching.start(Fetch(0, HOST, (silent_port,), "p", ticket, (), 3600.0))
-    before_s = time.monotonic()
-    assert fetch(decode, prefill.facts.port, offer(prefill))
-    assert time.monotonic() - before_s < 5, "the other fetches take 15 s"
-
-
-def test_a_peer_that_says_nothing_is_given_up(decode: PeerLink) -> None:
-    with socket.create_server((HOST, 0)) as listener:
-        decode.fetching.start(Fetch(1, HOST, (listener.getsockname()[1],), "p", 1, NAMES, 0.2))
-        news = decode.fetching.news(5.0)
-    assert news is not None and news.failed == news.unreachable == (1,)

@@ -26,15 +26,9 @@ from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.process_fetching import ProcessFetching
 from forkpoint.runtime.pinned import PinnedBuffers
 from forkpoint.shared_arrays import CAN_SHARE, Place, SharedMemory, place_of
-from tests.peer.test_link import HOST, NAMES, SIZES, contents, facts
+from tests.peer.links import HOST, NAMES, SIZES, contents, facts
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="this system has no memory for several processes")
-
-
-@pytest.fixture(scope="module")
-def prefill() -> Iterator[PeerLink]:
-    with closing(open_link(facts(), SIZES, 3600.0, listens=True)) as link:
-        yield link
 
 
 @pytest.fixture

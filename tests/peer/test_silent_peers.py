@@ -1,0 +1,87 @@
+"""Peers that do not answer, or stop: fetches from them end, and others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from forkpoint.cache.peer_offers import Fetch
+from forkpoint.peer.link import PeerLink
+from forkpoint.peer.protocol import HEAD, MAGIC, SENT, PartHead
+from tests.peer.links import HOST, LEASES, NAMES, fetch, offer
+
+AGREES = HEAD.pack(MAGIC, 2) + b"\x91\xa0"  # HeldEntries without a refusal
+
+
+def test_a_fetch_that_nobody_wants_ends_at_once(prefill: PeerLink, decode: PeerLink) -> None:
+    fetching, lease = decode.fetching, next(LEASES)
+    fetching.start(Fetch(1, HOST, (prefill.facts.port,), "p", lease, NAMES, 3600.0))  # it has not been offered
+    until = time.monotonic() + 20
+    while not fetching._running[1]._lines:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    fetching.forget(1)
+    with fetching._changed:
+        assert fetching._changed.wait_for(lambda: not fetching._running, 5)
+    assert fetching.news() is None
+
+
+@pytest.mark.parametrize("sent", [b"", AGREES, AGREES + PartHead(SENT, bytes(16)).pack() + b"some"], ids=len)
+def test_a_peer_that_has_stopped_is_given_up(decode: PeerLink, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said nothing, or stopped before an entry or in one. A prompt may take long, but not without a word."""
+    monkeypatch.setattr("forkpoint.peer.fetching.SILENCE_S", 0.2)
+    with socket.create_server((HOST, 0)) as listener:
+        decode.fetching.start(Fetch(1, HOST, (listener.getsockname()[1],), "p", 1, NAMES, 3600.0))
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(sent)
+            news = decode.fetching.news(20.0)
+    assert news is not None and news.failed == news.unreachable == (1,)
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """The port of a full queue of connections. It drops further ones, as a machine does that is gone."""
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server((HOST, 0), backlog=0))
+        for _ in range(4):
+            queued = opened.enter_context(socket.socket())
+            queued.setblocking(False)
+            queued.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+def test_a_machine_that_does_not_answer_is_given_up(
+    decode: PeerLink, silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forkpoint.peer.fetching.SILENCE_S", 0.2)
+    decode.fetching.start(Fetch(1, HOST, (silent_port,), "p", 1, NAMES, 3600.0))
+    news = decode.fetching.news(20.0)
+    assert news is not None and news.failed == news.unreachable == (1,)
+
+
+def test_a_machine_that_does_not_answer_delays_no_other(
+    prefill: PeerLink, decode: PeerLink, silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetches that are wanted, fetches that nobody wants, and ends of leases wait for it."""
+    monkeypatch.setattr("forkpoint.peer.fetching.BYTES_OF_CONNECTION", 1000)
+    monkeypatch.setattr("forkpoint.peer.fetching.os.cpu_count", lambda: 16)
+    for ticket in range(100, 140):
+        decode.fetching.start(Fetch(ticket, HOST, (silent_port,), "p", ticket, NAMES, 3600.0))
+        if ticket % 2:
+            decode.fetching.forget(ticket)
+        decode.fetching.start(Fetch(0, HOST, (silent_port,), "p", ticket, (), 3600.0))
+    before_s = time.monotonic()
+    assert fetch(decode, prefill.facts.port, offer(prefill))
+    assert time.monotonic() - before_s < 5, "the other fetches take 15 s"
+
+
+def test_a_peer_that_says_nothing_is_given_up(decode: PeerLink) -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        decode.fetching.start(Fetch(1, HOST, (listener.getsockname()[1],), "p", 1, NAMES, 0.2))
+        news = decode.fetching.news(5.0)
+    assert news is not None and news.failed == news.unreachable == (1,)
