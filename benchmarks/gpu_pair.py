@@ -55,7 +55,7 @@ class PairSizes:
 
     prompt: int = 16_384
     repeats: int = 7
-    stream_prompt: int = 256  # of the first stream; each one has a token less, so that blocks do not end together
+    stream_prompt: int = 256  # the first stream's; others have a token less each, so that blocks do not end together
     num_streams: int = 64
     num_arrivals: int = 12  # of prompts next to the streams
     every_s: float = 0.8  # from one arrival to the next

@@ -53,7 +53,7 @@ class TierSizes9B:
     prefix: int = 16_384
     suffix: int = 64
     num_prefixes: int = 10
-    stream_prompt: int = 256  # of the first stream; each one has a token less, so that blocks do not end together
+    stream_prompt: int = 256  # the first stream's; others have a token less each, so that blocks do not end together
     num_streams: int = 64
     num_steps: int = 320  # of each phase with streams
     between: int = 24  # steps between two requests for a prefix

@@ -134,7 +134,10 @@ class Ranks:
         return self.stack(x).movedim(0, -2).flatten(-2)
 
     def gather_heads(self, q: Tensor) -> Tensor:
-        """Gather the ranks' queries `q[N, H, D]` as `[M, size, G, D]`: M * G is N * H, and `merge_heads` takes them."""
+        """Gather the ranks' queries `q[N, H, D]` as `[M, size, G, D]`, where G divides H and M * G is N * H.
+
+        `merge_heads` takes heads in this order.
+        """
         heads, dim = q.shape[1:]
         row_bytes = dim * q.element_size()
         group = next(size for size in range(heads, 0, -1) if not heads % size and size * row_bytes <= MOST_ROW_BYTES)

@@ -21,7 +21,7 @@ class AtOnce:
     """Runs functions as they are added. For copies that are done at once."""
 
     def add(self, run: Callable[[], object], after: Marked | None = None) -> None:
-        """Run a function after these copies and after all functions that were added before, but not before `flush`."""
+        """Run a function. The copies that it has to follow are done."""
         run()
 
     def flush(self) -> None:
@@ -46,6 +46,7 @@ class Following(AtOnce):
         self._thread.start()
 
     def add(self, run: Callable[[], object], after: Marked | None = None) -> None:
+        """Run a function after `flush`, these copies, and all functions that were added before."""
         self._added.append((run, after))
 
     def flush(self) -> None:

@@ -49,7 +49,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class _Row:
-    deviation: float = 0.0  # of the row's acceptance rate from the global one
+    deviation: float = 0.0  # the row's acceptance rate minus the global one
     wait: int = 1  # steps until the next try; each try doubles it as long as drafts do not pay
     next_try: int = 0  # step of the next try of a draft that does not seem to pay
 

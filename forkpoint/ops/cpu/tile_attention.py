@@ -16,7 +16,7 @@ from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.parameters import KVScales
 from forkpoint.ops.table import PagedAttention
 
-LEAST_QUERIES: Final = 128  # of a row; with fewer, collecting its keys would take too large a share of the time
+LEAST_QUERIES: Final = 128  # a row with fewer queries would spend too much of its time on collecting its keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +46,16 @@ class TileAttention:
         takes = q.dtype == torch.bfloat16 and window is None and scales is None and q.shape[2] == v_cache.shape[3]
         if not takes or max(lens, default=0) < LEAST_QUERIES:
             return self.few(q, k_cache, v_cache, index, scale, window, gate, scales)
-        found, start, end = list[Tensor](), 0, 0
-        for is_long, group in groupby(range(len(lens)), lambda row: lens[row] >= LEAST_QUERIES):
+        found, end = list[Tensor](), 0
+        # each long row is a group of its own, and short rows next to each other are one
+        for long_row, group in groupby(range(len(lens)), lambda row: row if lens[row] >= LEAST_QUERIES else None):
             rows = list(group)
-            for first, last in [(row, row) for row in rows] if is_long else [(rows[0], rows[-1])]:
-                part = index.part(first, last + 1)
-                start, end = end, end + sum(part.query_lens)
-                if is_long:
-                    found.append(_attend(q[start:end], k_cache, v_cache, part, scale))
-                else:
-                    found.append(self.few(q[start:end], k_cache, v_cache, part, scale, window))
+            part = index.part(rows[0], rows[-1] + 1)
+            start, end = end, end + sum(part.query_lens)
+            if long_row is None:
+                found.append(self.few(q[start:end], k_cache, v_cache, part, scale, window))
+            else:
+                found.append(_attend(q[start:end], k_cache, v_cache, part, scale))
         found.append(q.new_zeros(len(q) - end, *q.shape[1:]))  # padding
         out = torch.cat(found)
         if gate is not None:
@@ -66,9 +66,9 @@ class TileAttention:
 def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, scale: float) -> Tensor:
     """Attend with the queries `q[T, Hq, D]` of the only row of `index`.
 
-    torch's operator is causal only from the first key on. So the keys before the queries and those of the queries are
-    two calls, whose results are merged by their sums of exponentials. Queries are padded to whole blocks, because torch
-    generates and keeps code for each number of them; their keys too, which only the padding sees.
+    torch's operator can mask only a square, so one call attends to the queries' own keys and one to the keys before
+    them. The sums of exponentials merge both results. Queries and their own keys are padded to whole blocks, because
+    torch generates and keeps code for each number of queries. Only the padding sees the padded keys.
     """
     (count, heads, dim), (num_keys,) = q.shape, index.host_kv_lens
     size, shared = k_cache.shape[2], k_cache.shape[1]

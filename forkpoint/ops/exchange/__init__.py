@@ -1,3 +1,3 @@
 """Exchanges between ranks."""
 
-MOST_ROW_BYTES = 1 << 14  # of a row that the exchange kernels take
+MOST_ROW_BYTES = 1 << 14  # the exchange kernels refuse longer rows

@@ -21,7 +21,7 @@ from forkpoint.ops.linear.fp8_kernel import written_beside
 from forkpoint.ops.rounding import next_power_of_2
 
 MOST_ROWS = 4096  # rows per launch; each has a place in the inbox
-WIDEST = MOST_ROW_BYTES // 4  # words per row
+WIDEST = MOST_ROW_BYTES // 4  # words per row at most
 PLACE_WORDS = tl.constexpr(WIDEST)
 PROGRAMS = 528  # programs at most; the same program always handles a row
 
