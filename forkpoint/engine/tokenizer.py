@@ -11,7 +11,6 @@ from forkpoint.checks import first_line, member, one_or_more, read_config, read_
 from forkpoint.engine.token_bytes import TokenBytes
 from forkpoint.errors import InvalidPromptError, ModelFolderError
 from forkpoint.foreign_files import is_lfs_pointer
-from forkpoint.quick_imports import import_transformers
 
 # Tokens that open a tool call in the models' answers: Qwen, Granite and Nemotron; LFM2; Jamba; Kimi.
 TOOL_CALL_OPENINGS: Final = ("<tool_call>", "<|tool_call_start|>", "<tool_calls>", "<|tool_calls_section_begin|>")
@@ -40,16 +39,14 @@ class Tokenizer:
         """
         if not Path(folder).is_dir():
             raise ModelFolderError(f"there is no model folder {folder!r}; give the path of a downloaded checkpoint")
-        import_transformers()
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from forkpoint.engine.tokenizer_files import read_tokenizer  # imports much
 
         try:
-            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            hf = read_tokenizer(folder)
+        except ModelFolderError:
+            raise
         except Exception as error:  # transformers raises many kinds here, and each means the same to the user
-            try:  # the folder may name a class or model_type that transformers lacks, without needing it
-                hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            except Exception:
-                cls._refuse(folder, error)
+            cls._refuse(folder, error)
         if isinstance(getattr(hf, "chat_template", None), str):
             hf.chat_template = hf.chat_template.removeprefix("\ufeff")  # Windows begins texts with a byte order mark
         found = cls.wrap(hf)
