@@ -22,6 +22,8 @@ MAX_SHOWN = 100  # characters of a given value that an error shows
 MAX_INTEGER: Final = 2**63 - 1
 MAX_POSITIONS: Final = 2**31 - 1  # positions are int32 on the device
 MAX_JSON_BYTES: Final = 2**28  # limit of a file of a model folder; the largest index has some megabytes
+TEXT_OBJECTS: Final = ("text_config", "llm_config")  # objects of config.json with the fields of a text model
+OUTER: Final = (*TEXT_OBJECTS, "architectures", "model_type")  # fields that an override changes outside of them alone
 MAX_CHARS: Final = 2**20  # limit of a text without bounds, such as a chat template
 
 
@@ -194,9 +196,16 @@ def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dic
     """Read a model's config.json, with `overrides` applied as vLLM's --hf-overrides are.
 
     An override of an object whose name ends in "_config" is merged into it, also further inside. Any other override
-    replaces the field. Raises ModelFolderError.
+    replaces the field, and in a multimodal folder the text model's too: otherwise the text model's own value would
+    hide it. Raises ModelFolderError.
     """
-    return _overridden(read_json(folder / "config.json"), overrides or {}, is_outer=True)
+    values, given = read_json(folder / "config.json"), dict(overrides or {})
+    for name in TEXT_OBJECTS:
+        inner, own = values.get(name), given.get(name, {})
+        if isinstance(inner, dict) and isinstance(own, Mapping):
+            own = {k: v for k, v in given.items() if (k in inner or k not in values) and k not in OUTER} | dict(own)
+            given |= {name: own} if own else {}
+    return _overridden(values, given, is_outer=True)
 
 
 def _overridden(values: Mapping[str, Any], overrides: Mapping[str, Any], is_outer: bool) -> dict[str, Any]:

@@ -150,6 +150,19 @@ def test_other_text_models_are_read_or_refused(
             load_model(tmp_path, ops=torch_table())
 
 
+@pytest.mark.parametrize("name", FOLDERS)
+def test_overrides_reach_the_text_model(name: str, tmp_path: Path) -> None:
+    """By their names alone too, which vLLM's scripts use; what names the whole folder stays outside."""
+    FOLDERS[name][0](tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    inner = next(name for name in ("text_config", "llm_config") if name in values)
+    alone = {"max_position_embeddings": 77, "eos_token_id": 9, "architectures": values["architectures"]}
+    for overrides in (alone, {inner: alone}, {"max_position_embeddings": 99, inner: alone}):
+        config = load_config(tmp_path, hf_overrides=overrides)
+        assert config.max_model_len == 77 and 9 in config.eos_token_ids
+    assert load_config(tmp_path).max_model_len > 99
+
+
 def test_a_text_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     with pytest.raises(ModelFolderError, match="with --hf-overrides has text_config=3; an object"):
