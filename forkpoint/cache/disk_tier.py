@@ -17,7 +17,7 @@ from forkpoint.cache.load_choice import TRY_AGAIN_S, LoadChoice
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import LateTier, unit_of, windows_of
 from forkpoint.cache.tier_reads import TierReads
-from forkpoint.cache.tree import Checkpoint, Node, Origin
+from forkpoint.cache.tree import Entry, Node, Origin, node_of
 from forkpoint.cache.windows import WindowRuns
 from forkpoint.quick_imports import collection_paused
 
@@ -48,23 +48,21 @@ class DiskTier(LateTier):
         counters: CacheCounters,
         *,
         has_private: bool,
-        source: MoveRoute,
         tickets: Iterator[int],
         write_limit: int,
         weighs_loads: bool,
         wall_clock: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
-        """`source` is the route from the room above. At most `write_limit` bytes are written in a day.
+        """At most `write_limit` bytes are written in a day. `tickets` are those of all tiers.
 
-        `tickets` are those of all tiers. With `weighs_loads`, a prefix is read only if that is faster than computing.
+        With `weighs_loads`, a prefix is read only if that is faster than computing.
         """
         arena = Arena(layout, facts.num_pages, MoveRoute.DISK, moves)
         super().__init__(layout, arena, policy, cost, counters, has_private=has_private)
         self.writes = True
         self._has_answered = True  # whether the disk has answered since a read had no answer for STALLED_S
         self._closed_until_s = -math.inf
-        self._source = source
         self._write_limit = write_limit
         self._wall_clock = wall_clock
         self._window_start_s, self._window_bytes = facts.window_start_s, facts.window_bytes
@@ -106,24 +104,15 @@ class DiskTier(LateTier):
 
     # --- storing
 
-    def save(self, store: PrefixStore, source: MoveRoute) -> None:
+    def save(self, store: PrefixStore, route: MoveRoute) -> None:
         """Store a room's entries, the most valuable first, until UNWRITTEN_AT_ONCE / 2 bytes wait to be written.
 
-        `source` is the route from that room. Nothing is stored after a failed write.
+        `route` leads here from that room. Nothing is stored after a failed write.
         """
         for entry in store.by_worth():
             if not self.writes or self._unwritten_bytes > UNWRITTEN_AT_ONCE // 2:
                 break
-            if isinstance(entry, Node):
-                self.keep_from(source, entry, None)
-            else:
-                self.keep_from(source, entry.node, entry)
-
-    def keep_from(self, source: MoveRoute, node: Node, checkpoint: Checkpoint | None) -> None:
-        """Store an entry as `keep` does, but from the room whose route to the disk is `source`."""
-        usual, self._source = self._source, source
-        self.keep(node, checkpoint)
-        self._source = usual
+            self.keep(entry, route)
 
     def may_store(self, num_bytes: int) -> bool:
         self._window_start_s, self._window_bytes = window_at(
@@ -132,14 +121,14 @@ class DiskTier(LateTier):
         is_calm = not self._unwritten_bytes or self._unwritten_bytes + num_bytes <= UNWRITTEN_AT_ONCE
         return self.writes and is_calm and self._window_bytes + num_bytes <= self._write_limit
 
-    def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
-        kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
-        ticket, name = self._begin_write(node, num_bytes), name_of(node, checkpoint)
-        self.arena.moves.append(Move(kind, src, unit, self._source, ticket, name, windows=windows_of(checkpoint)))
+    def _send(self, entry: Entry, unit: int, route: MoveRoute) -> None:
+        kind, src, num_bytes = unit_of(self.layout, entry)
+        ticket = self._begin_write(entry, num_bytes)
+        self.arena.moves.append(Move(kind, src, unit, route, ticket, name_of(entry), windows=windows_of(entry)))
         self.counters.disk_stored_bytes += num_bytes
         self._window_bytes += num_bytes
 
-    def _skip(self, node: Node, checkpoint: Checkpoint | None) -> None:
+    def _skip(self, entry: Entry) -> None:
         self.counters.disk_skipped += 1
 
     def _tokens(self, node: Node) -> bytes:
@@ -160,9 +149,9 @@ class DiskTier(LateTier):
                 break
         return path
 
-    def _read(self, node: Node, checkpoint: Checkpoint | None, ticket: int) -> Move:
-        kind, unit, _ = unit_of(self.layout, node, checkpoint)
-        return Move(kind, unit, 0, MoveRoute.READ, ticket, name_of(node, checkpoint))
+    def _read(self, entry: Entry, ticket: int) -> Move:
+        kind, unit, _ = unit_of(self.layout, entry)
+        return Move(kind, unit, 0, MoveRoute.READ, ticket, name_of(entry))
 
     def is_open(self) -> bool:
         return self._has_answered and self._clock() >= self._closed_until_s
@@ -179,9 +168,9 @@ class DiskTier(LateTier):
             self._has_answered, self._closed_until_s = False, self._clock() + TRY_AGAIN_S
         return not self.is_open()
 
-    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
-        self.counters.disk_loaded_bytes += unit_of(self.layout, node, checkpoint)[2]
-        return self._reader.land(node, checkpoint, unit, windows)
+    def load(self, entry: Entry, unit: int, windows: WindowRuns = ()) -> Move:
+        self.counters.disk_loaded_bytes += unit_of(self.layout, entry)[2]
+        return self._reader.land(entry, unit, windows)
 
     # --- what the worker reports
 
@@ -191,10 +180,10 @@ class DiskTier(LateTier):
         self._has_answered = self._has_answered or bool(news.done or news.failed)
         super().apply(news)
         for ticket in news.failed:
-            node = self._reader.fail(ticket)
-            if node is not None:
+            entry = self._reader.fail(ticket)
+            if entry is not None:
                 self.counters.disk_failed_reads += 1
-                self.condemn([node.hash])
+                self.condemn([node_of(entry).hash])
             elif (block_hash := self._end_write(ticket)) is not None:
                 self.counters.disk_failed_writes += 1
                 self.condemn([block_hash])
@@ -223,10 +212,11 @@ class DiskTier(LateTier):
         stats.num_disk_blocks, stats.num_disk_checkpoints = self.store.tree.num_nodes, self.store.num_checkpoints
 
 
-def name_of(node: Node, checkpoint: Checkpoint | None) -> EntryName:
-    """Return the name of a node's block, or of its checkpoint if one is given."""
+def name_of(entry: Entry) -> EntryName:
+    """Return the name of an entry."""
+    node = node_of(entry)
     assert node.parent is not None
-    if checkpoint is None:
-        return EntryName(BLOCK, node.hash, node.parent.hash, node.depth)
-    origin = ORIGINS.index(checkpoint.origin)
-    return EntryName(SLOT, node.hash, node.parent.hash, node.depth, origin, checkpoint.decoded)
+    place = (node.hash, node.parent.hash, node.depth)
+    if isinstance(entry, Node):
+        return EntryName(BLOCK, *place)
+    return EntryName(SLOT, *place, ORIGINS.index(entry.origin), entry.decoded)

@@ -10,7 +10,7 @@ from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lease import StateSave
 from forkpoint.cache.policy_answers import checked_key, checked_next_change
-from forkpoint.cache.tree import INSIDE_PROMPTS, Checkpoint, Node, Origin, nearest_checkpoint
+from forkpoint.cache.tree import INSIDE_PROMPTS, Checkpoint, Entry, Node, Origin, nearest_checkpoint
 from forkpoint.config import BLOCK_SIZE
 
 PROMPT_GOES_ON: Final = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # below such a state
@@ -24,7 +24,7 @@ class EvictionKeys:
         self._arena, self._policy, self._cost = arena, policy, cost
         self._block_bytes, self._checkpoint_bytes = layout.block_bytes, layout.checkpoint_bytes
 
-    def of(self, entry: Checkpoint | Node) -> float:
+    def of(self, entry: Entry) -> float:
         """Return the key of an entry as it is now."""
         age = self._arena.turnover - entry.last_used
         if isinstance(entry, Node):
@@ -91,6 +91,6 @@ class EvictionKeys:
             num_bytes += kv_bytes
         return self._cost(start, end), num_bytes, kv_bytes, kind
 
-    def due(self, entry: Checkpoint | Node) -> float:
+    def due(self, entry: Entry) -> float:
         """Return when the entry's key may fall by itself, by the cache's clock; inf if it never does."""
         return entry.last_used + checked_next_change(self._policy, self._arena.turnover - entry.last_used)

@@ -20,7 +20,7 @@ from forkpoint.cache.peer_offers import Fetch, FetchNews, Offer, PeerFacts
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.tier import unit_of
 from forkpoint.cache.tier_reads import TierReads
-from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.tree import Checkpoint, Entry, Node
 from forkpoint.cache.windows import WindowRuns, ids_of
 from forkpoint.checks import is_loopback
 from forkpoint.config import BLOCK_SIZE
@@ -51,7 +51,7 @@ class FetchedPrompt:
 
     offer: Offer
     end: Node
-    places: dict[Node | Checkpoint, int]
+    places: dict[Entry, int]
     num_bytes: int
     until_s: float
     leases: set[Lease] = field(default_factory=set)
@@ -61,7 +61,7 @@ class FetchedPrompt:
     landed: list[Node] = field(default_factory=list)
     num_tokens_before: dict[Lease, int] = field(default_factory=dict)
 
-    def has(self, entry: Node | Checkpoint) -> bool:
+    def has(self, entry: Entry) -> bool:
         """Return whether an entry was fetched and has arrived."""
         place = self.places.get(entry)
         return place is not None and (self.has_arrived or place < self.num_arrived)
@@ -165,7 +165,7 @@ class FetchedPrompts(RestoreSource):
 
     def _new(self, chain: HashChain, offer: Offer, num_held: int) -> FetchedPrompt:
         """Return the fetch of an offer, not started. Its first `num_held` blocks are in the arena and are left out."""
-        count, places = offer.num_tokens // BLOCK_SIZE, dict[Node | Checkpoint, int]()
+        count, places = offer.num_tokens // BLOCK_SIZE, dict[Entry, int]()
         node = Node(None, chain.root, b"", 0, NO_BLOCK)
         for depth, block_hash in enumerate(chain.hashes[:count], 1):
             node = Node(node, block_hash, b"", depth, NO_BLOCK)
@@ -250,8 +250,7 @@ class FetchedPrompts(RestoreSource):
             prompt.ticket = next(self._tickets)
             self._by_ticket[prompt.ticket] = prompt
             self._num_bytes += prompt.num_bytes
-            entries = ((entry, None) if isinstance(entry, Node) else (entry.node, entry) for entry in prompt.places)
-            names = tuple(name_of(node, checkpoint) for node, checkpoint in entries)
+            names = tuple(map(name_of, prompt.places))
             self._order(prompt.offer, prompt.ticket, names, max(0.0, prompt.until_s - self._clock()))
 
     def _order(self, offer: Offer, ticket: int, names: tuple[EntryName, ...], timeout_s: float) -> None:
@@ -334,35 +333,26 @@ class FetchedPrompts(RestoreSource):
         if self._held is not None and not self._held.has_arrived:
             self._held.landed += nodes
 
-    def count_use(self, node: Node, checkpoint: Checkpoint | None) -> None:
+    def count_use(self, entry: Entry) -> None:
         """Do nothing: the other engine has its own counts."""
 
-    def _prompt_of(self, node: Node) -> FetchedPrompt | None:
-        return next((each for each in self._prompts.values() if node in each.places or node is each.end), None)
+    def _prompt_of(self, entry: Entry) -> FetchedPrompt | None:
+        return next((each for each in self._prompts.values() if entry in each.places or entry is each.end), None)
 
-    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None, *, is_busy: bool) -> int:
-        wanted: list[Node | Checkpoint] = []
-        if self._layout.has_kv:
-            wanted += path
-        if checkpoint is not None:
-            wanted.append(checkpoint)
-        prompt: FetchedPrompt | None = None
-        if path or checkpoint is not None:
-            prompt = self._prompt_of(path[-1] if checkpoint is None else checkpoint.node)
+    def num_ready(self, entries: Sequence[Entry], *, is_busy: bool) -> int:
+        prompt = self._prompt_of(entries[-1]) if entries else None
         if prompt is None:
             return 0
-        count = sum(1 for _ in itertools.takewhile(prompt.has, wanted))
+        count = sum(1 for _ in itertools.takewhile(prompt.has, entries))
         if self._reader is None:
             return count
-        if count < len(wanted):
-            path, checkpoint = path[:count], None
-        return self._reader.num_ready(path, checkpoint, is_busy=is_busy)
+        return self._reader.num_ready(entries[:count], is_busy=is_busy)
 
-    def _stage(self, node: Node, checkpoint: Checkpoint | None, ticket: int) -> Move:
+    def _stage(self, entry: Entry, ticket: int) -> Move:
         """Return the copy of an entry that has arrived to a buffer of the device."""
         assert self._held is not None
-        kind, _, _ = unit_of(self._layout, node, checkpoint)
-        return Move(kind, self._held.places[checkpoint or node], self._held.ticket, MoveRoute.STAGE, ticket)
+        kind, _, _ = unit_of(self._layout, entry)
+        return Move(kind, self._held.places[entry], self._held.ticket, MoveRoute.STAGE, ticket)
 
     def apply_staged(self, news: TierNews) -> None:
         """Take in which copies to buffers of the device have ended. Tickets of tiers are among them."""
@@ -370,11 +360,10 @@ class FetchedPrompts(RestoreSource):
             for ticket in news.done:
                 self._reader.arrive(ticket)
 
-    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
+    def load(self, entry: Entry, unit: int, windows: WindowRuns = ()) -> Move:
         if self._reader is not None:
-            return self._reader.land(node, checkpoint, unit, windows)
-        prompt = self._prompt_of(node)
+            return self._reader.land(entry, unit, windows)
+        prompt = self._prompt_of(entry)
         assert prompt is not None
-        kind, _, _ = unit_of(self._layout, node, checkpoint)
-        place = prompt.places[checkpoint or node]
-        return Move(kind, place, unit, MoveRoute.FETCHED, prompt.ticket, windows=ids_of(windows))
+        kind, _, _ = unit_of(self._layout, entry)
+        return Move(kind, prompt.places[entry], unit, MoveRoute.FETCHED, prompt.ticket, windows=ids_of(windows))

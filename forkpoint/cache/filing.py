@@ -9,7 +9,7 @@ from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import NO_BLOCK
 from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tree import TURN_ENDS, Checkpoint, Node, Origin, nearest_checkpoint
+from forkpoint.cache.tree import TURN_ENDS, Checkpoint, Entry, Node, Origin, nearest_checkpoint
 from forkpoint.config import BLOCK_SIZE
 
 
@@ -25,7 +25,7 @@ class Filing:
     def __init__(self, store: PrefixStore) -> None:
         self._store = store
         self._layout = store.layout
-        self.filed: list[Node | Checkpoint] = []
+        self.filed: list[Entry] = []
         self.reusable_next: dict[BlockHash, int] = {}
 
     def plan_saves(self, lease: Lease, start: int, end: int, candidates: Iterable[Candidate]) -> None:
@@ -149,7 +149,7 @@ class Filing:
             node = present
         return node
 
-    def _note_filed(self, lease: Lease, items: Sequence[Node | Checkpoint]) -> None:
+    def _note_filed(self, lease: Lease, items: Sequence[Entry]) -> None:
         lease.filed += items
         self.filed += items
 
@@ -173,7 +173,7 @@ class Filing:
             self._store.supersede(hit)
         return checkpoint
 
-    def drain(self) -> list[Node | Checkpoint]:
+    def drain(self) -> list[Entry]:
         """Return what was filed since the last call, and forget `reusable_next`. Call it when a plan is complete."""
         filed, self.filed = self.filed, []
         self.reusable_next.clear()

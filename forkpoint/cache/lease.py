@@ -9,7 +9,7 @@ from typing import Final
 from forkpoint.cache.arena import Move, MoveKind
 from forkpoint.cache.hashing import HashChain
 from forkpoint.cache.layout import NO_BLOCK, NO_SLOT
-from forkpoint.cache.tree import Checkpoint, Node, Origin
+from forkpoint.cache.tree import Checkpoint, Entry, Node, Origin
 from forkpoint.cache.windows import WindowRow
 
 NOT_DECODED: Final = -1  # instead of a position: the row has had no decode step
@@ -71,7 +71,7 @@ class Lease:
     num_survived_tokens: int = 0  # how far keys and values reached where the conversation had lost its end
     decode_checkpoint: Checkpoint | None = None  # the newest one at a boundary that the row decoded past
     touched: list[Checkpoint] = field(default_factory=list)  # checkpoints that this request hit or saved
-    filed: list[Node | Checkpoint] = field(default_factory=list)  # entries that this request filed
+    filed: list[Entry] = field(default_factory=list)  # entries that this request filed
     has_duplicates: bool = False  # the tree has some of `own_blocks` too
     detached: bool = False  # whether the lease files nothing more
 

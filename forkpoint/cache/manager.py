@@ -22,7 +22,7 @@ from forkpoint.cache.restorable import ARENA, RestorableRooms
 from forkpoint.cache.room import ArenaRoom
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tiers import NO_TIERS, Tiers, TierSizes
-from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin
+from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Entry, Node, Origin
 from forkpoint.cache.windows import WindowRow
 from forkpoint.config import BLOCK_SIZE, CacheConfig
 from forkpoint.images import ImageSpan
@@ -242,7 +242,7 @@ class CacheManager:
 
     def commit(
         self, computed: Iterable[tuple[Lease, int]], steady: Iterable[Lease] = ()
-    ) -> tuple[tuple[Move, ...], tuple[Fetch, ...], list[Node | Checkpoint]]:
+    ) -> tuple[tuple[Move, ...], tuple[Fetch, ...], list[Entry]]:
         """Finish the plan under construction: file the blocks and saves of `computed` leases up to these tokens.
 
         One more token of each `steady` lease counts as planned. Returns the moves and the fetches that the plan has to
@@ -259,7 +259,7 @@ class CacheManager:
         fetches: tuple[Fetch, ...] = ()
         if self.tiers.fetched is not None:
             fetches = self.tiers.fetched.drain_orders()
-        filed: list[Node | Checkpoint] = []
+        filed: list[Entry] = []
         if self.filing.filed or self.filing.reusable_next:
             filed = self.filing.drain()
         return moves, fetches, filed

@@ -18,7 +18,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.peer_offers import Offer, PeerFacts
 from forkpoint.cache.tier import unit_of, windows_of
-from forkpoint.cache.tree import Checkpoint, Node, Origin, path_below
+from forkpoint.cache.tree import Entry, Node, Origin, path_below
 from forkpoint.config import BLOCK_SIZE
 
 HAS_OFFER: Final = "do_remote_prefill"  # field of kv_transfer_params: another engine has computed this prompt
@@ -86,12 +86,12 @@ class PeerExchange:
     def _copy_blocks(self, offer: _OpenOffer, end: Node) -> None:
         """Add the copies of the path to `end`, as far as they were not added before."""
         for node in path_below(offer.num_blocks, end):
-            self._copy(offer.lease, node, None, name_of(node, None))
+            self._copy(offer.lease, node, name_of(node))
         offer.num_blocks = max(offer.num_blocks, end.depth)
 
-    def _copy(self, lease: int, node: Node, checkpoint: Checkpoint | None, name: EntryName) -> None:
-        kind, unit, num_bytes = unit_of(self._layout, node, checkpoint)
-        self._moves.append(Move(kind, unit, 0, MoveRoute.OFFER, lease, name, windows=windows_of(checkpoint)))
+    def _copy(self, lease: int, entry: Entry, name: EntryName) -> None:
+        kind, unit, num_bytes = unit_of(self._layout, entry)
+        self._moves.append(Move(kind, unit, 0, MoveRoute.OFFER, lease, name, windows=windows_of(entry)))
         self._counters.peer_offered_bytes += num_bytes
 
     def offer(self, request_id: str, hit: PrefixHit, lease: int | None) -> Offer | None:
@@ -107,12 +107,12 @@ class PeerExchange:
             self._copy_blocks(offer, end)
         origin, decoded = Origin.PROMPT_END, False
         if hit.checkpoint is not None:
-            name = name_of(end, hit.checkpoint)
+            name = name_of(hit.checkpoint)
             if lease is None:
                 origin, decoded = hit.checkpoint.origin, hit.checkpoint.decoded
             else:  # who asks early cannot know what the state is
                 name = replace(name, origin=ORIGINS.index(origin), decoded=decoded)
-            self._copy(offer.lease, end, hit.checkpoint, name)
+            self._copy(offer.lease, hit.checkpoint, name)
         self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.OFFER, offer.lease))
         del self._open[request_id]
         facts = self._facts

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from forkpoint.cache.arena import Move
 from forkpoint.cache.hashing import HashChain
-from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.tree import Checkpoint, Entry, Node
 from forkpoint.cache.windows import WindowRuns
 
 
@@ -22,15 +22,12 @@ class RestoreSource(ABC):
         """Return the deepest node of a history, at most `max_blocks` deep, that can be restored; None if none can."""
 
     @abstractmethod
-    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
-        """Return the copy of a node's block, or of its checkpoint if one is given, to a unit of the arena.
-
-        The blocks of the checkpoint's windows go to `windows`.
-        """
+    def load(self, entry: Entry, unit: int, windows: WindowRuns = ()) -> Move:
+        """Return the copy of an entry to a unit of the arena. The blocks of a checkpoint's windows go to `windows`."""
 
     @abstractmethod
-    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None, *, is_busy: bool) -> int:
-        """Return how many of these nodes, from the first on, can be loaded at once; 1 more if `checkpoint` can, too.
+    def num_ready(self, entries: Sequence[Entry], *, is_busy: bool) -> int:
+        """Return how many of these entries, from the first on, can be loaded at once.
 
         A source that cannot load all of them at once starts to prepare the others, and few of them if the plan has rows
         of other requests (`is_busy`).
@@ -78,5 +75,5 @@ class RestoreSource(ABC):
         """Undo `hold`. `checkpoint` is the one that the node had then."""
 
     @abstractmethod
-    def count_use(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        """Count that a request resumes from a node's checkpoint, or in a layout without states from the node."""
+    def count_use(self, entry: Entry) -> None:
+        """Count that a request resumes from a checkpoint, or in a layout without states from a node."""

@@ -11,7 +11,7 @@ from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tree import Checkpoint, Node, path_below
+from forkpoint.cache.tree import Checkpoint, Entry, Node, path_below
 from forkpoint.cache.windows import WindowRow
 from forkpoint.config import BLOCK_SIZE
 
@@ -118,12 +118,15 @@ class Restoring:
                 self.drop()
                 return False
             num_moves = len(self._store.arena.moves)
-            path = path_below(restore.node.depth, restore.end)
-            num_ready = restore.source.num_ready(path, self._missing_state(restore), is_busy=is_busy)
+            path, has_kv = path_below(restore.node.depth, restore.end), self._store.layout.has_kv
+            wanted: list[Entry] = [*path] if has_kv else []
+            if (state := self._missing_state(restore)) is not None:
+                wanted.append(state)
+            num_ready = restore.source.num_ready(wanted, is_busy=is_busy)
             self.has_loaded = self.has_loaded or len(self._store.arena.moves) > num_moves
-            if path and (num_ready or not self._store.layout.has_kv):
+            if path and (num_ready or not has_kv):
                 loaded = self._load_blocks(restore, num_ready)
-            elif not path and (num_ready or self._missing_state(restore) is None):
+            elif not path and (num_ready or state is None):
                 loaded = self._load_state(restore)
             elif restore.source.is_reading:
                 return False
@@ -183,7 +186,7 @@ class Restoring:
             # Read the places only now: taking blocks may have evicted entries to the source and compacted it.
             path = path_below(start, restore.end)[:count]
             self._store.arena.moves += [
-                restore.source.load(node, None, block) for node, block in zip(path, blocks, strict=True)
+                restore.source.load(node, block) for node, block in zip(path, blocks, strict=True)
             ]
             self._count(count * layout.block_bytes)
         end = start + count
@@ -201,7 +204,7 @@ class Restoring:
             restore.loaded = node.checkpoint
             assert restore.loaded is not None
             self._store.start_reading(restore.loaded)
-        restore.source.count_use(restore.end, checkpoint)
+        restore.source.count_use(checkpoint or restore.end)
         restore.is_complete = True
         return True
 
@@ -218,7 +221,7 @@ class Restoring:
         if has_room:
             # Read the places only now: each unit that was taken may have moved others, in the arena and in the source.
             windows = tuple(tuple(row.blocks) for row in rows)
-            store.arena.moves.append(source.load(checkpoint.node, checkpoint, owner.slot, windows))
+            store.arena.moves.append(source.load(checkpoint, owner.slot, windows))
             self._count(self._stored.slot_bytes)
             store.adopt(node, owner.slot, checkpoint, windows)
         else:

@@ -16,13 +16,7 @@ from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.restorable import Restorable
-from forkpoint.cache.tree import (
-    Checkpoint,
-    Node,
-    Origin,
-    PrefixTree,
-    nearest_checkpoint,
-)
+from forkpoint.cache.tree import Checkpoint, Entry, Node, Origin, PrefixTree, nearest_checkpoint
 from forkpoint.cache.windows import WindowBlocks, WindowRuns
 from forkpoint.config import BLOCK_SIZE
 
@@ -50,11 +44,11 @@ class PrefixStore:
         self.num_checkpoints = 0
         self.num_read = 0  # checkpoints with readers
         self.restorable: Restorable | None = None  # tracks what lookups can find, from `watch` on
-        self.keep: Callable[[Node, Checkpoint | None], None] | None = None  # offers what is evicted to a lower tier
+        self.keep: Callable[[Entry], None] | None = None  # offers what is evicted to a lower tier
         self.policy = policy
         self.keys = EvictionKeys(layout, arena, policy, cost)
         self._dead: OrderedDict[Node, None] = OrderedDict()  # leaves that may be dead, in the order of eviction
-        self._queue = EvictionQueue[Checkpoint | Node](self.keys.of, self.keys.due)
+        self._queue = EvictionQueue[Entry](self.keys.of, self.keys.due)
 
     # --- room
 
@@ -103,16 +97,14 @@ class PrefixStore:
         if found is None or (below is not None and found[0] >= below):
             return False
         checkpoint = found[1]
+        if self.keep is not None:
+            self.keep(checkpoint)
         if isinstance(checkpoint, Node):
-            if self.keep is not None:
-                self.keep(checkpoint, None)
             self._give_blocks(self._evict_leaves(checkpoint, 1))
             return True
         self.counters.checkpoints_evicted[checkpoint.origin] += 1
         self.ghosts.add([checkpoint.node.hash], GhostKind.CHECKPOINT)
         above = nearest_checkpoint(checkpoint.node.parent)
-        if self.keep is not None:
-            self.keep(checkpoint.node, checkpoint)
         stands_in = self.policy.evicted(checkpoint, above)
         self._remove_checkpoint(checkpoint)
         if above is not None and stands_in:
@@ -120,7 +112,7 @@ class PrefixStore:
             self.refile(above)
         return True
 
-    def next_victim(self) -> Checkpoint | Node | None:
+    def next_victim(self) -> Entry | None:
         """Return the entry that `evict_least` would evict now; None if there is none."""
         found = self._queue.lowest(self.arena.turnover)
         return None if found is None else found[1]
@@ -177,9 +169,9 @@ class PrefixStore:
         else:
             self._queue.push(node)
 
-    def by_worth(self) -> list[Checkpoint | Node]:
+    def by_worth(self) -> list[Entry]:
         """Return the checkpoints (without states: the leaves) that nobody uses now, by falling key."""
-        entries: list[Checkpoint | Node] = []
+        entries: list[Entry] = []
         for node in self.tree.nodes():
             entry = node.checkpoint if self.layout.has_states else node
             if entry is not None and entry.is_evictable and not node.condemned:
@@ -362,7 +354,7 @@ class PrefixStore:
                 self.restorable.lost(item)
             self._sweep(item)
 
-    def condemn_all(self, items: Iterable[Node | Checkpoint]) -> None:
+    def condemn_all(self, items: Iterable[Entry]) -> None:
         """Condemn the nodes still in the tree, with all below them, and drop the checkpoints still there."""
         for item in items:
             if item.dropped:

@@ -15,7 +15,7 @@ from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import HostTier, LateTier, unit_of, windows_of
 from forkpoint.cache.tier_reads import TierReads
-from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.tree import Entry, node_of
 from forkpoint.cache.windows import WindowRuns
 
 AHEAD_AT_ONCE: Final = 64 * 2**20  # bytes that a plan stores before eviction asks for it
@@ -64,11 +64,9 @@ class StreamedHostTier(LateTier, HostTier):
         if not self.is_ready or num_free > num_pages // LARGEST_SHARE:
             return
         entry = store.next_victim()
-        if entry is None:
+        if entry is None or self._can_do_without(entry):
             return
-        node, checkpoint = (entry, None) if isinstance(entry, Node) else (entry.node, entry)
-        if checkpoint is not None and self._can_do_without(node, checkpoint):
-            return
+        node = node_of(entry)
         own_pages = node.depth * self.layout.block_bytes // store.layout.page_bytes
         if num_free > num_pages // RESERVE_SHARE + own_pages:
             return
@@ -76,21 +74,21 @@ class StreamedHostTier(LateTier, HostTier):
         if split is None:
             return
         top, missing = split
-        if not missing and (checkpoint is None or top.checkpoint is not None):
+        if not missing and (entry is node or top.checkpoint is not None):
             return
         count = max(1, AHEAD_AT_ONCE // max(1, self.layout.block_bytes))
         self.store.tree.pin(top)
-        self._copy(top, missing[:count], checkpoint, is_whole=len(missing) <= count)
+        self._copy(top, missing[:count], entry, MoveRoute.STORE, is_whole=len(missing) <= count)
         self.store.unpin(top)
 
-    def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
-        kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
-        ticket = self._begin_write(node, num_bytes)
-        self.arena.moves.append(Move(kind, src, unit, MoveRoute.STORE, ticket, windows=windows_of(checkpoint)))
+    def _send(self, entry: Entry, unit: int, route: MoveRoute) -> None:
+        kind, src, num_bytes = unit_of(self.layout, entry)
+        ticket = self._begin_write(entry, num_bytes)
+        self.arena.moves.append(Move(kind, src, unit, route, ticket, windows=windows_of(entry)))
         self.counters.host_stored_bytes += num_bytes
 
-    def _fetch(self, node: Node, checkpoint: Checkpoint | None, ticket: int) -> Move:
-        kind, unit, _ = unit_of(self.layout, node, checkpoint)
+    def _fetch(self, entry: Entry, ticket: int) -> Move:
+        kind, unit, _ = unit_of(self.layout, entry)
         return Move(kind, unit, 0, MoveRoute.FETCH, ticket)
 
     def is_open(self) -> bool:
@@ -99,9 +97,9 @@ class StreamedHostTier(LateTier, HostTier):
     def is_stalled(self) -> bool:
         return self._choice.is_late(max(FETCHED_AT_ONCE, self.layout.slot_bytes), self._reader.waited_s)
 
-    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
-        self.counters.host_loaded_bytes += unit_of(self.layout, node, checkpoint)[2]
-        return self._reader.land(node, checkpoint, unit, windows)
+    def load(self, entry: Entry, unit: int, windows: WindowRuns = ()) -> Move:
+        self.counters.host_loaded_bytes += unit_of(self.layout, entry)[2]
+        return self._reader.land(entry, unit, windows)
 
     def _end_write(self, ticket: int) -> BlockHash | None:
         self.is_ready = self.is_ready or ticket == HOST_READY

@@ -18,7 +18,7 @@ from forkpoint.cache.restorable import Restorable, is_private
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier_reads import TierReads
-from forkpoint.cache.tree import Checkpoint, Node, nearest_checkpoint
+from forkpoint.cache.tree import Checkpoint, Entry, Node, nearest_checkpoint, node_of
 from forkpoint.cache.windows import WindowRuns, ids_of
 
 NEAR_BLOCKS: Final = 8  # a state at most so many blocks before another one counts as near
@@ -52,11 +52,11 @@ class Tier(RestoreSource):
         self._has_private = has_private
 
     @abstractmethod
-    def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
-        """Add the copy of a node's block, or of its checkpoint if one is given, to a unit of the tier."""
+    def _send(self, entry: Entry, unit: int, route: MoveRoute) -> None:
+        """Add the copy of another room's entry to a unit of the tier, by this route."""
 
     @abstractmethod
-    def _skip(self, node: Node, checkpoint: Checkpoint | None) -> None:
+    def _skip(self, entry: Entry) -> None:
         """Count an entry that is not stored."""
 
     def may_store(self, num_bytes: int) -> bool:
@@ -83,8 +83,8 @@ class Tier(RestoreSource):
         """Store a part of what the arena's `store` evicts next, if that needs time."""
         return
 
-    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None, *, is_busy: bool) -> int:
-        return len(path) + 1
+    def num_ready(self, entries: Sequence[Entry], *, is_busy: bool) -> int:
+        return len(entries)
 
     @abstractmethod
     def fill(self, stats: CacheStats) -> None:
@@ -97,34 +97,37 @@ class Tier(RestoreSource):
         """
         return
 
-    def keep(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        """Store the path of a node of the arena, and `checkpoint` if one is given, before they are evicted.
+    def keep(self, entry: Entry, route: MoveRoute) -> None:
+        """Store an entry of a room above, and the path to it, before it is evicted. `route` leads here from that room.
 
         Nothing is stored if that would evict entries of the tier that are worth more, or for a state that its row may
         soon renew (`_can_do_without`).
         """
+        node = node_of(entry)
         assert not node.condemned, "condemned entries are dropped, not evicted"
-        if checkpoint is not None and self._can_do_without(node, checkpoint):
+        if self._can_do_without(entry):
             return
         split = self._split(node)
         if split is None:
             return
         top, missing = split
-        if not missing and (checkpoint is None or top.checkpoint is not None):
-            self._touch(top, checkpoint)
+        if not missing and (entry is node or top.checkpoint is not None):
+            self._touch(top, entry)
             return
         self.store.tree.pin(top)
-        if not self._copy(top, missing, checkpoint):
-            self._skip(node, checkpoint)
+        if not self._copy(top, missing, entry, route):
+            self._skip(entry)
         self.store.unpin(top)
 
-    def _can_do_without(self, node: Node, checkpoint: Checkpoint) -> bool:
-        """Return whether a state need not be copied now: its row may soon renew it, and an earlier one is near.
+    def _can_do_without(self, entry: Entry) -> bool:
+        """Return whether an entry is a state whose row may soon renew it, and an earlier state is near.
 
         Rows that come to a boundary together evict as many such states in one plan, so only one is copied at a time. If
         a row ends before it comes to the next boundary, at most NEAR_BLOCKS blocks have to be computed again.
         """
-        near = node.parent if self.is_writing and checkpoint.is_provisional else None
+        if isinstance(entry, Node) or not (self.is_writing and entry.is_provisional):
+            return False
+        near = entry.node.parent
         for _ in range(NEAR_BLOCKS):
             if near is None:
                 return False
@@ -135,7 +138,7 @@ class Tier(RestoreSource):
         return False
 
     def _split(self, node: Node) -> tuple[Node, list[Node]] | None:
-        """Return the tier's deepest node on the path to a node of the arena, and the arena's nodes below it.
+        """Return the tier's deepest node on the path to another room's node, and that room's nodes below it.
 
         None if one of them is private. The tier's node may be a new root, which goes when it is unpinned.
         """
@@ -150,31 +153,32 @@ class Tier(RestoreSource):
             return None
         return top or tree.root(node.hash), missing[::-1]
 
-    def _touch(self, node: Node, source: Checkpoint | None) -> None:
-        """Note that a tier's entry was in use in the arena, as `source`, until now."""
+    def _touch(self, node: Node, source: Entry) -> None:
+        """Note that a tier's node was in use in the room above, as `source`, until now."""
         self.store.touch(node)
-        if source is not None and node.checkpoint is not None:
+        if isinstance(source, Checkpoint) and node.checkpoint is not None:
             self.store.copy_use(source, node.checkpoint)
 
     def _copy(
-        self, top: Node, missing: Sequence[Node], checkpoint: Checkpoint | None, *, is_whole: bool = True
+        self, top: Node, missing: Sequence[Node], entry: Entry, route: MoveRoute, *, is_whole: bool = True
     ) -> bool:
-        """Copy nodes below `top`, and a checkpoint at their end, into units of the tier.
+        """Copy nodes below `top`, and a checkpoint at their end if it is the `entry`, into units of the tier.
 
-        Without `is_whole` the nodes are only a part of the path to the checkpoint, which is not copied yet. Returns
+        Without `is_whole` the nodes are only a part of the path to the entry, and no checkpoint is copied yet. Returns
         False if nothing is stored, because the tier may not or has nothing worth less to evict.
         """
         below: float | None = None
         owner: StateSave | None = None
+        checkpoint = entry if is_whole and isinstance(entry, Checkpoint) else None
         num_bytes = len(missing) * self.layout.block_bytes
-        if checkpoint is not None and is_whole:
+        if checkpoint is not None:
             num_bytes += self.layout.slot_bytes
         if not self.may_store(num_bytes):
             return False
-        if checkpoint is not None:
+        if isinstance(entry, Checkpoint):
             inside = not missing and bool(top.children)
-            below = self.store.keys.of_copy(checkpoint, nearest_checkpoint(top), inside)
-        if checkpoint is not None and is_whole:
+            below = self.store.keys.of_copy(entry, nearest_checkpoint(top), inside)
+        if checkpoint is not None:
             owner = StateSave(checkpoint.num_tokens, checkpoint.origin)
             slot = self.store.take_slot(owner, below)
             if slot is None:
@@ -190,13 +194,13 @@ class Tier(RestoreSource):
                     self.arena.give_slot(owner.slot)
                 return False
             for node, block in zip(missing, blocks, strict=True):
-                self._send(node, None, block)
+                self._send(node, block, route)
         if missing:
             top = self.store.add_blocks(
                 top, [node.hash for node in missing], [self._tokens(node) for node in missing], blocks
             )[-1]
         if checkpoint is not None and owner is not None:
-            self._send(checkpoint.node, checkpoint, owner.slot)
+            self._send(checkpoint, owner.slot, route)
             self.store.adopt(top, owner.slot, checkpoint)
         else:
             self.store.touch(top)
@@ -226,11 +230,11 @@ class Tier(RestoreSource):
             self.store.done_reading(checkpoint)
         self.store.unpin(node)
 
-    def count_use(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        if checkpoint is not None:
-            self.store.resume(checkpoint, None)
+    def count_use(self, entry: Entry) -> None:
+        if isinstance(entry, Checkpoint):
+            self.store.resume(entry, None)
         else:
-            self.store.count_hit(node)
+            self.store.count_hit(entry)
 
     def condemn(self, hashes: Iterable[BlockHash]) -> None:
         """Let these blocks, and all below them, never be found again, because their contents are wrong."""
@@ -256,10 +260,10 @@ class LateTier(Tier):
         self._writing: dict[int, tuple[BlockHash, int]] = {}  # ticket -> hash and bytes
         self._unwritten_bytes = 0
 
-    def _begin_write(self, node: Node, num_bytes: int) -> int:
-        """Return the ticket of a write of a node's block or checkpoint."""
+    def _begin_write(self, entry: Entry, num_bytes: int) -> int:
+        """Return the ticket of a write of an entry."""
         ticket = next(self._tickets)
-        self._writing[ticket] = node.hash, num_bytes
+        self._writing[ticket] = node_of(entry).hash, num_bytes
         self._unwritten_bytes += num_bytes
         return ticket
 
@@ -279,8 +283,8 @@ class LateTier(Tier):
     def is_reading(self) -> bool:
         return self._reader.is_waiting
 
-    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None, *, is_busy: bool) -> int:
-        return self._reader.num_ready(path, checkpoint, is_busy=is_busy)
+    def num_ready(self, entries: Sequence[Entry], *, is_busy: bool) -> int:
+        return self._reader.num_ready(entries, is_busy=is_busy)
 
     def goes_on(self, left_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
         if self.choice is None:
@@ -321,20 +325,20 @@ class HostTier(Tier):
     ) -> None:
         arena = Arena(layout, num_pages, MoveRoute.HOST, moves)
         super().__init__(layout, arena, policy, cost, counters, has_private=has_private)
-        self.skipped: Callable[[Node, Checkpoint | None], None] | None = None  # takes what this tier does not store
+        self.skipped: Callable[[Entry], None] | None = None  # takes what this tier does not store
 
-    def _send(self, node: Node, checkpoint: Checkpoint | None, unit: int) -> None:
-        kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
-        self.arena.moves.append(Move(kind, src, unit, MoveRoute.STORE, windows=windows_of(checkpoint)))
+    def _send(self, entry: Entry, unit: int, route: MoveRoute) -> None:
+        kind, src, num_bytes = unit_of(self.layout, entry)
+        self.arena.moves.append(Move(kind, src, unit, route, windows=windows_of(entry)))
         self.counters.host_stored_bytes += num_bytes
 
-    def _skip(self, node: Node, checkpoint: Checkpoint | None) -> None:
+    def _skip(self, entry: Entry) -> None:
         self.counters.host_skipped += 1
         if self.skipped is not None:
-            self.skipped(node, checkpoint)
+            self.skipped(entry)
 
-    def load(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
-        kind, src, num_bytes = unit_of(self.layout, node, checkpoint)
+    def load(self, entry: Entry, unit: int, windows: WindowRuns = ()) -> Move:
+        kind, src, num_bytes = unit_of(self.layout, entry)
         self.counters.host_loaded_bytes += num_bytes
         return Move(kind, src, unit, MoveRoute.LOAD, windows=ids_of(windows))
 
@@ -343,13 +347,13 @@ class HostTier(Tier):
         stats.num_host_blocks, stats.num_host_checkpoints = self.store.tree.num_nodes, self.store.num_checkpoints
 
 
-def unit_of(layout: CacheLayout, node: Node, checkpoint: Checkpoint | None) -> tuple[MoveKind, int, int]:
-    """Return kind, unit and bytes of a node's block, or of its checkpoint if one is given."""
-    if checkpoint is None:
-        return MoveKind.BLOCK, node.block, layout.block_bytes
-    return MoveKind.SLOT, checkpoint.slot, layout.slot_bytes
+def unit_of(layout: CacheLayout, entry: Entry) -> tuple[MoveKind, int, int]:
+    """Return kind, unit and bytes of an entry."""
+    if isinstance(entry, Node):
+        return MoveKind.BLOCK, entry.block, layout.block_bytes
+    return MoveKind.SLOT, entry.slot, layout.slot_bytes
 
 
-def windows_of(checkpoint: Checkpoint | None) -> tuple[tuple[int, ...], ...]:
-    """Return the blocks of windows that a checkpoint of the arena holds, for `Move.windows`."""
-    return () if checkpoint is None else ids_of(checkpoint.windows)
+def windows_of(entry: Entry) -> tuple[tuple[int, ...], ...]:
+    """Return the blocks of windows that an entry of the arena holds, for `Move.windows`."""
+    return () if isinstance(entry, Node) else ids_of(entry.windows)

@@ -11,7 +11,7 @@ from forkpoint.cache.arena import Move, MoveKind, MoveRoute
 from forkpoint.cache.disk_entries import LOADED_AT_ONCE
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import LoadProgress
-from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.tree import Entry, Node
 from forkpoint.cache.windows import WindowRuns, ids_of
 
 PROBE_BYTES: Final = 4 * 2**20  # size of the first reads of a prefix, whose time shows early that a tier is slow
@@ -21,10 +21,9 @@ AWAITED_BYTES: Final = 32 * 2**20  # the most that a worker reports together
 
 @dataclass(slots=True)
 class TierRead:
-    """A read of a node's block, or of its checkpoint."""
+    """A read of an entry."""
 
-    node: Node
-    checkpoint: Checkpoint | None
+    entry: Entry
     num_bytes: int
     has_arrived: bool = False
 
@@ -43,9 +42,9 @@ class TierReads:
         tickets: Iterator[int],
         most_bytes: int,
         clock: Callable[[], float],
-        read: Callable[[Node, Checkpoint | None, int], Move],
+        read: Callable[[Entry, int], Move],
     ) -> None:
-        """`read` returns the move that reads a node's block, or its checkpoint if one is given, under a ticket.
+        """`read` returns the move that reads an entry under a ticket.
 
         At most `most_bytes` are read at a time; a larger state is read alone.
         """
@@ -53,7 +52,7 @@ class TierReads:
         self._most_bytes, self._read = most_bytes, read
         self._clock = clock
         self._reads: dict[int, TierRead] = {}  # by ticket; those whose contents have not been copied to the arena
-        self._tickets_of: dict[Node | Checkpoint, int] = {}
+        self._tickets_of: dict[Entry, int] = {}
         self._num_bytes = 0  # bytes of these reads
         self._num_awaited = 0  # reads that have not arrived
         self._num_arrived_bytes = 0  # bytes of the present prefix, since `_began_s`
@@ -91,17 +90,12 @@ class TierReads:
     def _begin(self) -> None:
         self._began_s, self._num_arrived_bytes = self._clock(), 0
 
-    def num_ready(self, path: Sequence[Node], checkpoint: Checkpoint | None, *, is_busy: bool) -> int:
-        """Return how many of these units, in order, have arrived, and start to read those that follow.
+    def num_ready(self, entries: Sequence[Entry], *, is_busy: bool) -> int:
+        """Return how many of these entries, in order, have arrived, and start to read those that follow.
 
         `is_busy`: the plan has rows of other requests.
         """
-        wanted: list[tuple[Node, Checkpoint | None]] = []
-        if self._layout.has_kv:
-            wanted += [(node, None) for node in path]
-        if checkpoint is not None:
-            wanted.append((checkpoint.node, checkpoint))
-        self.keep_only({state or node for node, state in wanted})
+        self.keep_only(set(entries))
         if not self._reads and not self._num_arrived_bytes:
             self._begin()
         most_bytes = self._most_bytes
@@ -109,24 +103,24 @@ class TierReads:
             most_bytes = min(most_bytes, max(PROBE_BYTES, PROBE_GROWTH * self._num_arrived_bytes))
         if is_busy:
             most_bytes = min(most_bytes, self._num_bytes + LOADED_AT_ONCE)
-        for node, state in wanted:
-            if (state or node) in self._tickets_of:
+        for entry in entries:
+            if entry in self._tickets_of:
                 continue
-            num_bytes = self._layout.block_bytes if state is None else self._layout.slot_bytes
+            num_bytes = self._layout.block_bytes if isinstance(entry, Node) else self._layout.slot_bytes
             if self._num_bytes and self._num_bytes + num_bytes > most_bytes:
                 break
             if not self.is_waiting:
                 self.answered_s = self._clock()
             ticket = next(self._tickets)
-            self._moves.append(self._read(node, state, ticket))
-            self._reads[ticket] = TierRead(node, state, num_bytes)
-            self._tickets_of[state or node] = ticket
+            self._moves.append(self._read(entry, ticket))
+            self._reads[ticket] = TierRead(entry, num_bytes)
+            self._tickets_of[entry] = ticket
             self._num_bytes += num_bytes
             self._num_awaited += 1
-        return sum(1 for _ in itertools.takewhile(self._has_arrived, wanted))
+        return sum(1 for _ in itertools.takewhile(self._has_arrived, entries))
 
-    def _has_arrived(self, wanted: tuple[Node, Checkpoint | None]) -> bool:
-        ticket = self._tickets_of.get(wanted[1] or wanted[0])
+    def _has_arrived(self, entry: Entry) -> bool:
+        ticket = self._tickets_of.get(entry)
         return ticket is not None and self._reads[ticket].has_arrived
 
     def arrive(self, ticket: int) -> int:
@@ -140,18 +134,18 @@ class TierReads:
         self._num_arrived_bytes += read.num_bytes
         return read.num_bytes
 
-    def fail(self, ticket: int) -> Node | None:
-        """Forget a read that failed and return its node; None if the ticket is of no read that is wanted."""
+    def fail(self, ticket: int) -> Entry | None:
+        """Forget a read that failed and return its entry; None if the ticket is of no read that is wanted."""
         if ticket not in self._reads:
             return None
         self.answered_s = self._clock()
-        return self._end(ticket).node
+        return self._end(ticket).entry
 
-    def land(self, node: Node, checkpoint: Checkpoint | None, unit: int, windows: WindowRuns = ()) -> Move:
-        """Return the copy of a unit that has arrived to a unit of the arena, and of its blocks of windows to theirs."""
-        ticket = self._tickets_of[checkpoint or node]
+    def land(self, entry: Entry, unit: int, windows: WindowRuns = ()) -> Move:
+        """Return the copy of a read entry to a unit of the arena, and of its blocks of windows to theirs."""
+        ticket = self._tickets_of[entry]
         self._end(ticket)
-        kind = MoveKind.BLOCK if checkpoint is None else MoveKind.SLOT
+        kind = MoveKind.BLOCK if isinstance(entry, Node) else MoveKind.SLOT
         return Move(kind, 0, unit, MoveRoute.LAND, ticket, windows=ids_of(windows))
 
     def end(self) -> None:
@@ -159,7 +153,7 @@ class TierReads:
         self.keep_only(set())
         self._num_arrived_bytes = 0
 
-    def keep_only(self, wanted: set[Node | Checkpoint]) -> None:
+    def keep_only(self, wanted: set[Entry]) -> None:
         """Give up the reads of other entries."""
         for entry, ticket in list(self._tickets_of.items()):
             if entry not in wanted:
@@ -168,7 +162,7 @@ class TierReads:
 
     def _end(self, ticket: int) -> TierRead:
         read = self._reads.pop(ticket)
-        del self._tickets_of[read.checkpoint or read.node]
+        del self._tickets_of[read.entry]
         self._num_bytes -= read.num_bytes
         self._num_awaited -= not read.has_arrived
         return read

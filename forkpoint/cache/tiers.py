@@ -21,7 +21,7 @@ from forkpoint.cache.restoring import Restoring
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.streamed_tier import StreamedHostTier
 from forkpoint.cache.tier import HostTier, Tier
-from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.tree import Entry, node_of
 
 NO_LIMIT: Final = 1 << 62
 FIRST_TICKET: Final = HOST_READY + 1
@@ -76,7 +76,7 @@ class Tiers:
             if sizes.streams:
                 new_host = partial(StreamedHostTier, tickets=tickets, clock=clock)
             self.host = new_host(layout, num_pages, moves, new_policy(), cost, counters, has_private=has_private)
-            store.keep = self.host.keep
+            store.keep = partial(self.host.keep, route=MoveRoute.STORE)
         self.disk: DiskTier | None = None
         if sizes.disk is not None:
             self.disk = DiskTier(
@@ -87,18 +87,18 @@ class Tiers:
                 cost,
                 counters,
                 has_private=has_private,
-                source=MoveRoute.ARENA_TO_DISK if self.host is None else MoveRoute.HOST_TO_DISK,
                 tickets=tickets,
                 write_limit=sizes.write_limit,
                 weighs_loads=sizes.weighs_disk,
                 wall_clock=sizes.wall_clock,
                 clock=clock,
             )
+            from_arena = partial(self.disk.keep, route=MoveRoute.ARENA_TO_DISK)
             if self.host is None:
-                store.keep = self.disk.keep
+                store.keep = from_arena
             else:
-                self.host.store.keep = self.disk.keep
-                self.host.skipped = partial(self.disk.keep_from, MoveRoute.ARENA_TO_DISK)
+                self.host.store.keep = partial(self.disk.keep, route=MoveRoute.HOST_TO_DISK)
+                self.host.skipped = from_arena
         self.peers: PeerExchange | None = None
         if sizes.peers is not None:
             self.peers = PeerExchange(layout, sizes.peers, moves, counters, clock, tickets if sizes.streams else None)
@@ -172,7 +172,7 @@ class Tiers:
 
     # --- removing
 
-    def condemn_everywhere(self, items: Iterable[Node | Checkpoint]) -> None:
+    def condemn_everywhere(self, items: Iterable[Entry]) -> None:
         """Remove checkpoints, and nodes with all below them, that were never computed or hold garbage.
 
         Their copies go, too. An item that was evicted from the arena may be in a tier, or back in the arena. Its hash
@@ -181,7 +181,7 @@ class Tiers:
         items = list(items)
         if self.all or self.peers is not None:
             self.restoring.drop()
-            hashes = [item.hash if isinstance(item, Node) else item.node.hash for item in items]
+            hashes = [node_of(item).hash for item in items]
             for tier in self.all:
                 tier.condemn(hashes)
             if self.peers is not None:

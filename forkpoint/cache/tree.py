@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from forkpoint.cache.arena import Move
 from forkpoint.cache.hashing import BlockHash, HashChain, chained_hashes
@@ -126,6 +127,9 @@ class Checkpoint(Evictable):
     def rebind(self, move: Move) -> None:
         assert self.slot == move.src
         self.slot = move.dst
+
+
+Entry: TypeAlias = Node | Checkpoint  # a node stands for its block
 
 
 class PrefixTree:
@@ -317,6 +321,11 @@ def _with_descendants(nodes: Iterable[Node]) -> Iterator[Node]:
         node = stack.pop()
         yield node
         stack.extend(node.children)
+
+
+def node_of(entry: Entry) -> Node:
+    """Return a checkpoint's node, or the node itself."""
+    return entry if isinstance(entry, Node) else entry.node
 
 
 def nearest_checkpoint(node: Node | None) -> Checkpoint | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.cache.tree import Checkpoint, Entry
 from forkpoint.sched.plan import StepPlan, StepResult
 from forkpoint.sched.request import RequestUpdate
 from forkpoint.sched.scheduled_request import ScheduledRequest
@@ -25,7 +25,7 @@ class IssuedStep:
     requests: list[ScheduledRequest]
     sampled: list[ScheduledRequest]
     readers: list[Checkpoint]
-    filed: list[Node | Checkpoint]
+    filed: list[Entry]
     planned_s: float = 0.0
 
     def confirm_tokens(self, result: StepResult) -> tuple[list[ScheduledRequest], list[int]]:

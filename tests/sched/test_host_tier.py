@@ -267,7 +267,7 @@ def test_garbage_leaves_the_host_tier_with_the_request_that_made_it() -> None:
         harness.step()
     assert harness.sched.cache.tiers.host is not None
     for node in harness.sched.cache.store.tree.nodes():
-        harness.sched.cache.tiers.host.keep(node, node.checkpoint)  # as if all of it had been evicted by now
+        harness.sched.cache.tiers.host.keep(node.checkpoint or node, MoveRoute.STORE)  # as if it had been evicted
     assert in_tier(harness, prompt) is not None
     harness.runner.non_finite_requests.add("bad")
     harness.run()
@@ -298,7 +298,7 @@ def test_answers_that_one_request_alone_can_find_are_not_stored() -> None:
     tier, nodes = harness.sched.cache.tiers.host, list(harness.sched.cache.store.tree.nodes())
     assert tier is not None and max(node.depth for node in nodes) == 4
     for node in nodes:
-        tier.keep(node, node.checkpoint)
+        tier.keep(node.checkpoint or node, MoveRoute.STORE)
     assert [node.depth for node in tier.store.tree.nodes()] == [1]
     harness.run()
 
