@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,15 +23,15 @@ from forkpoint.platforms.copy_stream import PIECE_BYTES
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.disk_copies import DirectDisk, StreamedDisk
 from forkpoint.runtime.host_copies import DirectCopies, StreamCopies, TierMemory
-from forkpoint.runtime.news import NewsOfCopies
 from forkpoint.runtime.peer_copies import PEER_ROUTES, DirectPeers, StreamedPeers
 from forkpoint.runtime.pinned import PinnedBuffers
 from forkpoint.runtime.units import unit_bytes, unit_extent
-from forkpoint.sched.plan import Move, MoveKind, MoveRoute, TierNews
+from forkpoint.sched.plan import FetchNews, Move, MoveKind, MoveRoute, TierNews
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8: torch.float8_e4m3fn}
 
 HOST_ALIGNMENT = PIECE_BYTES  # of the host tier's memory, so that no piece of a copy is pinned in two parts
+TURN_S: Final = 0.001  # wait of a step without work for fetches, before it looks at the tiers again
 
 
 class ArenaBuffer:
@@ -40,8 +42,8 @@ class ArenaBuffer:
     views: in a block or slot the layers' parts follow each other. A layer's blocks are those of its window's group.
     `host` is the memory of the host tier, with `num_host_pages` pages of the layout `stored`. The system provides its
     pages when they are first written, and `copies` runs the host tier's copies. `peers` is the link to other engines,
-    if there is one. `has_late_copies`: some copies end later than the plan that started them, and `news_of_copies`
-    reads their news.
+    if there is one. `has_late_copies`: some copies end later than the plan that started them, and `all_news` reads
+    their news.
     """
 
     def __init__(
@@ -141,11 +143,23 @@ class ArenaBuffer:
             if late is not None:
                 late.issue()
 
-    def news_of_copies(self, wait_s: float) -> NewsOfCopies:
-        """Return the reader of the news of late copies, for the end of a step."""
-        is_late = self._disk_copies is not None or isinstance(self.copies, StreamCopies)
-        fetches = None if self.peers is None else self.peers.fetching
-        return NewsOfCopies(self.news if is_late else None, fetches, wait_s)
+    def all_news(self, wait_s: float = 0.0) -> tuple[TierNews | None, FetchNews | None]:
+        """Return the news of the tiers and of the fetches since the last call, None for each without news.
+
+        Waits at most `wait_s` for the first news.
+        """
+        if self.peers is None:
+            return self.news(wait_s), None
+        until_s = time.monotonic() + wait_s
+        while True:
+            copied, fetched = self.news(), self.peers.fetching.news()
+            left_s = until_s - time.monotonic()
+            if copied is not None or fetched is not None or left_s <= 0:
+                return copied, fetched
+            # The tiers do not wait while they have no copies. The thread sleeps, because others need the interpreter.
+            fetched = self.peers.fetching.news(min(left_s, TURN_S))
+            if fetched is not None:
+                return None, fetched
 
     def news(self, wait_s: float = 0.0) -> TierNews | None:
         """Return the tiers' news since the last call; None if there is none. Wait at most `wait_s` for it."""

@@ -23,14 +23,13 @@ from forkpoint.runtime.encoded_images import EncodedImages
 from forkpoint.runtime.graphs import Graphs, ShapeTable
 from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, Scores, score
-from forkpoint.runtime.news import NewsOfCopies
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.row_images import RowImages, StepImages
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import OptimisticRows, Sampled, Sampler
 from forkpoint.runtime.state_operators import StateOperators
 from forkpoint.runtime.step_inputs import StepBuilder, StepShape
-from forkpoint.runtime.submitted import FailedStep, RunningStep, Verified
+from forkpoint.runtime.submitted import FailedStep, ReadNews, RunningStep, Verified
 from forkpoint.runtime.windows import NO_DRAFT, Windows
 from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, StepPlan, StepResult, StepRows, SubmittedStep
 
@@ -188,12 +187,12 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> RunningStep:
         if plan.added:
             self.batch.prepare(plan.added)
-        news: NewsOfCopies | None = None
+        read_news: ReadNews | None = None
         if self.arena.has_late_copies:
-            news = self.arena.news_of_copies(TIER_WAIT_S if plan.waits_for_tiers else 0.0)
+            read_news = partial(self.arena.all_news, TIER_WAIT_S if plan.waits_for_tiers else 0.0)
         if not plan.num_tokens:
             nothing = StepResult(plan.step, np.empty(0, np.int32))
-            return RunningStep(nothing, self.platform.mark(), plan.sampled_rows, news=news)
+            return RunningStep(nothing, self.platform.mark(), plan.sampled_rows, read_news=read_news)
         sampling = self.batch.sampling(plan.sampled_rows)
         if self._drafts is not None:  # penalties count drafts
             plan = self._drafts.filled(plan, any(row.counts is not None for row in sampling))
@@ -243,7 +242,7 @@ class ModelRunner:
             else:
                 answers, verified = self._finish_windows(plan, windows, sampling, sampled)
         mark, rows = self.platform.mark(), plan.sampled_rows
-        return RunningStep(partial_result, mark, rows, answers, verified, logprobs, prompts, news)
+        return RunningStep(partial_result, mark, rows, answers, verified, logprobs, prompts, read_news)
 
     def _without_graph(
         self, plan: StepPlan, shape: StepShape, arrays: Arrays, plain: bool

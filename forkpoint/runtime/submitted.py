@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch import Tensor
 from forkpoint.ops.rows.columns import NOT_FINITE
 from forkpoint.platforms.platform import Mark
 from forkpoint.runtime.logprobs import Scores
-from forkpoint.runtime.news import NewsOfCopies
 from forkpoint.runtime.windows import Windows
-from forkpoint.sched.plan import IntArray, StepResult, TokenLogprobs
+from forkpoint.sched.plan import FetchNews, IntArray, StepResult, TierNews, TokenLogprobs
+
+ReadNews: TypeAlias = Callable[[], tuple[TierNews | None, FetchNews | None]]
 
 
 class Verified(NamedTuple):
@@ -29,8 +30,8 @@ class RunningStep:
     """A step that the device works on. `result` waits for it.
 
     `partial` is the part of its result that the host has already. `answers[i]` is the id sampled for `rows[i]`, or
-    NOT_FINITE. In a step with drafts it has the ids of all positions, row after row. `news` is given if copies may end
-    later than their plan.
+    NOT_FINITE. In a step with drafts it has the ids of all positions, row after row. `read_news` is given if copies may
+    end later than their plan.
     """
 
     partial: StepResult
@@ -40,7 +41,7 @@ class RunningStep:
     verified: Verified | None = None
     logprobs: Scores | None = None
     prompts: Sequence[tuple[int, Sequence[Scores]]] = ()  # rows, with the scores of their prompts' tiles
-    news: NewsOfCopies | None = None
+    read_news: ReadNews | None = None
 
     def result(self) -> StepResult:
         self.done.synchronize()
@@ -50,8 +51,8 @@ class RunningStep:
                 row: tuple(each for tile in tiles for each in tile.fetch().items()) for row, tiles in self.prompts
             }
             result = replace(result, prompt_logprobs=prompts)
-        if self.news is not None:
-            tier_news, fetched = self.news.read()
+        if self.read_news is not None:
+            tier_news, fetched = self.read_news()
             result = replace(result, tier_news=tier_news, fetched=fetched)
         if self.answers is None:
             return result

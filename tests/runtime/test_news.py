@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from forkpoint.cache.disk_entries import TierNews
 from forkpoint.cache.peer_offers import FetchNews
-from forkpoint.runtime.news import NewsOfCopies
+from forkpoint.runtime.buffers import ArenaBuffer
+from tests.sched.harness import LAYOUTS
 
 
 class Fetches:
@@ -23,20 +25,25 @@ class Fetches:
         return FetchNews((1,)) if self.ended.wait(wait_s) else None
 
 
-@pytest.mark.parametrize("has_tiers", [False, True])
-def test_a_step_without_work_waits_for_fetches(has_tiers: bool) -> None:
-    fetches = Fetches()
-    tiers = (lambda wait_s: None) if has_tiers else None  # as streams do while nothing is being loaded
-    reading = NewsOfCopies(tiers, fetches, wait_s=0.02)
-    assert reading.read() == (None, None)
+@pytest.fixture
+def arena() -> ArenaBuffer:
+    arena = ArenaBuffer(LAYOUTS["one each"], 2)
+    arena.peers = SimpleNamespace(fetching=Fetches())  # type: ignore[assignment]
+    return arena
+
+
+def test_a_step_without_work_waits_for_fetches(arena: ArenaBuffer) -> None:
+    fetches = arena.peers.fetching  # type: ignore[union-attr]
+    assert arena.all_news(0.02) == (None, None)
     assert fetches.num_looks <= 50, "it looked without a pause"
     threading.Timer(0.01, fetches.ended.set).start()
-    assert NewsOfCopies(tiers, fetches, wait_s=20.0).read() == (None, FetchNews((1,)))
+    assert arena.all_news(20.0) == (None, FetchNews((1,)))
 
 
-def test_news_of_both_are_reported() -> None:
-    fetches = Fetches()
-    assert NewsOfCopies(lambda wait_s: TierNews((2,)), fetches, wait_s=20.0).read() == (TierNews((2,)), None)
-    fetches.ended.set()
-    assert NewsOfCopies(lambda wait_s: TierNews((2,)), fetches).read() == (TierNews((2,)), FetchNews((1,)))
-    assert NewsOfCopies().read() == (None, None)
+def test_news_of_both_are_reported(arena: ArenaBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "news", lambda wait_s=0.0: TierNews((2,)))
+    assert arena.all_news(20.0) == (TierNews((2,)), None)
+    arena.peers.fetching.ended.set()  # type: ignore[union-attr]
+    assert arena.all_news() == (TierNews((2,)), FetchNews((1,)))
+    arena.peers = None
+    assert arena.all_news() == (TierNews((2,)), None)
