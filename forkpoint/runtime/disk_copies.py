@@ -7,7 +7,7 @@ from functools import partial
 
 from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName, TierNews
 from forkpoint.disk.store import DiskStore
-from forkpoint.runtime.following import AtOnce, Following
+from forkpoint.runtime.after_copies import AfterCopies, AtOnce
 from forkpoint.runtime.host_copies import CopyBatch, StreamCopies, TierMemory
 from forkpoint.runtime.pinned import PinnedBuffers, as_tensor
 from forkpoint.runtime.stretch import Stretch
@@ -19,7 +19,7 @@ class DirectDisk:
 
     def __init__(self, memory: TierMemory, disk: DiskStore) -> None:
         self._memory, self._disk = memory, disk
-        self._following = AtOnce()
+        self._after_copies = AtOnce()
 
     def run(self, move: Move, sound: bool) -> None:
         """Run a move that concerns the disk. Unless the memory is `sound`, writes fail."""
@@ -30,16 +30,16 @@ class DirectDisk:
             disk.give_back(kind, buffer)
         elif route is MoveRoute.READ:
             assert name is not None
-            self._following.add(partial(disk.submit_read, name, move.src, move.ticket))
+            self._after_copies.add(partial(disk.submit_read, name, move.src, move.ticket))
         elif route is MoveRoute.DISCARD:
-            self._following.add(partial(disk.discard, move.ticket))
+            self._after_copies.add(partial(disk.discard, move.ticket))
         elif route is MoveRoute.REMOVE:
-            self._following.add(partial(disk.submit_removal, name))
+            self._after_copies.add(partial(disk.submit_removal, name))
         elif route is MoveRoute.DISK:
             kind = BLOCK if move.kind is MoveKind.BLOCK else SLOT
-            self._following.add(partial(disk.submit_copy, kind, move.src, move.dst))
+            self._after_copies.add(partial(disk.submit_copy, kind, move.src, move.dst))
         elif not sound:
-            self._following.add(partial(disk.fail_write, move.ticket))
+            self._after_copies.add(partial(disk.fail_write, move.ticket))
         else:
             assert name is not None
             self._write(move, name)
@@ -55,7 +55,7 @@ class DirectDisk:
 
     def issue(self) -> None:
         """Begin the work that `run` has only noted. Call it after the last move of a plan."""
-        self._following.flush()
+        self._after_copies.flush()
 
     def news(self, wait_s: float) -> TierNews | None:
         """Return the disk's news since the last call; None if there is none. Wait at most `wait_s` for it."""
@@ -63,7 +63,7 @@ class DirectDisk:
 
     def close(self) -> None:
         """Finish all writes and close the disk. All copies of the device must be done."""
-        self._following.close()
+        self._after_copies.close()
         self._disk.close()
 
 
@@ -77,7 +77,7 @@ class StreamedDisk(DirectDisk):
     def __init__(self, memory: TierMemory, disk: DiskStore, copies: StreamCopies, pinned: PinnedBuffers) -> None:
         super().__init__(memory, disk)
         self._copies = copies
-        self._following = Following("disk copies")
+        self._after_copies = AfterCopies("disk copies")
         self._reading: set[int] = set()  # tickets of reads whose contents are wanted
         disk.allocate = pinned.allocate
 
@@ -96,7 +96,7 @@ class StreamedDisk(DirectDisk):
             batch = self._copies.copy_from_host(move, target)
         else:
             batch = self._copies.copy_out(move, target)
-        self._following.add(partial(self._disk.submit_write, name, move.dst, buffer, move.ticket), batch)
+        self._after_copies.add(partial(self._disk.submit_write, name, move.dst, buffer, move.ticket), batch)
 
     def news(self, wait_s: float) -> TierNews | None:
         found = super().news(wait_s)
@@ -107,10 +107,10 @@ class StreamedDisk(DirectDisk):
             kind, buffer = self._disk.take(ticket)
             contents = as_tensor(buffer)[: self._disk.unit_bytes(kind)]
             batch = self._copies.copy_in(contents, ticket)
-            self._following.add(partial(self._disk.give_back, kind, buffer), batch)
+            self._after_copies.add(partial(self._disk.give_back, kind, buffer), batch)
         if arrived:
             self._copies.issue()
-            self._following.flush()
+            self._after_copies.flush()
         others = tuple(ticket for ticket in found.done if ticket not in self._reading)
         self._reading.difference_update(found.done, found.failed)
         if not others and not found.failed:

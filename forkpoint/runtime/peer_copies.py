@@ -6,7 +6,7 @@ from functools import partial
 
 from forkpoint.cache.disk_entries import EntryName
 from forkpoint.peer.link import PeerLink
-from forkpoint.runtime.following import AtOnce, Following
+from forkpoint.runtime.after_copies import AfterCopies, AtOnce
 from forkpoint.runtime.host_copies import CopyBatch, StreamCopies, TierMemory
 from forkpoint.runtime.pinned import PinnedBuffers, as_tensor
 from forkpoint.runtime.stretch import Stretch
@@ -21,7 +21,7 @@ class DirectPeers:
     def __init__(self, memory: TierMemory, link: PeerLink, buffers: PinnedBuffers) -> None:
         self._memory, self._link, self._buffers = memory, link, buffers
         self._staged: dict[int, CopyBatch] = {}  # by fetch: the batch of its last copy
-        self._following = AtOnce()  # keeps changes of leases after the offers before them
+        self._after_copies = AtOnce()  # keeps changes of leases after the offers before them
         link.use_buffers(buffers.take, buffers.give)
 
     def run(self, move: Move, sound: bool) -> None:
@@ -31,13 +31,13 @@ class DirectPeers:
             self._memory.copy_in(move, as_tensor(self._link.fetching.contents(move.ticket, move.src)))
         elif move.route is MoveRoute.FORGET:
             forget = partial(self._link.fetching.forget, move.ticket)
-            self._following.add(forget, self._staged.pop(move.ticket, None))
+            self._after_copies.add(forget, self._staged.pop(move.ticket, None))
         elif move.route is MoveRoute.WITHDRAW and move.ticket:
-            self._following.add(partial(self._link.offered.end, move.ticket))
+            self._after_copies.add(partial(self._link.offered.end, move.ticket))
         elif move.route is MoveRoute.WITHDRAW:
-            self._following.add(partial(self._link.offered.withdraw, None if name is None else name.hash))
+            self._after_copies.add(partial(self._link.offered.withdraw, None if name is None else name.hash))
         elif name is None:
-            self._following.add(partial(self._link.offered.complete, move.ticket))
+            self._after_copies.add(partial(self._link.offered.complete, move.ticket))
         elif sound:
             self._offer(move, name)
 
@@ -48,11 +48,11 @@ class DirectPeers:
 
     def issue(self) -> None:
         """Begin the work that `run` has only noted. Call it after the last move of a plan."""
-        self._following.flush()
+        self._after_copies.flush()
 
     def close(self) -> None:
         """End the link. All copies of the device must be done."""
-        self._following.close()
+        self._after_copies.close()
         self._link.close()
 
 
@@ -68,7 +68,7 @@ class StreamedPeers(DirectPeers):
         super().__init__(memory, link, pinned)
         pinned.prepare(link.facts.max_bytes)
         self._copies = copies
-        self._following = Following("peer copies")
+        self._after_copies = AfterCopies("peer copies")
 
     def run(self, move: Move, sound: bool) -> None:
         if move.route is not MoveRoute.STAGE:
@@ -81,4 +81,4 @@ class StreamedPeers(DirectPeers):
     def _offer(self, move: Move, name: EntryName) -> None:
         data = self._buffers.take(self._memory.unit_bytes(move.kind))
         batch = self._copies.copy_out(move, Stretch.of(as_tensor(data)))
-        self._following.add(partial(self._link.offered.add, name, data, move.ticket), batch)
+        self._after_copies.add(partial(self._link.offered.add, name, data, move.ticket), batch)

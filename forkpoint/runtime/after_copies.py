@@ -6,21 +6,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from forkpoint.platforms.platform import MARK_POLL_S, Mark
-
-
-class Marked(Protocol):
-    """Copies with the mark after them, which they have once they are issued."""
-
-    mark: Mark | None
+from forkpoint.runtime.host_copies import CopyBatch
 
 
 class AtOnce:
     """Runs functions as they are added. For copies that are done at once."""
 
-    def add(self, run: Callable[[], object], after: Marked | None = None) -> None:
+    def add(self, run: Callable[[], object], after: CopyBatch | None = None) -> None:
         """Run a function. The copies that it has to follow are done."""
         run()
 
@@ -31,21 +25,21 @@ class AtOnce:
         """Run the remaining functions. All copies must be done."""
 
 
-class Following(AtOnce):
+class AfterCopies(AtOnce):
     """Runs functions one after the other in a thread, each once the copies that it was added with are done.
 
     The worker's thread calls all methods. Functions must not raise.
     """
 
     def __init__(self, name: str) -> None:
-        self._added: list[tuple[Callable[[], object], Marked | None]] = []
+        self._added: list[tuple[Callable[[], object], CopyBatch | None]] = []
         self._changed = threading.Condition()  # guards all below
         self._work: deque[tuple[Callable[[], object], Mark | None]] = deque()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, run: Callable[[], object], after: Marked | None = None) -> None:
+    def add(self, run: Callable[[], object], after: CopyBatch | None = None) -> None:
         """Run a function after `flush`, these copies, and all functions that were added before."""
         self._added.append((run, after))
 
