@@ -53,6 +53,8 @@ QUANTIZATION: dict[Layout, dict[str, Any]] = {
         },
         "kv_cache_scheme": None,
         "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "sparsity_config": {"format": "dense", "sparsity_structure": "unstructured", "global_sparsity": 0.1},
+        "transform_config": {},
     },
     "tensor": {
         "quant_method": "compressed-tensors",

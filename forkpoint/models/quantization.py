@@ -25,6 +25,7 @@ SUPPORTED: Final = (
     "models are also published as one of these"
 )
 MODELOPT_NAME: Final = "hf_quant_config.json"
+ASCEND_NAME: Final = "quant_model_description.json"  # of msModelSlim, for Ascend NPUs
 # Small matrices that matter much for quality. Published FP8 models leave them unquantised.
 KEPT_PLAIN: Final = ("lm_head", r"re:.*\.gate$", r"re:.*_gate$", r"re:.*\.(in_proj_(ba|b|a)|[ab]_proj)$")
 Scales = Literal["block", "row", "tensor"]
@@ -151,8 +152,12 @@ def read_format(fields: Fields, folder: Path, wanted: str | None) -> WeightForma
     quantised. Raises UnsupportedModelError for an unsupported format, or if `wanted` is another one, and
     ModelFolderError for a broken description.
     """
-    found = fields.values.get("quantization_config") or fields.values.get("compression_config")
+    names = ("quantization_config", "compression_config", "quantization")  # the last in MLX's older folders
+    found = next((value for value in map(fields.values.get, names) if value), None)
     where = fields.where
+    if found is None and (folder / ASCEND_NAME).is_file():
+        where = str(folder / ASCEND_NAME)
+        raise refused(where, str(read_json(folder / ASCEND_NAME).get("model_quant_type") or "a format for Ascend"))
     if found is None and (folder / MODELOPT_NAME).is_file():
         where = str(folder / MODELOPT_NAME)
         found = {**read_json(folder / MODELOPT_NAME), "quant_method": "modelopt"}
@@ -176,6 +181,8 @@ def read_format(fields: Fields, folder: Path, wanted: str | None) -> WeightForma
 
 def _read(found: Mapping[str, Any], where: str) -> WeightFormat:
     method = str(found.get("quant_method") or ("modelopt" if "quant_algo" in found else None))
+    if "quant_method" not in found and "group_size" in found:
+        raise refused(where, f"MLX's {found.get('bits')} bits")
     readers: Mapping[str, Callable[[Mapping[str, Any], str], WeightFormat]] = {
         "fp8": _read_fp8,
         "compressed-tensors": _read_compressed,
@@ -187,7 +194,7 @@ def _read(found: Mapping[str, Any], where: str) -> WeightFormat:
     reader = readers.get(method.partition("_")[0] if method.startswith("modelopt") else method.replace("_", "-"))
     if reader is not None:
         return reader(found, where)
-    details = [str(found[key]) for key in ("quant_algo", "quant_type") if key in found]
+    details = [found[key] for key in ("quant_algo", "quant_type") if isinstance(found.get(key), str)]
     if found.get("bits") or found.get("load_in_4bit"):
         details.append(f"{found.get('bits', 4)} bits")
     raise refused(where, " ".join([f"quant_method {method!r}", *details]))
@@ -296,6 +303,11 @@ def _group_size(found: Mapping[str, Any]) -> int:
 
 
 def _read_compressed(found: Mapping[str, Any], where: str) -> WeightFormat:
+    sparse = member(found.get("sparsity_config"), "format")
+    if sparse not in (None, "dense"):
+        raise refused(where, f"compressed-tensors' {sparse!r}")
+    if found.get("transform_config"):
+        raise refused(where, "compressed-tensors with transforms (transform_config)")
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ModelFolderError(

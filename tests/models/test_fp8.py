@@ -210,6 +210,10 @@ def group(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt's NVFP4_AWQ, which multiplies inputs"),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "modelopt's W4A16_AWQ, which multiplies inputs"),
         ({"quant_method": "mxfp4"}, "'mxfp4'"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4"}}}, "quant_method 'torchao';"),
+        ({"group_size": 64, "bits": 4, "mode": "affine"}, "MLX's 4 bits"),
+        ({**QUANTIZATION["channel"], "sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask'"),
+        ({**QUANTIZATION["channel"], "transform_config": {"config_groups": {"R4": {}}}}, "with transforms"),
         ({**QUANTIZATION["block"], "weight_block_size": [64, 128]}, "weight_block_size [64, 128]"),
         ({**QUANTIZATION["block"], "activation_scheme": "fixed"}, "activation_scheme 'fixed'"),
         ({**QUANTIZATION["block"], "fmt": "e5m2"}, "fmt 'e5m2'"),
@@ -235,6 +239,17 @@ def test_modelopts_own_file_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3")
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "MXFP8"}}')
     with pytest.raises(UnsupportedModelError, match="modelopt's MXFP8"):
+        load_config(tmp_path)
+
+
+def test_formats_that_other_files_and_fields_name(tmp_path: Path) -> None:
+    """MLX's older folders have no quantization_config, and those for Ascend a file of their own."""
+    write_checkpoint(tmp_path, "qwen3")
+    (tmp_path / "quant_model_description.json").write_text('{"model_quant_type": "W8A8_DYNAMIC"}')
+    with pytest.raises(UnsupportedModelError, match=r"quant_model_description\.json has weights in W8A8_DYNAMIC; fork"):
+        load_config(tmp_path)
+    change_json(tmp_path / "config.json", quantization={"group_size": 64, "bits": 8})
+    with pytest.raises(UnsupportedModelError, match=r"config\.json has weights in MLX's 8 bits; fork"):
         load_config(tmp_path)
 
 
