@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+ADAPTERS: Final = "adapters (LoRA) do not run; merge this one into its base model, with peft's merge_and_unload"
 # Patterns of file names, and why forkpoint does not read such files. Unpickling a file could run code.
 FOREIGN: Final = (
-    (("adapter_*",), "adapters (LoRA) do not run; merge this one into its base model, with peft's merge_and_unload"),
+    (("adapter_*",), ADAPTERS),
     (("*.gguf",), "GGUF is not read"),
     (("*.bin", "*.pt", "*.pth", "*.ckpt"), "pickles can run code and are never loaded"),
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError
-from forkpoint.foreign_files import foreign_files, is_lfs_pointer
+from forkpoint.foreign_files import ADAPTERS, foreign_files, is_lfs_pointer
 from forkpoint.freed_memory import return_freed_memory
 from forkpoint.models.cuts import Part
 
@@ -40,6 +40,10 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+SHARD: Final = re.compile(r"model-(\d{1,5})-of-(\d{1,5})\.safetensors")
+# What wrappers of training put before the names of tensors, and parts of names of adapters that are not merged.
+WRAPPERS: Final = ("base_model.model.", "_orig_mod.", "module.")
+OF_ADAPTERS: Final = re.compile(r"\.(lora_\w+|base_layer|modules_to_save)\.")
 LOGGER: Final = logging.getLogger(__name__)
 
 
@@ -58,14 +62,17 @@ class Shards:
         self.folder = folder
         index = folder / INDEX_NAME
         listed = _read_index(index) if index.is_file() else {}
-        names = sorted(set(listed.values())) or [_single_file(folder)]
+        names = sorted(set(listed.values())) or _unlisted_files(folder)
         _check_other_files(folder, names)
         self._files = {name: _open_shard(folder, name) for name in names}
         self._most_bytes = max((folder / name).stat().st_size for name in names)
         self._bytes: dict[str, ShardBytes] = {}  # of files from which whole tensors were read
         self._unreturned = 0  # bytes of tensors that were read since freed memory was returned
         self._read_bytes: dict[str, int] = {}  # of each file since it was opened, the least recently read file first
-        self.file_of = self._locate(listed) if listed else dict.fromkeys(self._files[SINGLE_NAME].keys(), SINGLE_NAME)
+        if not listed:
+            for shard, file in self._files.items():
+                listed |= dict.fromkeys(file.keys(), shard)
+        self.file_of = self._locate(listed)
 
     def _locate(self, listed: Mapping[str, str]) -> dict[str, str]:
         """Return the file of each tensor. The index decides where a tensor is stored twice.
@@ -92,6 +99,10 @@ class Shards:
                 )
                 located |= dict.fromkeys(unlisted, shard)
         return located
+
+    def is_from_mlx(self, name: str) -> bool:
+        """Return whether MLX wrote the file of a tensor."""
+        return bool((self._files[self.file_of[name]].metadata() or {}).get("format") == "mlx")
 
     def slice(self, name: str) -> Any:
         """Return safetensors' slice object of a tensor, which knows its shape and dtype before the data are read."""
@@ -192,14 +203,37 @@ def _read_index(index: Path) -> dict[str, str]:
     return listed
 
 
-def _single_file(folder: Path) -> str:
-    if not os.path.lexists(folder / SINGLE_NAME):
-        found = foreign_files(folder)
+def left_by_training(names: Collection[str]) -> str:
+    """Return, for an error about tensors, what their names say about how the model was saved; "" if nothing."""
+    if any(OF_ADAPTERS.search(name) for name in names):
+        return ADAPTERS
+    wrapper = next((each for each in WRAPPERS if any(name.startswith(each) for name in names)), None)
+    return "" if wrapper is None else f"it holds tensors whose names begin with {wrapper!r}; save the model without it"
+
+
+def _unlisted_files(folder: Path) -> list[str]:
+    """Return the files of a folder without an index: a single one, or all shards, whose names say how many there are.
+
+    Raises ModelFolderError.
+    """
+    if os.path.lexists(folder / SINGLE_NAME):
+        return [SINGLE_NAME]
+    others = sorted(path.name for path in folder.glob("*.safetensors") if not path.match("adapter_*"))
+    numbered = [found for found in map(SHARD.fullmatch, others) if found is not None]
+    if not numbered:
+        found = f", only {some(others)}" if others else foreign_files(folder)
         raise ModelFolderError(
             f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}{found}; give a folder with safetensors weights, "
             "or load_format='dummy' for random ones"
         )
-    return SINGLE_NAME
+    first, count = numbered[0].groups()
+    wanted = [f"model-{number:0{len(first)}}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
+    missing = set(wanted) - set(others)
+    if missing:
+        raise ModelFolderError(
+            f"{folder} holds no {INDEX_NAME}, and lacks shards: {some(missing)}; fetch the missing files"
+        )
+    return wanted
 
 
 def _check_other_files(folder: Path, shards: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from forkpoint.models.cuts import WHOLE, Cut, Part
 from forkpoint.models.fields import canonical_name
 from forkpoint.models.packings import FLOATS, PackedTensors
 from forkpoint.models.quantization import FP8, Form, Kind, WeightFormat, scale_shape
-from forkpoint.models.shards import Shards, some
+from forkpoint.models.shards import Shards, left_by_training, some
 from forkpoint.ops.linear.packed import FLOAT_GROUP, PER_WORD, PackedMatrix, quantise_floats, quantise_packed
 from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, ScaledMatrix, quantise
 from forkpoint.ops.ranks import ALONE, Ranks
@@ -236,9 +236,10 @@ class FileWeights(WeightSource):
                 LOGGER.info("weights not used: %d tensors of %s", count, part)
         if self._unread:
             unread = [self._stored[name] for name in self._unread]
+            why = left_by_training(unread) or "config.json and the weights belong to different models"
             raise ModelFolderError(
                 f"{self.folder} holds {len(unread)} tensors that the model of this config.json does not use: "
-                f"{some(unread)}; config.json and the weights belong to different models"
+                f"{some(unread)}; {why}"
             )
 
     def has(self, name: str) -> bool:
@@ -364,8 +365,11 @@ class FileWeights(WeightSource):
         """Copy the part to the device, as stored (FP8 as `codes`), and count and report it as read."""
         stored, found = self._find(name), self.shape(name)
         if found != part.whole:
+            hint = ""
+            if self._shards.is_from_mlx(stored):
+                hint = "; MLX wrote the file; give the model that it was made from"
             raise ModelFolderError(
-                f"tensor {self.where(name)} has shape {list(found)}; config.json asks for {list(part.whole)}"
+                f"tensor {self.where(name)} has shape {list(found)}; config.json asks for {list(part.whole)}{hint}"
             )
         try:
             tensor = self._shards.read(stored, part, owned=self.on_host)
@@ -392,10 +396,10 @@ class FileWeights(WeightSource):
 
     def _find(self, name: str) -> str:
         if name not in self._stored:
-            raise ModelFolderError(
-                f"{self.folder} holds no tensor {name!r}; config.json and the weights belong to different models, "
-                "or a shard is missing from the index"
+            why = left_by_training(self._stored.values()) or (
+                "config.json and the weights belong to different models, or a shard is missing from the index"
             )
+            raise ModelFolderError(f"{self.folder} holds no tensor {name!r}; {why}")
         return self._stored[name]
 
 

@@ -258,10 +258,64 @@ def test_wrong_shards(tmp_path: Path) -> None:
     folder, _ = fresh("index")
     (folder / "model.safetensors.index.json").write_text("{}")
     fails(folder, "weight_map")
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / shards[1].name).unlink()
+    fails(folder, f"holds no model.safetensors.index.json, and lacks shards: '{shards[1].name}'; fetch")
     folder, _ = fresh("empty")
     for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
         path.unlink()
     fails(folder, "load_format='dummy'")
+
+
+def test_shards_without_an_index(tmp_path: Path) -> None:
+    """vLLM loads them too."""
+    write_checkpoint(tmp_path, "qwen3_next", shard_size="100KB")
+    want = logits(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert torch.equal(logits(tmp_path), want)
+
+
+def test_other_weights_are_named(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "consolidated.safetensors")
+    with pytest.raises(ModelFolderError, match=r"index\.json, only 'consolidated\.safetensors'; give a folder with"):
+        load_model(folder, ops=torch_table())
+
+
+def test_weights_in_the_layout_of_mlx_are_named(tmp_path: Path) -> None:
+    """Its convolutions have another order of dimensions; models without them are as transformers writes them."""
+    for family in ("qwen3_5", "qwen3"):
+        write_checkpoint(tmp_path / family, family)
+        path = tmp_path / family / SINGLE
+        turned = {
+            name: value.transpose(1, 2).contiguous() if "conv1d" in name else value
+            for name, value in load_file(path).items()
+        }
+        save_file(turned, path, {"format": "mlx"})
+    with pytest.raises(ModelFolderError, match=r"asks for \[.*\]; MLX wrote the file; give the model that it was made"):
+        load_model(tmp_path / "qwen3_5", ops=torch_table())
+    load_model(tmp_path / "qwen3", ops=torch_table())
+
+
+@pytest.mark.parametrize(
+    ("rename", "says"),
+    [
+        (lambda name: f"base_model.model.{name}", "names begin with 'base_model.model.'; save the model without it"),
+        (lambda name: f"_orig_mod.{name}", "names begin with '_orig_mod.'; save the model without it"),
+        (
+            lambda name: name.replace("q_proj.", "q_proj.lora_A.default."),
+            "adapters .LoRA. do not run; merge this one into its base model, with peft's merge_and_unload",
+        ),
+        (lambda name: name.replace("k_proj.", "k_proj.base_layer."), "adapters .LoRA. do not run; merge this one"),
+    ],
+)
+def test_names_that_training_leaves_are_explained(rename: Callable[[str], str], says: str, folder: Path) -> None:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name in list(weights):
+            weights[rename(name)] = weights.pop(name)
+
+    edit_weights(folder, change)
+    with pytest.raises(ModelFolderError, match=says):
+        load_model(folder, ops=torch_table())
 
 
 def test_shards_stay_in_their_folder(tmp_path: Path) -> None:
