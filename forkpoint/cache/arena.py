@@ -99,12 +99,6 @@ class UnitPool:
     def num_used(self) -> int:
         return len(self.owners)
 
-    def add_page(self, page: int) -> None:
-        first = page * self.per_page
-        self._free[page] = list(range(first + self.per_page - 1, first - 1, -1))
-        self._file(page, self.per_page)
-        self.num_free_in_partial += self.per_page
-
     def take(self, owner: UnitOwner, count: int) -> list[int]:
         """Take up to `count` units for `owner` from the fullest partly used pages; fewer if these have no more."""
         units: list[int] = []
@@ -296,7 +290,7 @@ class Arena:
     def _take(self, pool: UnitPool, owner: UnitOwner, count: int, compact: bool = True) -> list[int]:
         units = pool.take(owner, count)
         while len(units) < count and (self._free_pages or (compact and self._compact(pool))):
-            pool.add_page(self._free_pages.pop())
+            pool.occupy([self._free_pages.pop()], {})
             units += pool.take(owner, count - len(units))
         self._given_bytes += len(units) * pool.stride_bytes
         return units

@@ -25,8 +25,8 @@ from forkpoint.runtime.disk_copies import DirectDisk, StreamedDisk
 from forkpoint.runtime.host_copies import DirectCopies, StreamCopies, TierMemory
 from forkpoint.runtime.peer_copies import PEER_ROUTES, DirectPeers, StreamedPeers
 from forkpoint.runtime.pinned import PinnedBuffers
-from forkpoint.runtime.units import unit_bytes, unit_extent
-from forkpoint.sched.plan import FetchNews, Move, MoveKind, MoveRoute, TierNews
+from forkpoint.runtime.units import unit_extent
+from forkpoint.sched.plan import FetchNews, Move, MoveRoute, TierNews
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8: torch.float8_e4m3fn}
 
@@ -170,10 +170,6 @@ class ArenaBuffer:
         if found is None or done is None:
             return found or done
         return replace(found, done=done.done + found.done, failed=done.failed + found.failed)
-
-    def stored_bytes(self, kind: MoveKind) -> int:
-        """Return the bytes of a tier's block or slot, without padding at its end; 0 without blocks."""
-        return unit_bytes(self.stored, kind)
 
     def close(self) -> None:
         """End all copies, and close the disk tier and the link to other engines."""

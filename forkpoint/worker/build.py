@@ -71,9 +71,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     if shapes:
         _try_kernels(config, loaded)
     num_pages = ranks.least(_size_arena(config, loaded), platform.device)
-    num_host_pages = 0
-    if config.host_tier_bytes:
-        num_host_pages = choose_num_host_pages(layout.in_tiers(), config.host_tier_bytes, size, free_host_bytes())
+    num_host_pages = choose_num_host_pages(layout.in_tiers(), config.host_tier_bytes, size, free_host_bytes())
     runner = _make_runner(config, loaded, num_pages, num_host_pages)
     disk: DiskFacts | None = None
     if config.kv_disk_path is not None:

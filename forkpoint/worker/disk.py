@@ -20,6 +20,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.ops.ranks import Ranks
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.loaded import Loaded
+from forkpoint.runtime.units import unit_bytes
 from forkpoint.sched.plan import MoveKind
 from forkpoint.version import installed_version
 
@@ -61,8 +62,9 @@ def open_disk_tier(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ran
 
 def slab_layout(arena: ArenaBuffer) -> SlabLayout:
     """Return the places of the arena's units on a disk."""
-    layout, (block_bytes, slot_bytes) = arena.stored, map(arena.stored_bytes, (MoveKind.BLOCK, MoveKind.SLOT))
-    return SlabLayout(layout.blocks_per_page, layout.slots_per_page, block_bytes, slot_bytes)
+    layout = arena.stored
+    sizes = unit_bytes(layout, MoveKind.BLOCK), unit_bytes(layout, MoveKind.SLOT)
+    return SlabLayout(layout.blocks_per_page, layout.slots_per_page, *sizes)
 
 
 def namespace_facts(config: EngineConfig, loaded: Loaded, ranks: Ranks) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from forkpoint.ops.ranks import Ranks
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.loaded import Loaded
+from forkpoint.runtime.units import unit_bytes
 from forkpoint.sched.plan import MoveKind
 from forkpoint.shared_arrays import CAN_SHARE
 from forkpoint.worker.disk import namespace_facts
@@ -33,11 +34,11 @@ def open_peer_link(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ran
     facts = PeerFacts(
         namespace, options.engine_id, host, port, allowed_hosts, max_bytes, options.fetch_timeout_s, ranks.size
     )
-    unit_bytes = {BLOCK: arena.stored_bytes(MoveKind.BLOCK), SLOT: arena.stored_bytes(MoveKind.SLOT)}
+    sizes = {BLOCK: unit_bytes(arena.stored, MoveKind.BLOCK), SLOT: unit_bytes(arena.stored, MoveKind.SLOT)}
     try:
         link: PeerLink = open_link(
             facts,
-            unit_bytes,
+            sizes,
             options.lease_s,
             listens=options.kv_role != "kv_consumer",
             rank=ranks.rank,
