@@ -122,12 +122,12 @@ def time_fetches(connection: Connection, link: PeerLink, port: int, args: argpar
             lease += 1
             connection.send((lease,))
             connection.recv()
-            start, news = time.perf_counter(), None
+            start, report = time.perf_counter(), None
             link.fetching.start(Fetch(lease, HOST, (port,), "p", lease, wanted, TIMEOUT_S))
-            while news is None or not (news.done or news.failed):
-                news = link.fetching.news(0.0 if args.busy else TIMEOUT_S)
+            while report is None or not (report.done or report.failed):
+                report = link.fetching.next_report(0.0 if args.busy else TIMEOUT_S)
             elapsed = time.perf_counter() - start
-            assert news.done == (lease,), "the fetch failed; the line above says why"
+            assert report.done == (lease,), "the fetch failed; the line above says why"
             link.fetching.forget(lease)
             if number:  # the first time touches new memory
                 seconds.append(elapsed)
@@ -174,11 +174,11 @@ def fetch_early(
     link.fetching.start(Fetch(lease, HOST, (port,), "p", lease, wanted, TIMEOUT_S))
     num_arrived = num_landed = num_early = 0
     while num_landed < len(wanted):
-        news = link.fetching.news(0.0 if is_busy else TIMEOUT_S / 1000)
-        if news is not None:
-            assert not news.failed, "the fetch failed; the line above says why"
-            num_arrived = max([num_arrived, *(count for ticket, count in news.arrived if ticket == lease)])
-            if lease in news.done:
+        report = link.fetching.next_report(0.0 if is_busy else TIMEOUT_S / 1000)
+        if report is not None:
+            assert not report.failed, "the fetch failed; the line above says why"
+            num_arrived = max([num_arrived, *(count for ticket, count in report.arrived if ticket == lease)])
+            if lease in report.done:
                 num_arrived = len(wanted)
         if way.lands_early or num_arrived == len(wanted):
             for place in range(num_landed, num_arrived):

@@ -8,7 +8,7 @@ from typing import Any
 
 from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.sched.plan import Move, MoveKind, MoveRoute, TierNews
+from forkpoint.sched.plan import Move, MoveKind, MoveRoute, TierReport
 from tests.hash_memory import HashMemory
 from tests.hash_step import require
 
@@ -106,7 +106,7 @@ class HashDisk:
         require(ticket not in self._waiting and ticket not in self._reported, None, f"ticket {ticket} is used twice")
         self._waiting[ticket] = self.random.randint(0, self.most_delay), fails
 
-    def news(self, waits: bool) -> TierNews | None:
+    def next_report(self, waits: bool) -> TierReport | None:
         """Return the tickets that are due. With `waits` at least one of those that are left."""
         self._waiting = {ticket: (left - 1, fails) for ticket, (left, fails) in self._waiting.items()}
         due = [ticket for ticket, (left, _) in self._waiting.items() if left < 0]
@@ -117,4 +117,4 @@ class HashDisk:
         if not due:
             return None
         done = tuple(ticket for ticket, fails in ended.items() if not fails)
-        return TierNews(done, tuple(ticket for ticket, fails in ended.items() if fails), self.writes)
+        return TierReport(done, tuple(ticket for ticket, fails in ended.items() if fails), self.writes)

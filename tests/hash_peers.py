@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from forkpoint.cache.disk_entries import BLOCK
-from forkpoint.sched.plan import Fetch, FetchNews, Move, MoveKind, MoveRoute
+from forkpoint.sched.plan import Fetch, FetchReport, Move, MoveKind, MoveRoute
 from tests.hash_memory import HashMemory
 from tests.hash_step import require
 
@@ -104,7 +104,7 @@ class HashPeers:
         if len(there) >= len(arrived):  # the other engine may have withdrawn what has arrived
             self._whole[fetch.ticket] = there
 
-    def news(self, waits: bool) -> FetchNews | None:
+    def next_report(self, waits: bool) -> FetchReport | None:
         """Return the fetches that are due. With `waits` at least one of those that are left."""
         if self.is_stuck:
             return None
@@ -123,4 +123,4 @@ class HashPeers:
         arrived = tuple((ticket, count) for ticket, count in grown if count > numbers.get(ticket, 0))
         if not ended and not arrived:
             return None
-        return FetchNews(done, tuple(ticket for ticket, fails in ended.items() if fails), arrived=arrived)
+        return FetchReport(done, tuple(ticket for ticket, fails in ended.items() if fails), arrived=arrived)

@@ -124,10 +124,10 @@ class HashRunner:
         ids = np.asarray([token for own in outputs for token in own], np.int32)
         counts = np.asarray([len(own) for own in outputs], np.int32) if plan.rows.num_drafts.any() else None
         self.num_confirmed_drafts += sum(len(own) - 1 for own in outputs)
-        news = self.disk.news(plan.waits_for_tiers)
-        fetched = self.peers.news(plan.waits_for_tiers)
+        report = self.disk.next_report(plan.waits_for_tiers)
+        fetched = self.peers.next_report(plan.waits_for_tiers)
         result = StepResult(
-            plan.step, ids, counts, tuple(failed), num_tokens=plan.num_tokens, tier_news=news, fetched=fetched
+            plan.step, ids, counts, tuple(failed), num_tokens=plan.num_tokens, tier_report=report, fetch_report=fetched
         )
         return AnsweredStep(result, None, self.failure_seen)
 

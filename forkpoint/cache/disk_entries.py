@@ -68,8 +68,8 @@ class DiskFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class TierNews:
-    """News of the worker's tiers since their last report: tickets of reads and writes that ended or failed.
+class TierReport:
+    """What the worker's tiers report: the tickets of reads and writes that ended or failed since the last report.
 
     `writes`: the worker still writes to the disk. It stops after an error.
     """

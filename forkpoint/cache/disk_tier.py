@@ -9,7 +9,7 @@ from typing import Final
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters, CacheStats
-from forkpoint.cache.disk_entries import BLOCK, SLOT, DiskFacts, EntryName, TierNews, window_at
+from forkpoint.cache.disk_entries import BLOCK, SLOT, DiskFacts, EntryName, TierReport, window_at
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import CacheLayout
@@ -174,12 +174,12 @@ class DiskTier(LateTier):
 
     # --- what the worker reports
 
-    def apply(self, news: TierNews) -> None:
+    def apply(self, report: TierReport) -> None:
         """Take in what the worker's disk has done. Entries whose read or write failed are condemned."""
-        self.writes = self.writes and news.writes
-        self._has_answered = self._has_answered or bool(news.done or news.failed)
-        super().apply(news)
-        for ticket in news.failed:
+        self.writes = self.writes and report.writes
+        self._has_answered = self._has_answered or bool(report.done or report.failed)
+        super().apply(report)
+        for ticket in report.failed:
             entry = self._reader.fail(ticket)
             if entry is not None:
                 self.counters.disk_failed_reads += 1

@@ -11,12 +11,12 @@ from typing import Final, TypeAlias
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters
-from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, EntryName, TierNews
+from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, EntryName, TierReport
 from forkpoint.cache.disk_tier import name_of
 from forkpoint.cache.hashing import HashChain
 from forkpoint.cache.layout import NO_BLOCK, NO_SLOT, CacheLayout
 from forkpoint.cache.lease import Lease
-from forkpoint.cache.peer_offers import Fetch, FetchNews, Offer, PeerFacts
+from forkpoint.cache.peer_offers import Fetch, FetchReport, Offer, PeerFacts
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.tier import unit_of
 from forkpoint.cache.tier_reads import TierReads
@@ -272,23 +272,23 @@ class FetchedPrompts(RestoreSource):
                 self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.FORGET, prompt.ticket))
         self._start_next()
 
-    def apply(self, news: FetchNews) -> None:
+    def apply(self, report: FetchReport) -> None:
         """Take in which fetches have ended, and how far others have come.
 
         Failed ones are given up. Unreachable peers are avoided for a while.
         """
-        for ticket, count in news.arrived:
+        for ticket, count in report.arrived:
             if ticket in self._by_ticket:
                 self._by_ticket[ticket].num_arrived = count
-        for ticket in news.done:
+        for ticket in report.done:
             if ticket in self._by_ticket:
                 prompt = self._by_ticket[ticket]
                 prompt.has_arrived = True
                 self._counters.peer_fetched_bytes += prompt.num_bytes
-        for ticket in news.failed:
+        for ticket in report.failed:
             if ticket in self._by_ticket:
                 prompt = self._by_ticket[ticket]
-                if ticket in news.unreachable:
+                if ticket in report.unreachable:
                     self._avoided[prompt.offer.host, prompt.offer.port] = self._clock() + AVOIDED_S
                 self._counters.peer_failed_fetches += 1
                 self._end(prompt)  # some ranks may have got their share
@@ -354,10 +354,10 @@ class FetchedPrompts(RestoreSource):
         kind, _, _ = unit_of(self._layout, entry)
         return Move(kind, self._held.places[entry], self._held.ticket, MoveRoute.STAGE, ticket)
 
-    def apply_staged(self, news: TierNews) -> None:
+    def apply_staged(self, report: TierReport) -> None:
         """Take in which copies to buffers of the device have ended. Tickets of tiers are among them."""
         if self._reader is not None:
-            for ticket in news.done:
+            for ticket in report.done:
                 self._reader.arrive(ticket)
 
     def load(self, entry: Entry, unit: int, windows: WindowRuns = ()) -> Move:

@@ -190,7 +190,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchNews:
+class FetchReport:
     """The tickets of fetches that have ended since the last report, and how far others have come.
 
     `unreachable` are failed ones whose peer did not answer in time, or not as a peer does. `arrived` has the tickets of

@@ -8,7 +8,7 @@ from typing import Final
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters, CacheStats
-from forkpoint.cache.disk_entries import TierNews
+from forkpoint.cache.disk_entries import TierReport
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import NO_BLOCK, CacheLayout
@@ -90,7 +90,7 @@ class Tier(RestoreSource):
     def fill(self, stats: CacheStats) -> None:
         """Write the tier's gauges."""
 
-    def apply(self, news: TierNews) -> None:
+    def apply(self, report: TierReport) -> None:
         """Take in what the worker reports of copies that end later than their plan.
 
         Tickets of other tiers are among them.
@@ -296,9 +296,9 @@ class LateTier(Tier):
         self._reader.end()
         super().release(node, checkpoint)
 
-    def apply(self, news: TierNews) -> None:
+    def apply(self, report: TierReport) -> None:
         began_s, arrived = self._reader.answered_s, 0
-        for ticket in news.done:
+        for ticket in report.done:
             if num_bytes := self._reader.arrive(ticket):
                 arrived += num_bytes
             else:

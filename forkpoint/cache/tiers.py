@@ -10,11 +10,11 @@ from functools import partial
 from typing import Final
 
 from forkpoint.cache.arena import MoveRoute
-from forkpoint.cache.disk_entries import HOST_READY, DiskFacts, TierNews
+from forkpoint.cache.disk_entries import HOST_READY, DiskFacts, TierReport
 from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.lease import Lease
-from forkpoint.cache.peer_offers import FetchNews, PeerFacts
+from forkpoint.cache.peer_offers import FetchReport, PeerFacts
 from forkpoint.cache.peers import PeerExchange
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.restoring import Restoring
@@ -160,15 +160,15 @@ class Tiers:
                 self.disk.save(self.host.store, MoveRoute.HOST_TO_DISK)
         return self.disk.is_writing or self.has_unsent
 
-    def apply_news(self, news: TierNews | None, fetched: FetchNews | None = None) -> None:
+    def apply_reports(self, tiers: TierReport | None, fetches: FetchReport | None) -> None:
         """Take in what the worker reports of the tiers' copies and of fetches."""
-        if news is not None:
+        if tiers is not None:
             for tier in self.all:
-                tier.apply(news)
+                tier.apply(tiers)
             if self.fetched is not None:
-                self.fetched.apply_staged(news)
-        if fetched is not None and self.fetched is not None:
-            self.fetched.apply(fetched)
+                self.fetched.apply_staged(tiers)
+        if fetches is not None and self.fetched is not None:
+            self.fetched.apply(fetches)
 
     # --- removing
 

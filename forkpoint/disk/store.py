@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from forkpoint.cache.disk_entries import BLOCK, DAY_S, RECORD, SLOT, DiskFacts, EntryName, Records, TierNews
+from forkpoint.cache.disk_entries import BLOCK, DAY_S, RECORD, SLOT, DiskFacts, EntryName, Records, TierReport
 from forkpoint.disk.folder import lock_file, unlock
 from forkpoint.disk.journal import Journal
 from forkpoint.disk.namespace import entry_sum
@@ -48,9 +48,10 @@ class Job:
 class DiskStore:
     """Owns a folder's slab and journal, and the thread that uses them.
 
-    `submit_*` methods only queue work. `news` says which tickets are done or failed. Contents that were read wait in
-    buffers until `take` or `discard`. After an error of a write, or once its files have vanished, nothing is written
-    any more, which is logged once. Reads go on. Damaged contents are failed reads, and the first of these is logged.
+    `submit_*` methods only queue work. `next_report` says which tickets are done or failed. Contents that were read
+    wait in buffers until `take` or `discard`. After an error of a write, or once its files have vanished, nothing is
+    written any more, which is logged once. Reads go on. Damaged contents are failed reads, and the first of these is
+    logged.
     """
 
     def __init__(self, journal: Journal, slab: Slab, lock: int, namespace: bytes) -> None:
@@ -73,7 +74,7 @@ class DiskStore:
         self._buffers: dict[int, list[mmap.mmap]] = {BLOCK: [], SLOT: []}  # idle ones
         self._arrived: dict[int, tuple[int, mmap.mmap]] = {}  # ticket -> kind and contents
         self._discarded: set[int] = set()  # tickets of reads whose contents nobody wants
-        self._done, self._failed = list[int](), list[int]()  # tickets for the next `news`
+        self._done, self._failed = list[int](), list[int]()  # tickets for the next `next_report`
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="disk", daemon=True)
         self._thread.start()
@@ -125,7 +126,7 @@ class DiskStore:
             else:
                 self._discarded.add(ticket)
 
-    def news(self, wait_s: float = 0.0) -> TierNews | None:
+    def next_report(self, wait_s: float = 0.0) -> TierReport | None:
         """Return the tickets that were done or failed since the last call; None if there are none.
 
         Wait at most `wait_s` for the first one.
@@ -135,7 +136,7 @@ class DiskStore:
                 self._changed.wait_for(lambda: self._done or self._failed, wait_s)
             done, self._done = self._done, []
             failed, self._failed = self._failed, []
-        return TierNews(tuple(done), tuple(failed), self.writes) if done or failed else None
+        return TierReport(tuple(done), tuple(failed), self.writes) if done or failed else None
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Finish the jobs that are queued, as far as the time allows, and close the files."""

@@ -211,7 +211,7 @@ class EngineCore:
         while self._in_flight:
             with suppress(Exception):  # they ran on the failed step's state, so only its error is reported
                 result = self._in_flight.popleft()[1].result()
-                self.scheduler.cache.tiers.apply_news(result.tier_news, result.fetched)
+                self.scheduler.cache.tiers.apply_reports(result.tier_report, result.fetch_report)
         described = str(error)
         if not isinstance(error, StepFailedError):
             described = f"{type(error).__name__}: {error}"

@@ -16,11 +16,11 @@ from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
 
 from forkpoint.cache.disk_entries import EntryName
-from forkpoint.cache.peer_offers import Fetch, FetchNews
+from forkpoint.cache.peer_offers import Fetch, FetchReport
 from forkpoint.peer.fetching import LOGGER, Fetching
 from forkpoint.shared_arrays import OpenedMemory, Place
 
-NEWS_S: Final = 0.004  # seconds between two reports of what has arrived
+REPORT_S: Final = 0.004  # seconds between two reports of what has arrived
 ENGINE_CHECK_S: Final = 1.0  # seconds between two looks whether the engine still runs
 
 
@@ -68,9 +68,9 @@ class _Fetching(Fetching):
         super().__init__(*identity)
         self._memory = OpenedMemory()
         self._mapped: dict[tuple[int, ...], Any] = {}  # an array of each memory, which stays mapped for later fetches
-        self._unsent: list[FetchNews | Freed | LogLine] = []  # guarded by the lock of Fetching
+        self._unsent: list[FetchReport | Freed | LogLine] = []  # guarded by the lock of Fetching
 
-    def add(self, message: FetchNews | Freed | LogLine) -> None:
+    def add(self, message: FetchReport | Freed | LogLine) -> None:
         """Let `report` send a message."""
         with self._changed:
             self._unsent.append(message)
@@ -83,7 +83,7 @@ class _Fetching(Fetching):
             buffers = [self._view(*each) for each in zip(order.places, order.fetch.names, strict=True)]
         except OSError as error:
             LOGGER.warning("a prompt is computed instead of fetched: this engine's memory cannot be opened: %s", error)
-            self.add(FetchNews(failed=(order.fetch.ticket,)))
+            self.add(FetchReport(failed=(order.fetch.ticket,)))
             return
         self.start(order.fetch, buffers)
 
@@ -101,10 +101,10 @@ class _Fetching(Fetching):
             while True:
                 with self._changed:
                     self._changed.wait_for(self._is_active)
-                news = None if self._unsent else self.news(NEWS_S)
+                report = None if self._unsent else self.next_report(REPORT_S)
                 with self._changed:
                     messages, self._unsent = self._unsent, []
-                for message in [*messages, *([] if news is None else [news])]:
+                for message in [*messages, *([] if report is None else [report])]:
                     connection.send(message)
 
     def _is_active(self) -> bool:
@@ -129,7 +129,7 @@ def main(descriptor: int, engine: int) -> None:
         fetching = _Fetching(connection.recv())
         LOGGER.addHandler(_Forwarding(fetching))
         LOGGER.propagate = False
-        threading.Thread(target=fetching.report, args=(connection,), name="news", daemon=True).start()
+        threading.Thread(target=fetching.report, args=(connection,), name="report", daemon=True).start()
         while True:
             while not connection.poll(ENGINE_CHECK_S):
                 if os.getppid() != engine:  # its forks may hold the connection open

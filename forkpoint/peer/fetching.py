@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from forkpoint.cache.disk_entries import EntryName
-from forkpoint.cache.peer_offers import Fetch, FetchNews
+from forkpoint.cache.peer_offers import Fetch, FetchReport
 from forkpoint.peer.offered import key_of
 from forkpoint.peer.peer_threads import PeerThreads
 from forkpoint.peer.protocol import (
@@ -123,10 +123,10 @@ class _Running:
 
 
 class Fetching:
-    """Fetches entries whose sizes are `unit_bytes`, by kind. `news` says which fetches have ended.
+    """Fetches entries whose sizes are `unit_bytes`, by kind. `next_report` says which fetches have ended.
 
-    `news` also says how many of a fetch's first entries have arrived, so that they can be used before the others come.
-    An entry waits in a buffer until `forget`, even if its fetch fails. The caller bounds the bytes of all fetches. Each
+    It also says how many of a fetch's first entries have arrived, so that they can be used before the others come. An
+    entry waits in a buffer until `forget`, even if its fetch fails. The caller bounds the bytes of all fetches. Each
     failure is one line in the log.
     """
 
@@ -184,14 +184,14 @@ class Fetching:
             if entry is not None:
                 self.give(entry)
 
-    def news(self, wait_s: float = 0.0) -> FetchNews | None:
+    def next_report(self, wait_s: float = 0.0) -> FetchReport | None:
         """Return which fetches have ended or progressed since the last call; None if none has.
 
         Wait at most `wait_s` until a fetch has ended or PROGRESS_BYTES of one have arrived.
         """
         with self._changed:
             if wait_s:
-                self._changed.wait_for(self._has_news, wait_s)
+                self._changed.wait_for(self._has_report, wait_s)
             ended, self._ended = self._ended, _Ended()
             arrived: list[tuple[int, int]] = []
             for ticket, running in self._running.items():
@@ -200,9 +200,9 @@ class Fetching:
                     arrived.append((ticket, running.num_arrived))
         if not ended.done and not ended.failed and not arrived:
             return None
-        return FetchNews(tuple(ended.done), tuple(ended.failed), tuple(ended.unreachable), tuple(arrived))
+        return FetchReport(tuple(ended.done), tuple(ended.failed), tuple(ended.unreachable), tuple(arrived))
 
-    def _has_news(self) -> bool:
+    def _has_report(self) -> bool:
         if self._ended.done or self._ended.failed:
             return True
         return any(running.unreported_bytes >= PROGRESS_BYTES for running in self._running.values())

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from forkpoint.cache.peer_offers import Fetch, FetchNews
+from forkpoint.cache.peer_offers import Fetch, FetchReport
 from forkpoint.peer.fetch_child import Forget, Freed, Identity, LogLine, Start
 from forkpoint.peer.fetching import LOGGER
 from forkpoint.python_process import python_process
@@ -62,7 +62,7 @@ class _Ordered:
 
     buffers: list[memoryview]
     num_arrived: int = 0
-    is_reported: bool = False  # `news` has returned the fetch's end, or will do so
+    is_reported: bool = False  # `next_report` has returned the fetch's end, or will do so
 
     @property
     def is_whole(self) -> bool:
@@ -70,8 +70,8 @@ class _Ordered:
 
 
 @dataclass(slots=True)
-class _News:
-    """The tickets that `news` returns next. `arrived` has the number of entries that have arrived, by ticket."""
+class _Unreported:
+    """The tickets that `next_report` returns next. `arrived` has the number of entries that have arrived, by ticket."""
 
     done: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
@@ -98,7 +98,7 @@ class ProcessFetching:
         self._ordered: dict[int, _Ordered] = {}  # by ticket
         self._written: set[int] = set()  # tickets of fetches to whose buffers the process may write
         self._leaving: dict[int, list[memoryview]] = {}  # by ticket: such buffers of fetches that were forgotten
-        self._news = _News()
+        self._unreported = _Unreported()
         self._child: _Child | None = None
         self._revive()  # it is ready when the first request comes
 
@@ -139,17 +139,17 @@ class ProcessFetching:
             else:
                 self._give_all(ordered.buffers)
 
-    def news(self, wait_s: float = 0.0) -> FetchNews | None:
+    def next_report(self, wait_s: float = 0.0) -> FetchReport | None:
         """Return what has ended or arrived since the last call; None if nothing has.
 
         With `wait_s`, wait at most so long until a fetch has ended or some of its entries have arrived.
         """
         until_s = time.monotonic() + wait_s
         while True:
-            child, has_news = self._child, bool(self._news)
-            left_s = 0.0 if has_news else max(0.0, until_s - time.monotonic())
+            child, has_report = self._child, bool(self._unreported)
+            left_s = 0.0 if has_report else max(0.0, until_s - time.monotonic())
             if child is None or not (self._written or left_s):
-                if not has_news:
+                if not has_report:
                     time.sleep(left_s)
                 break
             try:
@@ -164,10 +164,11 @@ class ProcessFetching:
             with self._lock:
                 self._take(message)
         with self._lock:
-            news, self._news = self._news, _News()
-        if not news:
+            report, self._unreported = self._unreported, _Unreported()
+        if not report:
             return None
-        return FetchNews(tuple(news.done), tuple(news.failed), tuple(news.unreachable), tuple(news.arrived.items()))
+        arrived = tuple(report.arrived.items())
+        return FetchReport(tuple(report.done), tuple(report.failed), tuple(report.unreachable), arrived)
 
     def close(self) -> None:
         with self._lock:
@@ -188,24 +189,24 @@ class ProcessFetching:
         else:
             for ticket, count in message.arrived:
                 if ticket in self._ordered:
-                    self._ordered[ticket].num_arrived = self._news.arrived[ticket] = count
+                    self._ordered[ticket].num_arrived = self._unreported.arrived[ticket] = count
             for ticket in message.done:
                 if ticket in self._ordered:
                     self._finish(ticket, self._ordered[ticket])
             for ticket in message.failed:
                 self._fail(ticket)
-            self._news.unreachable += [ticket for ticket in message.unreachable if ticket in self._ordered]
+            self._unreported.unreachable += [ticket for ticket in message.unreachable if ticket in self._ordered]
 
     def _finish(self, ticket: int, ordered: _Ordered) -> None:
         ordered.num_arrived, ordered.is_reported = len(ordered.buffers), True
-        self._news.done.append(ticket)
+        self._unreported.done.append(ticket)
 
     def _fail(self, ticket: int) -> None:
         """Report that a fetch has failed, once."""
         ordered = self._ordered.get(ticket)
         if ordered is not None and not ordered.is_reported:
             ordered.is_reported = True
-            self._news.failed.append(ticket)
+            self._unreported.failed.append(ticket)
 
     def _revive(self) -> bool:
         """Start the process if it does not run. Returns whether it runs."""
@@ -220,7 +221,7 @@ class ProcessFetching:
 
     def _send(self, message: Start | Forget) -> None:
         assert self._child is not None
-        with contextlib.suppress(OSError):  # it has ended; `news` reads that, and alone closes what it reads from
+        with contextlib.suppress(OSError):  # it has ended; `next_report` notices, and alone closes what it reads from
             self._child.connection.send(message)
 
     def _lose_child(self) -> None:

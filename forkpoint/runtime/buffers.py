@@ -26,7 +26,7 @@ from forkpoint.runtime.host_copies import DirectCopies, StreamCopies, TierMemory
 from forkpoint.runtime.peer_copies import PEER_ROUTES, DirectPeers, StreamedPeers
 from forkpoint.runtime.pinned import PinnedBuffers
 from forkpoint.runtime.units import unit_extent
-from forkpoint.sched.plan import FetchNews, Move, MoveRoute, TierNews
+from forkpoint.sched.plan import FetchReport, Move, MoveRoute, TierReport
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8: torch.float8_e4m3fn}
 
@@ -42,8 +42,8 @@ class ArenaBuffer:
     views: in a block or slot the layers' parts follow each other. A layer's blocks are those of its window's group.
     `host` is the memory of the host tier, with `num_host_pages` pages of the layout `stored`. The system provides its
     pages when they are first written, and `copies` runs the host tier's copies. `peers` is the link to other engines,
-    if there is one. `has_late_copies`: some copies end later than the plan that started them, and `all_news` reads
-    their news.
+    if there is one. `has_late_copies`: some copies end later than the plan that started them, and `next_reports` says
+    which have ended.
     """
 
     def __init__(
@@ -143,30 +143,30 @@ class ArenaBuffer:
             if late is not None:
                 late.issue()
 
-    def all_news(self, wait_s: float = 0.0) -> tuple[TierNews | None, FetchNews | None]:
-        """Return the news of the tiers and of the fetches since the last call, None for each without news.
+    def next_reports(self, wait_s: float = 0.0) -> tuple[TierReport | None, FetchReport | None]:
+        """Return the next reports of the tiers and of the fetches, None for each that has nothing to report.
 
-        Waits at most `wait_s` for the first news.
+        Waits at most `wait_s` for the first.
         """
         if self.peers is None:
-            return self.news(wait_s), None
+            return self.next_report(wait_s), None
         until_s = time.monotonic() + wait_s
         while True:
-            copied, fetched = self.news(), self.peers.fetching.news()
+            copied, fetched = self.next_report(), self.peers.fetching.next_report()
             left_s = until_s - time.monotonic()
             if copied is not None or fetched is not None or left_s <= 0:
                 return copied, fetched
             # The tiers do not wait while they have no copies. The thread sleeps, because others need the interpreter.
-            fetched = self.peers.fetching.news(min(left_s, TURN_S))
+            fetched = self.peers.fetching.next_report(min(left_s, TURN_S))
             if fetched is not None:
                 return None, fetched
 
-    def news(self, wait_s: float = 0.0) -> TierNews | None:
-        """Return the tiers' news since the last call; None if there is none. Wait at most `wait_s` for it."""
-        done = self.copies.news(wait_s)
+    def next_report(self, wait_s: float = 0.0) -> TierReport | None:
+        """Return the tiers' next report; None if nothing ended since the last one. Wait at most `wait_s` for it."""
+        done = self.copies.next_report(wait_s)
         if self._disk_copies is None:
             return done
-        found = self._disk_copies.news(0.0 if done is not None else wait_s)
+        found = self._disk_copies.next_report(0.0 if done is not None else wait_s)
         if found is None or done is None:
             return found or done
         return replace(found, done=done.done + found.done, failed=done.failed + found.failed)

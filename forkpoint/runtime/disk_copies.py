@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName, TierNews
+from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName, TierReport
 from forkpoint.disk.store import DiskStore
 from forkpoint.runtime.after_copies import AfterCopies, AtOnce
 from forkpoint.runtime.host_copies import CopyBatch, StreamCopies, TierMemory
@@ -57,9 +57,9 @@ class DirectDisk:
         """Begin the work that `run` has only noted. Call it after the last move of a plan."""
         self._after_copies.flush()
 
-    def news(self, wait_s: float) -> TierNews | None:
-        """Return the disk's news since the last call; None if there is none. Wait at most `wait_s` for it."""
-        return self._disk.news(wait_s)
+    def next_report(self, wait_s: float) -> TierReport | None:
+        """Return the disk's next report; None if nothing ended since the last one. Wait at most `wait_s` for it."""
+        return self._disk.next_report(wait_s)
 
     def close(self) -> None:
         """Finish all writes and close the disk. All copies of the device must be done."""
@@ -98,8 +98,8 @@ class StreamedDisk(DirectDisk):
             batch = self._copies.copy_out(move, target)
         self._after_copies.add(partial(self._disk.submit_write, name, move.dst, buffer, move.ticket), batch)
 
-    def news(self, wait_s: float) -> TierNews | None:
-        found = super().news(wait_s)
+    def next_report(self, wait_s: float) -> TierReport | None:
+        found = super().next_report(wait_s)
         if found is None:
             return None
         arrived = [ticket for ticket in found.done if ticket in self._reading]

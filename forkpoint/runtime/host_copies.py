@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from forkpoint.cache.disk_entries import HOST_READY, TierNews
+from forkpoint.cache.disk_entries import HOST_READY, TierReport
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.platforms.platform import MARK_POLL_S, CopyStream, Mark, Platform
 from forkpoint.runtime.device_buffers import DeviceBuffers
@@ -165,7 +165,7 @@ class DirectCopies:
         """Issue the copies that `run` has only noted. Call it after the last move of a plan."""
         return
 
-    def news(self, wait_s: float = 0.0) -> TierNews | None:
+    def next_report(self, wait_s: float = 0.0) -> TierReport | None:
         """Return the tickets that were done since the last call; None if there are none. Wait at most `wait_s`."""
         return None
 
@@ -308,7 +308,7 @@ class StreamCopies(DirectCopies):
         if self._in.next.copies:
             self._in.issue(self._out)
 
-    def news(self, wait_s: float = 0.0) -> TierNews | None:
+    def next_report(self, wait_s: float = 0.0) -> TierReport | None:
         until = time.monotonic() + wait_s
         while True:
             done = self._done + self._out.take_done() + self._in.take_done()
@@ -317,7 +317,7 @@ class StreamCopies(DirectCopies):
                 self._ready.clear()
                 done.append(HOST_READY)
             if done:
-                return TierNews(tuple(done))
+                return TierReport(tuple(done))
             if not self._in.is_busy or time.monotonic() >= until:
                 return None
             time.sleep(MARK_POLL_S)
@@ -360,7 +360,7 @@ class StreamCopies(DirectCopies):
     def copy_in(self, contents: Tensor, ticket: int) -> CopyBatch | None:
         """Copy contents from memory of the host to a buffer that LAND finds under the ticket.
 
-        `news` reports the ticket when they have arrived. Returns as `copy_out` does.
+        `next_report` reports the ticket when they have arrived. Returns as `copy_out` does.
         """
         self._fetched[ticket], batch = self._copy_in(Stretch.of(contents), None, ticket)
         return batch

@@ -29,12 +29,12 @@ from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import OptimisticRows, Sampled, Sampler
 from forkpoint.runtime.state_operators import StateOperators
 from forkpoint.runtime.step_inputs import StepBuilder, StepShape
-from forkpoint.runtime.submitted import FailedStep, ReadNews, RunningStep, Verified
+from forkpoint.runtime.submitted import FailedStep, NextReports, RunningStep, Verified
 from forkpoint.runtime.windows import NO_DRAFT, Windows
 from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, StepPlan, StepResult, StepRows, SubmittedStep
 
-# Longest wait of a step without work for news of a tier or a fetch. It delays requests that arrive meanwhile, and the
-# decision to compute a prefix whose load is too slow.
+# Longest wait of a step without work for a report of a tier or a fetch. It delays requests that arrive meanwhile, and
+# the decision to compute a prefix whose load is too slow.
 TIER_WAIT_S = 0.002
 
 
@@ -187,12 +187,12 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> RunningStep:
         if plan.added:
             self.batch.prepare(plan.added)
-        read_news: ReadNews | None = None
+        next_reports: NextReports | None = None
         if self.arena.has_late_copies:
-            read_news = partial(self.arena.all_news, TIER_WAIT_S if plan.waits_for_tiers else 0.0)
+            next_reports = partial(self.arena.next_reports, TIER_WAIT_S if plan.waits_for_tiers else 0.0)
         if not plan.num_tokens:
             nothing = StepResult(plan.step, np.empty(0, np.int32))
-            return RunningStep(nothing, self.platform.mark(), plan.sampled_rows, read_news=read_news)
+            return RunningStep(nothing, self.platform.mark(), plan.sampled_rows, next_reports=next_reports)
         sampling = self.batch.sampling(plan.sampled_rows)
         if self._drafts is not None:  # penalties count drafts
             plan = self._drafts.filled(plan, any(row.counts is not None for row in sampling))
@@ -242,7 +242,7 @@ class ModelRunner:
             else:
                 answers, verified = self._finish_windows(plan, windows, sampling, sampled)
         mark, rows = self.platform.mark(), plan.sampled_rows
-        return RunningStep(partial_result, mark, rows, answers, verified, logprobs, prompts, read_news)
+        return RunningStep(partial_result, mark, rows, answers, verified, logprobs, prompts, next_reports)
 
     def _without_graph(
         self, plan: StepPlan, shape: StepShape, arrays: Arrays, plain: bool

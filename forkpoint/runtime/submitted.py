@@ -13,9 +13,9 @@ from forkpoint.ops.rows.columns import NOT_FINITE
 from forkpoint.platforms.platform import Mark
 from forkpoint.runtime.logprobs import Scores
 from forkpoint.runtime.windows import Windows
-from forkpoint.sched.plan import FetchNews, IntArray, StepResult, TierNews, TokenLogprobs
+from forkpoint.sched.plan import FetchReport, IntArray, StepResult, TierReport, TokenLogprobs
 
-ReadNews: TypeAlias = Callable[[], tuple[TierNews | None, FetchNews | None]]
+NextReports: TypeAlias = Callable[[], tuple[TierReport | None, FetchReport | None]]
 
 
 class Verified(NamedTuple):
@@ -30,8 +30,8 @@ class RunningStep:
     """A step that the device works on. `result` waits for it.
 
     `partial` is the part of its result that the host has already. `answers[i]` is the id sampled for `rows[i]`, or
-    NOT_FINITE. In a step with drafts it has the ids of all positions, row after row. `read_news` is given if copies may
-    end later than their plan.
+    NOT_FINITE. In a step with drafts it has the ids of all positions, row after row. `next_reports` is given if copies
+    may end later than their plan.
     """
 
     partial: StepResult
@@ -41,7 +41,7 @@ class RunningStep:
     verified: Verified | None = None
     logprobs: Scores | None = None
     prompts: Sequence[tuple[int, Sequence[Scores]]] = ()  # rows, with the scores of their prompts' tiles
-    read_news: ReadNews | None = None
+    next_reports: NextReports | None = None
 
     def result(self) -> StepResult:
         self.done.synchronize()
@@ -51,9 +51,9 @@ class RunningStep:
                 row: tuple(each for tile in tiles for each in tile.fetch().items()) for row, tiles in self.prompts
             }
             result = replace(result, prompt_logprobs=prompts)
-        if self.read_news is not None:
-            tier_news, fetched = self.read_news()
-            result = replace(result, tier_news=tier_news, fetched=fetched)
+        if self.next_reports is not None:
+            tier_report, fetch_report = self.next_reports()
+            result = replace(result, tier_report=tier_report, fetch_report=fetch_report)
         if self.answers is None:
             return result
         token_ids, rows, counts, kept = self.answers.numpy().astype(np.int32), self.rows, None, None

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from forkpoint.cache.arena import Move as Move
 from forkpoint.cache.arena import MoveKind as MoveKind
 from forkpoint.cache.arena import MoveRoute as MoveRoute
-from forkpoint.cache.disk_entries import TierNews as TierNews
+from forkpoint.cache.disk_entries import TierReport as TierReport
 from forkpoint.cache.layout import NO_SLOT as NO_SLOT
 from forkpoint.cache.peer_offers import Fetch as Fetch
-from forkpoint.cache.peer_offers import FetchNews as FetchNews
+from forkpoint.cache.peer_offers import FetchReport as FetchReport
 from forkpoint.images import ImageSpan
 from forkpoint.params import SamplingParams
 
@@ -162,7 +162,7 @@ class StepPlan:
     num_tokens: int = 0  # tokens of all rows
     sampled_rows: IntArray = field(default_factory=_no_ints)  # the rows that sample, in the order of `rows`
     masks: TokenMasks | None = None  # None: every row may sample any id
-    waits_for_tiers: bool = False  # whether the result of a plan without work waits briefly for news of disk or peers
+    waits_for_tiers: bool = False  # whether the result of a plan without work waits briefly for tiers or fetches
     fetches: tuple[Fetch, ...] = ()  # orders to get prompts from other engines, which end later than the plan
 
 
@@ -198,8 +198,8 @@ class StepResult:
     num_tokens: int = 0
     slot_bytes_copied: int = 0
     replayed: bool = False  # whether a recorded graph ran the step
-    tier_news: TierNews | None = None  # news since the last result
-    fetched: FetchNews | None = None  # news since the last result
+    tier_report: TierReport | None = None  # what ended since the last result
+    fetch_report: FetchReport | None = None
 
 
 class SubmittedStep(Protocol):

@@ -358,8 +358,8 @@ class Scheduler:
             self._pace.add(issued.plan, seconds)
         if self._tiers.load_choices:
             note_prefill(issued.plan, seconds, self._tiers.load_choices)
-        if result.tier_news is not None or result.fetched is not None:
-            self._tiers.apply_news(result.tier_news, result.fetched)
+        if result.tier_report is not None or result.fetch_report is not None:
+            self._tiers.apply_reports(result.tier_report, result.fetch_report)
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)
         sampled, ends = issued.confirm_tokens(result)

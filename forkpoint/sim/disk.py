@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forkpoint.cache.disk_entries import TierNews
+from forkpoint.cache.disk_entries import TierReport
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 
@@ -35,12 +35,12 @@ class SimulatedDisk:
                     self._due_s[move.ticket] = self._written_until_s
 
     def next_s(self, now_s: float) -> float:
-        """Return the time of the next news, `now_s` if there are some already."""
+        """Return the time of the next report, `now_s` if there is one already."""
         return max(now_s, min(self._due_s.values(), default=now_s))
 
-    def news(self, now_s: float) -> TierNews | None:
+    def next_report(self, now_s: float) -> TierReport | None:
         """Return the tickets that were done by `now_s` and not reported before; None if there are none."""
         done = tuple(ticket for ticket, due_s in self._due_s.items() if due_s <= now_s)
         for ticket in done:
             del self._due_s[ticket]
-        return TierNews(done) if done else None
+        return TierReport(done) if done else None

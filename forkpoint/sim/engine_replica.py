@@ -109,8 +109,8 @@ class EngineReplica:
         prefills = plan.rows.row[plan.num_decodes :][plan.rows.samples[plan.num_decodes :]]
         first = tuple(self._row_ids[row] for row in prefills.tolist())
         tokens, counts = self._sample(plan)
-        news = self._disk.news(now_s)
-        result = StepResult(plan.step, tokens, num_tokens=plan.num_tokens, counts=counts, tier_news=news)
+        report = self._disk.next_report(now_s)
+        result = StepResult(plan.step, tokens, num_tokens=plan.num_tokens, counts=counts, tier_report=report)
         updates = self.sched.apply(result)
         finished = {update.request.id: update.request.cache for update in updates if update.finish_reason is not None}
         for name in finished:

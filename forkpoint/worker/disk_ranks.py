@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forkpoint.cache.disk_entries import DiskFacts, Records
-from forkpoint.sched.plan import TierNews
+from forkpoint.sched.plan import TierReport
 
 
 class Reports:
@@ -39,21 +39,21 @@ class Reports:
 
 
 class TierTickets:
-    """Collects the ranks' news of tiers."""
+    """Collects the ranks' reports of their tiers."""
 
     def __init__(self, num_ranks: int) -> None:
         self._reports = Reports(num_ranks)
         self._writes = True
 
-    def merge(self, news: Sequence[TierNews]) -> TierNews | None:
-        """Return the tickets that all ranks have reported with `news` and earlier; each once. None: there are none."""
-        for each in news:
+    def merge(self, reports: Sequence[TierReport]) -> TierReport | None:
+        """Return the tickets that all ranks have reported by now, each once. None: there are none."""
+        for each in reports:
             self._writes = self._writes and each.writes
             self._reports.add(each.done, each.failed)
         done, failed = self._reports.take()
         if not done and not failed:
             return None
-        return TierNews(done, failed, self._writes)
+        return TierReport(done, failed, self._writes)
 
 
 def common_disk(disks: Sequence[DiskFacts | None]) -> DiskFacts | None:

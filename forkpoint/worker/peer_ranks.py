@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from forkpoint.cache.peer_offers import PeerFacts
-from forkpoint.sched.plan import FetchNews
+from forkpoint.sched.plan import FetchReport
 from forkpoint.worker.disk_ranks import Reports
 
 ALL: Final = 1 << 62  # entries of a fetch that is done
@@ -15,7 +15,7 @@ MOST_ARRIVING: Final = 4096  # fetches whose progress is known; those that nobod
 
 
 class FetchTickets:
-    """Collects the ranks' news. A fetch is done when it is so on all ranks, and failed if it failed on one.
+    """Collects the ranks' reports. A fetch is done when it is so on all ranks, and failed if it failed on one.
 
     An entry has arrived when each rank has its share.
     """
@@ -26,10 +26,10 @@ class FetchTickets:
         self._arrived: dict[int, list[int]] = {}  # ticket -> each rank's entries, and those that all have reported
         self._num_ranks = num_ranks
 
-    def merge(self, news: Sequence[FetchNews | None]) -> FetchNews | None:
-        """Return what all ranks have reported with `news`, one of each rank, and earlier. None: nothing is new."""
+    def merge(self, reports: Sequence[FetchReport | None]) -> FetchReport | None:
+        """Return what all ranks have reported by now; `reports` has one of each rank. None: nothing is new."""
         grown: list[tuple[int, int]] = []
-        for rank, each in enumerate(news):
+        for rank, each in enumerate(reports):
             if each is None:
                 continue
             self._reports.add(each.done, each.failed)
@@ -50,7 +50,7 @@ class FetchTickets:
             return None
         unreachable = tuple(ticket for ticket in failed if ticket in self._unreachable)
         self._unreachable.difference_update(unreachable)
-        return FetchNews(done, failed, unreachable, tuple(grown))
+        return FetchReport(done, failed, unreachable, tuple(grown))
 
 
 def common_peers(links: Sequence[PeerFacts | None]) -> PeerFacts | None:

@@ -28,7 +28,7 @@ from forkpoint.errors import EngineStoppedError, ForkpointError, StepFailedError
 from forkpoint.images import ImageSpan
 from forkpoint.obs.logs import LOGGER, set_up_logging
 from forkpoint.quick_imports import collection_paused
-from forkpoint.sched.plan import AddedRow, FetchNews, StepPlan, StepResult, SubmittedStep, TierNews
+from forkpoint.sched.plan import AddedRow, FetchReport, StepPlan, StepResult, SubmittedStep, TierReport
 from forkpoint.shared_arrays import in_shared_memory
 from forkpoint.worker.child import begin_child, how_it_ended, start_child
 from forkpoint.worker.codec import Failure, decoder, encoder
@@ -46,15 +46,15 @@ class StepAnswer(msgspec.Struct, array_like=True, frozen=True):
     """A step's result, or why there is none.
 
     `refused`: the plan contradicts the worker's batch. Only the first rank sends the result; all send the `digest` of
-    the sampled ids, and the news of their tiers and fetches.
+    the sampled ids, and the reports of their tiers and fetches.
     """
 
     result: StepResult | None = None
     digest: int = 0
     failure: str = ""
     refused: bool = False
-    tier_news: TierNews | None = None
-    fetched: FetchNews | None = None
+    tier_report: TierReport | None = None
+    fetch_report: FetchReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class RemoteRunner:
         return _RemoteStep(self, plan.step, [added.images for added in plan.added])
 
     def answer(self) -> StepAnswer:
-        """Return the first rank's answer to the oldest plan without one, with the news of all ranks.
+        """Return the first rank's answer to the oldest plan without one, with the reports of all ranks.
 
         Raises EngineStoppedError, after ending all ranks, if one has ended or they disagree.
         """
@@ -169,10 +169,10 @@ class RemoteRunner:
         for name, answer in answers.items():
             if answer.digest != first.digest:
                 raise self._stopped(f"{name} sampled other tokens than {self._ranks[0].name}")
-        news = self._tickets.merge([answer.tier_news for answer in answers.values() if answer.tier_news is not None])
-        fetched = self._fetches.merge([answers[rank.name].fetched for rank in self._ranks])
-        if (news is not None or fetched is not None) and first.result is not None:
-            return msgspec.structs.replace(first, result=replace(first.result, tier_news=news, fetched=fetched))
+        tiers = self._tickets.merge([each.tier_report for each in answers.values() if each.tier_report is not None])
+        fetches = self._fetches.merge([answers[rank.name].fetch_report for rank in self._ranks])
+        if (tiers is not None or fetches is not None) and first.result is not None:
+            return msgspec.structs.replace(first, result=replace(first.result, tier_report=tiers, fetch_report=fetches))
         return first
 
     def prepare(self) -> bool:
@@ -301,5 +301,5 @@ def _answer(step: SubmittedStep | StepAnswer, rank: int) -> StepAnswer:
         LOGGER.debug("a step failed", exc_info=error)
         return StepAnswer(failure=f"{type(error).__name__}: {error}")
     digest = zlib.crc32(result.token_ids.tobytes())
-    own = None if rank else replace(result, tier_news=None, fetched=None)
-    return StepAnswer(own, digest, tier_news=result.tier_news, fetched=result.fetched)
+    own = None if rank else replace(result, tier_report=None, fetch_report=None)
+    return StepAnswer(own, digest, tier_report=result.tier_report, fetch_report=result.fetch_report)

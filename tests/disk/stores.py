@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName, TierNews
+from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName, TierReport
 from forkpoint.disk.slab import SlabLayout
 from forkpoint.disk.store import DiskStore, open_store
 
@@ -43,17 +43,17 @@ def write(store: DiskStore, name: EntryName, unit: int, ticket: int) -> None:
     store.submit_write(name, unit, buffer, ticket)
 
 
-def settled(store: DiskStore, tickets: set[int]) -> TierNews:
+def settled(store: DiskStore, tickets: set[int]) -> TierReport:
     """Wait until all of these tickets have been reported."""
     done, failed = set[int](), set[int]()
     writes = True
     while not tickets <= done | failed:
-        news = store.news(WAIT_S)
-        assert news is not None, f"no news of {tickets - done - failed}"
-        done.update(news.done)
-        failed.update(news.failed)
-        writes = news.writes
-    return TierNews(tuple(sorted(done)), tuple(sorted(failed)), writes)
+        report = store.next_report(WAIT_S)
+        assert report is not None, f"nothing is reported of {tickets - done - failed}"
+        done.update(report.done)
+        failed.update(report.failed)
+        writes = report.writes
+    return TierReport(tuple(sorted(done)), tuple(sorted(failed)), writes)
 
 
 def read(store: DiskStore, name: EntryName, unit: int, ticket: int = 10**6) -> bytes | None:

@@ -30,8 +30,8 @@ class RanksStep:
         found, *others = [step.result() for step in (self.first, *self.others)]
         for other in others:
             assert other.token_ids.tolist() == found.token_ids.tolist(), "ranks sampled other tokens"
-        news = [each.tier_news for each in (found, *others) if each.tier_news is not None]
-        return replace(found, tier_news=self.tickets.merge(news))
+        reports = [each.tier_report for each in (found, *others) if each.tier_report is not None]
+        return replace(found, tier_report=self.tickets.merge(reports))
 
 
 @dataclass

@@ -5,33 +5,33 @@ from __future__ import annotations
 import numpy as np
 
 from forkpoint.cache.disk_entries import RECORD, DiskFacts, Records
-from forkpoint.sched.plan import FetchNews, TierNews
+from forkpoint.sched.plan import FetchReport, TierReport
 from forkpoint.worker.disk_ranks import TierTickets, common_disk
 from forkpoint.worker.peer_ranks import FetchTickets
 
 
 def test_a_ticket_counts_once_all_ranks_have_reported_it() -> None:
     tickets = TierTickets(2)
-    assert tickets.merge([TierNews((1, 2, 3))]) is None
-    assert tickets.merge([TierNews((2,), (1,))]) == TierNews((2,), (1,)), "one rank has not read it"
+    assert tickets.merge([TierReport((1, 2, 3))]) is None
+    assert tickets.merge([TierReport((2,), (1,))]) == TierReport((2,), (1,)), "one rank has not read it"
     assert tickets.merge([]) is None
-    assert tickets.merge([TierNews((3,), writes=False)]) == TierNews((3,), (), writes=False)
+    assert tickets.merge([TierReport((3,), writes=False)]) == TierReport((3,), (), writes=False)
 
 
 def test_a_fetch_counts_once_all_ranks_have_their_share() -> None:
     tickets = FetchTickets(2)
-    assert tickets.merge([FetchNews((1, 2), (3,), (3,)), None]) is None
-    assert tickets.merge([None, FetchNews((1, 3), (2,))]) == FetchNews((1,), (2, 3), (3,))
-    assert tickets.merge([FetchNews((4,)), FetchNews((4,))]) == FetchNews((4,))
+    assert tickets.merge([FetchReport((1, 2), (3,), (3,)), None]) is None
+    assert tickets.merge([None, FetchReport((1, 3), (2,))]) == FetchReport((1,), (2, 3), (3,))
+    assert tickets.merge([FetchReport((4,)), FetchReport((4,))]) == FetchReport((4,))
 
 
 def test_an_entry_has_arrived_once_all_ranks_have_their_share() -> None:
     tickets = FetchTickets(2)
-    assert tickets.merge([FetchNews(arrived=((1, 3),)), None]) is None
-    assert tickets.merge([None, FetchNews(arrived=((1, 2),))]) == FetchNews(arrived=((1, 2),))
-    assert tickets.merge([FetchNews((1,)), None]) is None, "nothing new of the second rank"
-    assert tickets.merge([None, FetchNews(arrived=((1, 5),))]) == FetchNews(arrived=((1, 5),))
-    assert tickets.merge([None, FetchNews((1,))]) == FetchNews((1,))
+    assert tickets.merge([FetchReport(arrived=((1, 3),)), None]) is None
+    assert tickets.merge([None, FetchReport(arrived=((1, 2),))]) == FetchReport(arrived=((1, 2),))
+    assert tickets.merge([FetchReport((1,)), None]) is None, "nothing new of the second rank"
+    assert tickets.merge([None, FetchReport(arrived=((1, 5),))]) == FetchReport(arrived=((1, 5),))
+    assert tickets.merge([None, FetchReport((1,))]) == FetchReport((1,))
     assert not tickets._arrived
 
 

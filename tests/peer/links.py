@@ -42,10 +42,10 @@ def fetch(
 ) -> bool:
     """Fetch and return whether it succeeded. What arrives has to be right."""
     link.fetching.start(Fetch(1, host, (port,), engine_id, lease, names, 5.0))
-    news = link.fetching.news(10.0)
-    while news is None or not (news.done or news.failed):
-        news = link.fetching.news(10.0)
-    if news.failed:
+    report = link.fetching.next_report(10.0)
+    while report is None or not (report.done or report.failed):
+        report = link.fetching.next_report(10.0)
+    if report.failed:
         link.fetching.forget(1)
         return False
     for place, name in enumerate(names):

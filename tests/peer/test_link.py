@@ -319,16 +319,16 @@ def test_entries_are_used_before_the_others_come(
     for end in (2, 4):
         for name in NAMES[end - 2 : end]:
             link.offered.add(name, contents(name), lease)
-        news = fetching.news(20.0)
-        assert news is not None and news.arrived == ((1, end),) and not news.done, "it wakes up for two blocks"
-        assert fetching.news() is None, "nothing is reported twice"
+        report = fetching.next_report(20.0)
+        assert report is not None and report.arrived == ((1, end),) and not report.done, "it wakes up for two blocks"
+        assert fetching.next_report() is None, "nothing is reported twice"
         for place in range(end):
             assert fetching.contents(1, place) == contents(NAMES[place])
     with pytest.raises(AssertionError, match="has not arrived"):
         fetching.contents(1, 4)
     link.offered.end(lease)
-    news = fetching.news(20.0)
-    assert news is not None and news.failed == (1,) and not news.arrived and not given
+    report = fetching.next_report(20.0)
+    assert report is not None and report.failed == (1,) and not report.arrived and not given
     assert fetching.contents(1, 3) == contents(NAMES[3])
     fetching.forget(1)
     assert len(given) >= 4

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forkpoint.cache.peer_offers import Fetch, FetchNews
+from forkpoint.cache.peer_offers import Fetch, FetchReport
 from forkpoint.peer.fetch_child import Forget
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.process_fetching import ProcessFetching
@@ -50,16 +50,16 @@ def offer(link: PeerLink, lease: int, count: int = len(NAMES)) -> None:
         link.offered.add(name, contents(name), lease)
 
 
-def next_news(fetching: ProcessFetching) -> FetchNews:
-    news = fetching.news(20.0)
-    assert news is not None, "nothing came in 20 s"
-    return news
+def next_report(fetching: ProcessFetching) -> FetchReport:
+    report = fetching.next_report(20.0)
+    assert report is not None, "nothing came in 20 s"
+    return report
 
 
-def wait_for_end(fetching: ProcessFetching) -> FetchNews:
-    while not (news := next_news(fetching)).done and not news.failed:
+def wait_for_end(fetching: ProcessFetching) -> FetchReport:
+    while not (report := next_report(fetching)).done and not report.failed:
         pass
-    return news
+    return report
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -74,7 +74,7 @@ def test_a_prompt_arrives_and_its_memory_comes_back(prefill: PeerLink, fetching:
     assert not given
     fetching.forget(lease)
     while len(given) < len(NAMES):
-        assert fetching.news(0.01) is None
+        assert fetching.next_report(0.01) is None
     assert not fetching._ordered and not fetching._written and not fetching._leaving
 
 
@@ -85,7 +85,7 @@ def test_entries_are_used_before_the_others_come(prefill: PeerLink, fetching: Pr
     fetching.start(order(prefill, lease))
     arrived = 0
     while arrived < 2:
-        ((ticket, arrived),) = next_news(fetching).arrived
+        ((ticket, arrived),) = next_report(fetching).arrived
         assert ticket == lease
     assert bytes(fetching.contents(lease, 1)) == contents(NAMES[1])
     with pytest.raises(AssertionError, match="has not arrived"):
@@ -93,7 +93,7 @@ def test_entries_are_used_before_the_others_come(prefill: PeerLink, fetching: Pr
     fetching.forget(lease)
     assert not given, "the process may still write there"
     while len(given) < len(NAMES):
-        assert fetching.news(0.01) is None
+        assert fetching.next_report(0.01) is None
 
 
 def test_a_failure_is_logged_by_the_engine(
@@ -213,11 +213,11 @@ def test_fetches_that_nobody_wants_hold_no_memory(fetching: ProcessFetching) -> 
         until_s = time.monotonic() + 10
         while len(given) < 30 * len(NAMES):
             assert time.monotonic() < until_s, f"{len(given)} buffers came back"
-            fetching.news(0.01)
+            fetching.next_report(0.01)
 
 
 def test_nobody_waits_for_the_other_side_to_read(prefill: PeerLink, fetching: ProcessFetching) -> None:
-    """A step may take seconds, in which the engine reads no news."""
+    """A step may take seconds, in which the engine reads no report."""
     offer(prefill, 80)
     fetching.start(order(prefill, 80))
     assert wait_for_end(fetching).done == (80,)
@@ -232,7 +232,7 @@ def test_nobody_waits_for_the_other_side_to_read(prefill: PeerLink, fetching: Pr
 
 def test_waiting_for_no_fetch_takes_its_time(fetching: ProcessFetching) -> None:
     start_s = time.monotonic()
-    assert fetching.news(0.05) is None
+    assert fetching.next_report(0.05) is None
     assert time.monotonic() - start_s >= 0.05
 
 
@@ -249,14 +249,14 @@ def test_threads_may_forget_while_others_start(prefill: PeerLink, fetching: Proc
         many = tuple(replace(NAMES[0], hash=number.to_bytes(16, "big")) for number in range(300))
         fetching.start(Fetch(ticket, HOST, (prefill.facts.port,), "earlier", ticket, many, 30.0))
         tickets.put(ticket)
-        fetching.news()
+        fetching.next_report()
     tickets.put(None)
     thread.join()
     offer(prefill, 90)
     fetching.start(order(prefill, 90))
-    while not (news := next_news(fetching)).done:
-        assert not {90} & {*news.failed}
-    assert news.done == (90,)
+    while not (report := next_report(fetching)).done:
+        assert not {90} & {*report.failed}
+    assert report.done == (90,)
 
 
 def test_it_ends_with_the_engine(fetching: ProcessFetching) -> None:

@@ -27,7 +27,7 @@ def test_a_fetch_that_nobody_wants_ends_at_once(prefill: PeerLink, decode: PeerL
     fetching.forget(1)
     with fetching._changed:
         assert fetching._changed.wait_for(lambda: not fetching._running, 5)
-    assert fetching.news() is None
+    assert fetching.next_report() is None
 
 
 @pytest.mark.parametrize("sent", [b"", AGREES, AGREES + PartHead(SENT, bytes(16)).pack() + b"some"], ids=len)
@@ -39,8 +39,8 @@ def test_a_peer_that_has_stopped_is_given_up(decode: PeerLink, sent: bytes, monk
         connection, _ = listener.accept()
         with connection:
             connection.sendall(sent)
-            news = decode.fetching.news(20.0)
-    assert news is not None and news.failed == news.unreachable == (1,)
+            report = decode.fetching.next_report(20.0)
+    assert report is not None and report.failed == report.unreachable == (1,)
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def test_a_machine_that_does_not_answer_is_given_up(
 ) -> None:
     monkeypatch.setattr("forkpoint.peer.fetching.SILENCE_S", 0.2)
     decode.fetching.start(Fetch(1, HOST, (silent_port,), "p", 1, NAMES, 3600.0))
-    news = decode.fetching.news(20.0)
-    assert news is not None and news.failed == news.unreachable == (1,)
+    report = decode.fetching.next_report(20.0)
+    assert report is not None and report.failed == report.unreachable == (1,)
 
 
 def test_a_machine_that_does_not_answer_delays_no_other(
@@ -83,5 +83,5 @@ def test_a_machine_that_does_not_answer_delays_no_other(
 def test_a_peer_that_says_nothing_is_given_up(decode: PeerLink) -> None:
     with socket.create_server((HOST, 0)) as listener:
         decode.fetching.start(Fetch(1, HOST, (listener.getsockname()[1],), "p", 1, NAMES, 0.2))
-        news = decode.fetching.news(5.0)
-    assert news is not None and news.failed == news.unreachable == (1,)
+        report = decode.fetching.next_report(5.0)
+    assert report is not None and report.failed == report.unreachable == (1,)

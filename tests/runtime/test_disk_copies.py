@@ -79,21 +79,21 @@ class MovingDisk(Moving):
         self.own(kind, target, (name, self.contents(kind, source, windows)))
         return Move(kind, source, target, MoveRoute.ARENA_TO_DISK, ticket, name, windows=windows)
 
-    def take_news(self, wait_s: float = 0.0) -> None:
-        news = self.arena.news(wait_s)
-        if news is None:
+    def take_report(self, wait_s: float = 0.0) -> None:
+        report = self.arena.next_report(wait_s)
+        if report is None:
             return
-        self.arrived += [ticket for ticket in news.done if ticket in self.reads]
-        assert not self.bad.intersection(news.done), "another entry's contents were taken for a name"
-        assert self.bad.issuperset(news.failed)
-        self.writes.difference_update(news.done)
+        self.arrived += [ticket for ticket in report.done if ticket in self.reads]
+        assert not self.bad.intersection(report.done), "another entry's contents were taken for a name"
+        assert self.bad.issuperset(report.failed)
+        self.writes.difference_update(report.done)
 
     def land_all(self) -> None:
         """Wait for all reads and look at what they brought."""
         until = time.monotonic() + WAIT_S
         while set(self.reads) - set(self.arrived) or self.writes:
-            self.take_news(0.01)
-            assert time.monotonic() < until, f"no news of {set(self.reads) - set(self.arrived)}, {self.writes}"
+            self.take_report(0.01)
+            assert time.monotonic() < until, f"{set(self.reads) - set(self.arrived)}, {self.writes}"
         while self.arrived:
             ticket = self.arrived.pop()
             kind, contents = self.reads.pop(ticket)
@@ -119,8 +119,8 @@ def test_a_write_of_a_step_that_failed_is_refused(tmp_path: Path) -> None:
     name = EntryName(SLOT, b"n" * 16, bytes(16), 1)
     unit = moving.layout.slots_per_page
     moving.arena.move([Move(MoveKind.SLOT, unit, unit, MoveRoute.ARENA_TO_DISK, 9, name)], sound=False)
-    news = None
-    while news is None:
-        news = moving.arena.news(0.01)
-    assert news.failed == (9,)
+    report = None
+    while report is None:
+        report = moving.arena.next_report(0.01)
+    assert report.failed == (9,)
     moving.arena.close()

@@ -145,7 +145,7 @@ class Moving:
         self.arena.issue()
         self.arena.data.random_(0, 255)
         self.platform.mark()
-        self.take_news()
+        self.take_report()
 
     def with_neighbours(self, move: Move) -> list[Move]:
         """Return the move of a block and, at random, moves of the blocks that follow it, which copies may join."""
@@ -189,10 +189,10 @@ class Moving:
             self.num_landed += 1
         self.expected.clear()
 
-    def take_news(self) -> None:
-        news = self.arena.news(0.0)
-        if news is not None:
-            self.arrived += [ticket for ticket in news.done if ticket in self.reads]
+    def take_report(self) -> None:
+        report = self.arena.next_report(0.0)
+        if report is not None:
+            self.arrived += [ticket for ticket in report.done if ticket in self.reads]
 
 
 @pytest.mark.parametrize("has_memory", [True, False])
@@ -245,13 +245,13 @@ def test_memory_is_ready_once_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(platform, "pin", lambda memory: pinned.append(memory.numel()))
     monkeypatch.setattr(platform, "unpin", lambda memory: pinned.pop())
     arena = ArenaBuffer(LAYOUTS["one each"], NUM_PAGES, platform, NUM_HOST_PAGES)
-    assert arena.news() is None
+    assert arena.next_report() is None
     at_once = len(arena.host) // 3 + 1
     monkeypatch.setattr("forkpoint.runtime.host_copies.PINNED_AT_ONCE", at_once)
     arena.copies.start()
-    while (news := arena.news()) is None:
+    while (report := arena.next_report()) is None:
         pass
-    assert news.done == (HOST_READY,) and sum(pinned) == len(arena.host) and arena.host.data_ptr() % PIECE_BYTES == 0
+    assert report.done == (HOST_READY,) and sum(pinned) == len(arena.host) and arena.host.data_ptr() % PIECE_BYTES == 0
     assert len(pinned) == 3 and max(pinned) <= at_once, "a large piece takes long, and may be refused as a whole"
     arena.close()
     assert not pinned
@@ -267,7 +267,7 @@ def test_memory_that_cannot_be_pinned_is_not_used(monkeypatch: pytest.MonkeyPatc
     arena = ArenaBuffer(LAYOUTS["one each"], NUM_PAGES, platform, NUM_HOST_PAGES)
     arena.copies.start()
     arena.close()  # waits for the thread
-    assert arena.news() is None
+    assert arena.next_report() is None
 
 
 def test_copies_that_follow_each_other_are_joined() -> None:

@@ -30,11 +30,11 @@ def test_a_fetched_unit_stays_in_its_buffer_until_the_device_has_read_it(monkeyp
     link.fetching._entries[1] = [buffer]
     arena.move([Move(MoveKind.BLOCK, 0, 1, MoveRoute.STAGE, 9), Move(MoveKind.BLOCK, 0, 0, MoveRoute.FORGET, 1)])
     assert not given.wait(0.2), "the stream has not read it"
-    assert arena.news() is None
+    assert arena.next_report() is None
     platform.synchronize()
     assert given.wait(20)
-    news = arena.news()
-    assert news is not None and news.done == (9,)
+    report = arena.next_report()
+    assert report is not None and report.done == (9,)
     arena.move([Move(MoveKind.BLOCK, 0, 3, MoveRoute.LAND, 9)])
     start = unit_extent(layout, MoveKind.BLOCK, 3).start
     assert (arena.data[start : start + sizes[BLOCK]] == 7).all()

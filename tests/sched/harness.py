@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from forkpoint.cache.disk_entries import HOST_READY, DiskFacts, TierNews, no_entries
+from forkpoint.cache.disk_entries import HOST_READY, DiskFacts, TierReport, no_entries
 from forkpoint.cache.layer_spec import KVSpec
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.peer_offers import PeerFacts
@@ -119,7 +119,7 @@ class Harness:
             state_write_interval=self.state_write_interval,
         )
         if self.host_streams:
-            self.sched.cache.tiers.apply_news(TierNews((HOST_READY,)))
+            self.sched.cache.tiers.apply_reports(TierReport((HOST_READY,)), None)
         if self.loaded_at_once:
             self.sched.cache.tiers.restoring.loaded_at_once = self.loaded_at_once
         self.rows: dict[int, str] = {}

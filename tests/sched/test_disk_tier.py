@@ -159,7 +159,7 @@ def test_a_disk_that_does_not_answer_is_read_again_later(
     assert disk is not None
     with monkeypatch.context() as silent:
         silent.setattr("forkpoint.cache.disk_tier.STALLED_S", 0.02)
-        silent.setattr(type(harness.runner.disk), "news", lambda self, waits: None)
+        silent.setattr(type(harness.runner.disk), "next_report", lambda self, waits: None)
         assert harness.ask("again", next_turn(prompt), 2).cache.num_cached_tokens == 0
         late = Listener(harness.sched.cache)
         for each in (listener, late):  # routers hear that nothing can be restored from it

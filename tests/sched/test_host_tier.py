@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
-from forkpoint.cache.disk_entries import HOST_READY, TierNews
+from forkpoint.cache.disk_entries import HOST_READY, TierReport
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.streamed_tier import StreamedHostTier
 from forkpoint.cache.tree import Checkpoint, Node
@@ -177,7 +177,7 @@ def test_nothing_is_stored_before_the_memory_is_ready() -> None:
     evicted(harness)
     stats = harness.sched.stats().cache
     assert stats.host_stored_bytes == 0 and stats.host_skipped > 0
-    cache.tiers.apply_news(TierNews((HOST_READY,)))
+    cache.tiers.apply_reports(TierReport((HOST_READY,)), None)
     evicted(harness, 1)
     assert harness.sched.stats().cache.host_stored_bytes > 0
 
@@ -345,7 +345,7 @@ def test_a_late_host_tier_is_not_published_until_it_is_tried_again(monkeypatch: 
     now = [100.0]
     tier._clock = tier._reader._clock = tier._choice._clock = lambda: now[0]
     begun = harness.add("waits", next_turn(prompt), 2)
-    monkeypatch.setattr(type(harness.runner.disk), "news", lambda self, waits: None)
+    monkeypatch.setattr(type(harness.runner.disk), "next_report", lambda self, waits: None)
     harness.step()
     listener.check([prompt])
     assert listener.index.restorable(sent_hashes(prompt)) == 10

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 import pytest
 
 from forkpoint.cache.arena import MoveRoute
-from forkpoint.cache.disk_entries import TierNews
+from forkpoint.cache.disk_entries import TierReport
 from forkpoint.cache.streamed_tier import StreamedHostTier
 from forkpoint.sched.plan import StepPlan
 from tests.hash_disk import HashDisk
@@ -45,7 +45,7 @@ def test_only_loads_from_a_tier_of_unknown_rate_begin_small(has_rate: bool, monk
     prompt, tier = evicted(harness), harness.sched.cache.tiers.host
     assert isinstance(tier, StreamedHostTier)
     tier._choice.note_load(2**40 if has_rate else 0, 1.0)
-    monkeypatch.setattr(type(harness.runner.disk), "news", lambda self, waits: None)
+    monkeypatch.setattr(type(harness.runner.disk), "next_report", lambda self, waits: None)
     harness.add("waits", next_turn(prompt), 2)
     harness.step()
     assert (len(tier._reader._reads) > 1) == has_rate
@@ -78,12 +78,12 @@ def test_a_plan_beside_other_requests_starts_few_reads_even_if_few_arrive(monkey
     for module in ("restoring", "tier_reads"):
         monkeypatch.setattr(f"forkpoint.cache.{module}.LOADED_AT_ONCE", 2 * harness.layout.in_tiers().block_bytes)
     prompt, submit, disk = evicted(harness), HashRunner.submit, type(harness.runner.disk)
-    news, done = disk.news, deque[int]()
+    next_report, done = disk.next_report, deque[int]()
 
-    def one_at_a_time(runner: HashDisk, waits: bool) -> TierNews | None:
-        found = news(runner, waits)
+    def one_at_a_time(runner: HashDisk, waits: bool) -> TierReport | None:
+        found = next_report(runner, waits)
         done.extend(() if found is None else found.done)
-        return TierNews((done.popleft(),)) if done else None
+        return TierReport((done.popleft(),)) if done else None
 
     def count(runner: HashRunner, plan: StepPlan) -> AnsweredStep:
         num_fetched.append(sum(move.route is MoveRoute.FETCH for move in plan.moves))
@@ -92,7 +92,7 @@ def test_a_plan_beside_other_requests_starts_few_reads_even_if_few_arrive(monkey
     harness.add("stream", tokens(5, 64), 60)
     harness.step()
     harness.runner.disk.most_delay = 0
-    monkeypatch.setattr(disk, "news", one_at_a_time)
+    monkeypatch.setattr(disk, "next_report", one_at_a_time)
     monkeypatch.setattr(HashRunner, "submit", count)
     assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens > 512
     assert max(num_fetched) == 2, num_fetched
