@@ -18,7 +18,7 @@ import forkpoint
 ROOT = Path(forkpoint.__file__).parent
 VALUES = {"errors", "checks", "config", "json_options", "image_families"}
 VALUES |= {"transfer_options", "media_limits", "option_rules", "images", "params", "outputs", "plugins", "version"}
-VALUES |= {"foreign_files", "freed_memory", "python_process", "quick_imports", "shared_arrays"}
+VALUES |= {"sizes", "vllm_options", "foreign_files", "freed_memory", "python_process", "quick_imports", "shared_arrays"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -27,6 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     "outputs": {"params"},
     "config": {"checks", "errors", "image_families", "json_options", "media_limits", "option_rules", "plugins"}
     | {"transfer_options"},
+    "sizes": {"errors"},
+    "vllm_options": {"checks", "config", "errors", "sizes"},
     "media_limits": {"checks", "errors", "json_options"},
     "option_rules": {"errors"},
     "transfer_options": {"checks", "errors", "json_options"},

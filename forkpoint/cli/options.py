@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
-from fractions import Fraction
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from forkpoint.checks import one_or_more
 from forkpoint.cli.config_file import file_arguments
 from forkpoint.cli.help import about, nearest, overview
-from forkpoint.cli.spellings import known_arguments, known_choice
+from forkpoint.cli.spellings import known_arguments
 from forkpoint.config import CacheConfig, EngineConfig, SchedulerConfig
 from forkpoint.engine.generation_config import sampling_defaults
 from forkpoint.errors import ConfigError
 from forkpoint.params import SamplingParams
+from forkpoint.sizes import num_bytes, num_tokens
+from forkpoint.vllm_options import TOKENS, known_choice
 
 METAVARS: Final = {"model": "PATH", "tokenizer": "PATH"}  # of options whose texts are paths
 GROUPS: Final = (
@@ -155,38 +155,12 @@ def _options(kind: type[Any]) -> list[Field[Any]]:
     return [field for field in fields(kind) if field.metadata.get("help")]
 
 
-def num_bytes(text: str) -> int:
-    """Parse a size in bytes such as 1000000, 512MiB, 1.5GiB or 4GB. As in vLLM, 4G is 4 GiB and 4g is 4 GB.
-
-    Raises argparse.ArgumentTypeError for other texts.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])(i?B)?)?", text.strip())
-    if found is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; give a number of bytes, or a number with a unit such as 512MiB or 4GiB"
-        )
-    number, unit, ending = found.groups()
-    if unit is None:
-        return int(Fraction(number))
-    base = 1024
-    if ending == "B" or (ending is None and unit.islower()):
-        base = 1000
-    return int(Fraction(number) * base ** ("kmgt".index(unit.lower()) + 1))
-
-
-def num_tokens(text: str) -> int | None:
-    """Parse a number of tokens such as 32768, 32k (32,000) or 32K (32,768). None for "auto" and "-1", as in vLLM.
-
-    Raises argparse.ArgumentTypeError for other texts.
-    """
-    if text in ("auto", "-1"):
-        return None
+def _read(read: Callable[[str], Any], text: str) -> Any:
+    """Return what `read` returns, for argparse, which does not know its ConfigError."""
     try:
-        return num_bytes(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of tokens; give an integer, one with a unit such as 32k or 32K, or auto"
-        ) from error
+        return read(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _add_flag(
@@ -218,9 +192,9 @@ def _add_flag(
     elif float in kinds:
         extra = {"type": float, "metavar": "FLOAT"}
     elif int in kinds and name.endswith("_bytes"):
-        extra = {"type": num_bytes, "metavar": "BYTES"}
-    elif name in ("max_model_len", "max_num_batched_tokens"):
-        extra = {"type": num_tokens, "metavar": "INT"}
+        extra = {"type": partial(_read, num_bytes), "metavar": "BYTES"}
+    elif name in TOKENS:
+        extra = {"type": partial(_read, num_tokens), "metavar": "INT"}
     elif int in kinds:
         extra = {"type": int, "metavar": "INT"}
     names = filter(None, ("--" + name.replace("_", "-"), short))

@@ -16,12 +16,6 @@ OTHER_NAMES: Final = {
     "--shutdown-timeout": "--shutdown-timeout-s",
     "-q": "--quantization",
 }
-# Values of vLLM that are called otherwise here, by the option's name.
-OTHER_VALUES: Final = {
-    ("dtype", "float"): "float32",
-    ("kv_cache_dtype", "fp8_e4m3"): "fp8",
-    ("mamba_ssm_cache_dtype", "auto"): "float32",
-}
 # vLLM turns a switch off by either name: --no-enable-lora and --disable-lora.
 OPPOSITES: Final = (
     ("--disable-", "--no-enable-"),
@@ -37,12 +31,6 @@ def known_name(flag: str, known: Collection[str]) -> str:
     names = [dashed, OTHER_NAMES.get(dashed, dashed)]
     names += [other + dashed.removeprefix(start) for start, other in OPPOSITES if dashed.startswith(start)]
     return next((name for name in names if name in known), flag)
-
-
-def known_choice(name: str, choices: Collection[str], text: str) -> str:
-    """Return the choice of the option `name` that `text` is another spelling of, or else `text` itself."""
-    lower = text.lower()
-    return next((value for value in (text, lower, OTHER_VALUES.get((name, lower), lower)) if value in choices), text)
 
 
 def known_arguments(arguments: Sequence[str], known: Collection[str]) -> list[str]:

@@ -1,49 +1,19 @@
-"""vLLM's flags that change nothing here, or ask for features that are missing here. vllm_flags.yaml lists them."""
+"""vLLM's flags that change nothing here, or ask for features that are missing here."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.resources import files
-from typing import Any, Final
-
-import yaml
+from typing import Any
 
 from forkpoint.checks import one_or_more
-
-ON, OFF = "on", "off"
-ANY: Final = "any"
+from forkpoint.vllm_options import OFF, ON, TABLE, VllmFlags
 
 
 class FlagNotice(str):
     """The log line of a given flag, used as its value in the namespace."""
 
     __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class VllmFlags:
-    """A row of the table. The table's file describes the fields."""
-
-    flags: str
-    why: str
-    values: str = ""
-    is_logged: bool = False
-    switch: bool = False
-    nargs: str | None = None
-
-    def refusal(self, value: str) -> str:
-        """Return why `value` is not possible, and which values are."""
-        others = ""
-        if self.values and not self.switch:
-            others = f"give {' or '.join(self.values.split())}, or "
-        return f"{value} is not possible here: {self.why}; {others}leave it out"
-
-
-TABLE_TEXT: Final = files("forkpoint.cli").joinpath("vllm_flags.yaml").read_text("utf-8")
-LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast in C
-TABLE: Final = tuple(VllmFlags(**row) for row in yaml.load(TABLE_TEXT, LOADER))
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +54,8 @@ class _Take(argparse.Action):
                 value = OFF
         else:
             value = " ".join(one_or_more(values or ()))
-        if self._row.values != ANY and value not in self._row.values.split():
+        if not self._row.takes(value):
             raise argparse.ArgumentError(self, self._row.refusal(value))
-        if (self._row.is_logged or self._row.values == ANY) and not (self._row.switch and value == OFF):
+        if self._row.logs(value):
             value = FlagNotice(f"{option_string} changes nothing here: {self._row.why}")
         setattr(namespace, self.dest, value)

@@ -29,9 +29,11 @@ from forkpoint.engine.outputs import RequestState
 from forkpoint.engine.progress import Progress
 from forkpoint.engine.shared import Caller, SharedEngine
 from forkpoint.errors import ConfigError, InvalidParamsError, QueueFullError
+from forkpoint.obs.logs import LOGGER
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
 from forkpoint.quick_imports import collection_paused
+from forkpoint.vllm_options import plain_options
 from forkpoint.worker.threads import wait_briefly
 
 
@@ -41,8 +43,9 @@ class LLM:
     A process that is forked later cannot use it: its calls raise EngineStoppedError.
 
     `LLM("Qwen/Qwen3.5-9B", max_model_len=4096, ...)` takes a folder or a hub id, and the options of `EngineConfig`,
-    `CacheConfig` and `SchedulerConfig` by name. Raises ConfigError, ModelFolderError or UnsupportedModelError. Call
-    `close`, or use it in a `with` statement, to release its memory.
+    `CacheConfig` and `SchedulerConfig` by name. Other options of vLLM's are named in the log, or refused. Raises
+    ConfigError, ModelFolderError or UnsupportedModelError. Call `close`, or use it in a `with` statement, to release
+    its memory.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -51,7 +54,10 @@ class LLM:
             from forkpoint.engine.build import build_parts, load_tokenizer  # imports torch and the models
             from forkpoint.engine.engine import Engine
 
-        self.config = with_folders(EngineConfig.from_flat(model=model, **options))
+        known, lines = plain_options(options)
+        self.config = with_folders(EngineConfig.from_flat(model=model, **known))
+        for line in lines:
+            LOGGER.info(line)
         self._defaults = sampling_defaults(self.config)
         tokenizer = load_tokenizer(self.config)
         self._chat: ChatTemplate | None = None
