@@ -121,7 +121,8 @@ class Part:
                     f"tensor_parallel_size splits a matrix of {width} columns into pieces of {end - start}, within "
                     f"blocks of {columns} with one scale; give a smaller size, or --deterministic, which splits none"
                 )
-            return ScaledMatrix(codes, scales[..., start // columns : -(-end // columns)], rows, columns, dtype)
+            scales = scales[..., start // columns : -(-end // columns)].contiguous()
+            return ScaledMatrix(codes, scales, rows, columns, dtype)
         inner = [bound % rows and bound != num_rows for span in self.spans for bound in span]
         if any(inner) or any(end % rows for _, end in self.spans[:-1]):
             scales, rows = scales.repeat_interleave(rows, -2), 1

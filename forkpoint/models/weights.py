@@ -261,10 +261,10 @@ class FileWeights(WeightSource):
     def _own(self, name: str, part: Part, dtype: torch.dtype, span: Span | None) -> Tensor:
         tensors = self._tensors(name)
         if tensors is not None:  # such as an output head, which runs widened
-            return part.of(self._packed(name, part.whole).dense()).to(dtype)
+            return part.copied(self._packed(name, part.whole).dense()).to(dtype)
         if len(part.whole) > 1 and self._stored_in_fp8(name):
             codes, scales, by_block = self._scaled(name, Part(part.whole))
-            return part.of(ScaledMatrix(codes, scales, *_unit(by_block, part.whole[-1]), dtype).dense())
+            return part.copied(ScaledMatrix(codes, scales, *_unit(by_block, part.whole[-1]), dtype).dense())
         if self.stored_type(name) in FP8_TYPES:
             raise ModelFolderError(
                 f"tensor {self.where(name)} is stored in FP8, where forkpoint reads bfloat16 or float32; without "

@@ -101,7 +101,7 @@ def test_every_scale_of_floats(layout: Packing) -> None:
     parts = {(at, start): every_scale(16, 256, dtype=torch.bfloat16) for at in range(2) for start in (0, 16)}
     for power, ((at, start), part) in enumerate(parts.items()):
         factor = torch.tensor(2.0 ** (20 * power - 30))  # one for the stored matrix
-        parts[at, start] = part = replace(part, factors=factor.expand(16, 1))
+        parts[at, start] = part = replace(part, factors=factor.repeat(16, 1))
         stored = {"a.weight_scale": part.scales.view(torch.float8_e4m3fn)}
         if layout == "modelopt":
             stored |= {"a.weight": part.words.view(torch.uint8), "a.weight_scale_2": factor}

@@ -68,6 +68,7 @@ class DeviceLinear:
                 return FragmentLinear(in_fragments(weight), bias)
             weight = weight.dense()
         if not isinstance(weight, ScaledMatrix):
+            assert weight.is_contiguous(), "kernels read rows that lie side by side"
             return PackedLinear(weight, bias)
         multiplies = traits_of(weight.codes.device).multiplies_fp8
         return ScaledLinear(weight, bias, library_scales(weight) if multiplies else None)

@@ -28,7 +28,7 @@ class PackedMatrix:
     `factors[..., N, 1]` fp32. An element is `(code - zero) * scale * factor` with `zeros` uint8, shaped like the
     scales. Without zeros, codes are floats (`LEVELS`) and scales are uint8, the bytes of e4m3 numbers below 128, which
     are not negative. `order[K]` is the column that each column of codes belongs to; None: its own. `dtype` is the dtype
-    of products with the matrix.
+    of products with the matrix. All tensors are contiguous, as kernels expect.
     """
 
     words: Tensor
@@ -38,6 +38,10 @@ class PackedMatrix:
     group: int
     dtype: torch.dtype
     order: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        kept = (self.words, self.scales, self.factors, self.zeros)
+        assert all(each is None or each.is_contiguous() for each in kept), "kernels read rows that lie side by side"
 
     @property
     def shape(self) -> torch.Size:
@@ -86,9 +90,9 @@ class PackedMatrix:
         assert self.order is None and start % PER_WORD == end % PER_WORD == 0, "columns are taken as whole words"
         same = self.regrouped(gcd(self.group, start, end))
         own = slice(start // same.group, -(-end // same.group))
-        zeros = None if same.zeros is None else same.zeros[..., own]
-        words = same.words[..., start // PER_WORD : end // PER_WORD]
-        return replace(same, words=words, scales=same.scales[..., own], zeros=zeros)
+        zeros = None if same.zeros is None else same.zeros[..., own].contiguous()
+        words = same.words[..., start // PER_WORD : end // PER_WORD].contiguous()
+        return replace(same, words=words, scales=same.scales[..., own].contiguous(), zeros=zeros)
 
     def regrouped(self, group: int) -> PackedMatrix:
         """Return the same matrix with groups of `group` columns, a divisor of its own."""
@@ -96,9 +100,9 @@ class PackedMatrix:
         times, count = self.group // group, -(-self.shape[-1] // group)
         if times == 1:
             return self
-        scales, zeros = self.scales.repeat_interleave(times, -1)[..., :count], self.zeros
+        scales, zeros = self.scales.repeat_interleave(times, -1)[..., :count].contiguous(), self.zeros
         if zeros is not None:
-            zeros = zeros.repeat_interleave(times, -1)[..., :count]
+            zeros = zeros.repeat_interleave(times, -1)[..., :count].contiguous()
         return replace(self, scales=scales, zeros=zeros, group=group)
 
     def joins(self, other: PackedMatrix) -> bool:

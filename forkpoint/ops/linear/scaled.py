@@ -23,7 +23,7 @@ class ScaledMatrix:
     block.
 
     A block is `rows` (128, or 1) by `columns` (128, or all K): `scales[..., ceil(N / rows), ceil(K / columns)]` fp32.
-    `dtype` is the dtype of products with the matrix.
+    `dtype` is the dtype of products with the matrix. Codes and scales are contiguous, as kernels expect.
     """
 
     codes: Tensor
@@ -31,6 +31,9 @@ class ScaledMatrix:
     rows: int
     columns: int
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        assert self.codes.is_contiguous() and self.scales.is_contiguous(), "kernels read rows that lie side by side"
 
     @property
     def shape(self) -> torch.Size:
@@ -84,10 +87,10 @@ class ScaledMatrix:
     def take_columns(self, start: int, end: int) -> ScaledMatrix:
         """Return columns `[start, end)` of `[N, K]`. `start` is the start of a block, or all columns share one
         block."""
-        codes, first = self.codes[:, start:end], start // self.columns
+        codes, first = self.codes[:, start:end].contiguous(), start // self.columns
         last = -(-end // self.columns)
         assert start % self.columns == 0 or last == first + 1, "a column of blocks would be cut"
-        return ScaledMatrix(codes, self.scales[:, first:last], self.rows, self.columns, self.dtype)
+        return replace(self, codes=codes, scales=self.scales[:, first:last].contiguous())
 
 
 def _values(codes: Tensor) -> Tensor:
