@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -27,13 +28,9 @@ MOST = {
     "ngram_vocab_size_base": 2**28,
     "seed": 2**63 - 1,
 }
-# Names inside a multimodal folder begin with the first of each pair, canonical names with the second.
-_MULTIMODAL = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head", "lm_head"),
-    ("language_model.mtp.", "mtp."),
-)
+# The start of names inside a multimodal folder. transformers 5.4 and 5.5 save fine-tunes with three language_model.
+_MULTIMODAL = re.compile(r"(?:model\.)?(?:language_model\.)+(?:model\.)?")
+_OUTSIDE = ("lm_head.", "mtp.")  # starts of canonical names that do not follow "model."
 # float16 is widened to float32, because its range is smaller than that of bfloat16, which the operators use.
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
@@ -45,10 +42,11 @@ def canonical_name(name: str, names: Sequence[tuple[str, str]] = ()) -> str:
     """
     for theirs, ours in names:
         name = name.replace(theirs, ours)
-    for prefix, ours in _MULTIMODAL:
-        if name.startswith(prefix):
-            return ours + name[len(prefix) :]
-    return name
+    found = _MULTIMODAL.match(name)
+    if found is None:
+        return name
+    name = name[found.end() :]
+    return name if f"{name}.".startswith(_OUTSIDE) else f"model.{name}"
 
 
 def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
