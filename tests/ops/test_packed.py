@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forkpoint.ops.linear.packed import FLOAT_GROUP, LEVELS, quantise_floats, quantise_packed
+from forkpoint.ops.linear.packed import FLOAT_GROUP, LEVELS, pack, quantise_floats, quantise_packed, unpack
 from tests.ops.float_scales import every_scale, exact
 
 
@@ -48,3 +48,10 @@ def test_joined() -> None:
         replace(second, dtype=torch.bfloat16),
     ):
         assert not first.joins(other)
+
+
+def test_unpacking_of_one_turned_row() -> None:
+    """Zero points of a matrix with 8 rows are stored so. torch calls them contiguous, with a last stride of 4."""
+    codes = torch.arange(32, dtype=torch.uint8).view(4, 8) % 16
+    turned = pack(codes).view(1, 4).transpose(0, 1)
+    assert torch.equal(unpack(turned), codes)

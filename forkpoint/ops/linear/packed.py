@@ -147,7 +147,8 @@ def pack(codes: Tensor) -> Tensor:
 
 def unpack(words: Tensor) -> Tensor:
     """Return the codes `[..., K]` uint8 of int32 words `[..., K / 8]`, in the order that `pack` reads them."""
-    pairs = words.contiguous().view(torch.uint8)
+    # flattened, because a tensor with a dimension of 1 may be contiguous although its last stride is not 1
+    pairs = words.flatten().view(torch.uint8).view(*words.shape[:-1], -1)
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
 
 
