@@ -59,21 +59,23 @@ def read_tokenizer(folder: str) -> Any:
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception:
             raise error from None
-    if type(hf) is PreTrainedTokenizerFast or not _splits_otherwise(hf, Path(folder)):
+    path = Path(folder) / TOKENIZER
+    if type(hf) is PreTrainedTokenizerFast or not path.is_file():
+        return hf
+    backend = getattr(hf, "backend_tokenizer", None)  # mistral-common's class has none
+    if backend is not None and not _splits_otherwise(backend, path):
         return hf
     found = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    found.backend_tokenizer.post_processor = hf.backend_tokenizer.post_processor
+    if backend is not None:
+        found.backend_tokenizer.post_processor = backend.post_processor
     return found
 
 
-def _splits_otherwise(hf: Any, folder: Path) -> bool:
-    """Return whether a tokenizer's class splits or decodes texts otherwise than the folder's tokenizer.json says.
+def _splits_otherwise(backend: Any, path: Path) -> bool:
+    """Return whether the tokenizer of a class splits or decodes texts otherwise than tokenizer.json says.
 
     Many classes of transformers 5 read only the vocabulary of the file, and bring their own normalizer and splitter.
     """
-    backend, path = getattr(hf, "backend_tokenizer", None), folder / TOKENIZER
-    if backend is None or not path.is_file():
-        return False
     said = read_json(path)
     model = said.get("model")
     # the same rules without a vocabulary, which takes long to read

@@ -6,12 +6,14 @@ import base64
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import regex
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer
 
 from forkpoint.engine.token_bytes import BYTE_OF_CHARACTER
 from forkpoint.engine.tokenizer import Tokenizer
@@ -68,6 +70,17 @@ def test_ids_are_those_of_tokenizer_json_whatever_class_is_named(name: str, mode
         assert found.encode(TEXT, add_special_tokens=False) == backend.encode(TEXT, add_special_tokens=False).ids
         assert found.decode(found.encode(TEXT), skip_special_tokens=True) == backend.decode(backend.encode(TEXT).ids)
         assert found.eos_token_id == backend.token_to_id("<|im_end|>")
+
+
+def test_a_class_of_another_library_makes_way_for_tokenizer_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers prefers mistral-common's, which cannot stream, in folders of Mistral if it is installed."""
+    backend = split_words()
+    folder = write_folder(tmp_path / "mistral", backend, "mistral", tokenizer_class="LlamaTokenizerFast")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **options: SimpleNamespace(chat_template="x"))
+    found = Tokenizer.load(folder)
+    assert found.encode(TEXT, add_special_tokens=False) == backend.encode(TEXT, add_special_tokens=False).ids
 
 
 KIMI_PIECES = (  # of the code in Moonshot's folders
