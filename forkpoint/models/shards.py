@@ -40,7 +40,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-SHARD: Final = re.compile(r"model-(\d{1,5})-of-(\d{1,5})\.safetensors")
+SHARD: Final = re.compile(r"(model(?:\.safetensors)?)-(\d{1,5})-of-(\d{1,5})\.safetensors")
 # What wrappers of training put before the names of tensors, and parts of names of adapters that are not merged.
 WRAPPERS: Final = ("base_model.model.", "_orig_mod.", "module.")
 OF_ADAPTERS: Final = re.compile(r"\.(lora_\w+|base_layer|modules_to_save)\.")
@@ -226,8 +226,8 @@ def _unlisted_files(folder: Path) -> list[str]:
             f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}{found}; give a folder with safetensors weights, "
             "or load_format='dummy' for random ones"
         )
-    first, count = numbered[0].groups()
-    wanted = [f"model-{number:0{len(first)}}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
+    stem, first, count = numbered[0].groups()
+    wanted = [f"{stem}-{number:0{len(first)}}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
     missing = set(wanted) - set(others)
     if missing:
         raise ModelFolderError(

@@ -284,6 +284,9 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
     want = logits(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     assert torch.equal(logits(tmp_path), want)
+    for path in tmp_path.glob("model-*.safetensors"):  # as Qwen names its shards
+        path.rename(tmp_path / path.name.replace("model-", "model.safetensors-"))
+    assert torch.equal(logits(tmp_path), want)
 
 
 def test_other_weights_are_named(folder: Path) -> None:
