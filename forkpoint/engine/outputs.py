@@ -25,7 +25,7 @@ class Observer(Protocol):
 
     def step(self, num_tokens: int) -> None: ...
 
-    def first_token(self, state: RequestState, elapsed_s: float) -> None: ...
+    def first_token(self, prompt: Prompt, cache: CacheReport, elapsed_s: float) -> None: ...
 
     def next_tokens(self, elapsed_s: Sequence[float]) -> None: ...
 
@@ -330,7 +330,7 @@ class OutputAssembler:
             changed[state.request_id] = state
             if self._observer is not None and update.token_id is not None:
                 if completion.last_token_s is None:
-                    self._observer.first_token(state, now_s - state.arrival_s)
+                    self._observer.first_token(state.prompt, completion.request.cache, now_s - state.arrival_s)
                 else:
                     elapsed_s.append(now_s - completion.last_token_s)
             try:

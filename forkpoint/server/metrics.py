@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.outputs import RequestState
 from forkpoint.errors import ForkpointError
+from forkpoint.outputs import CacheReport
 from forkpoint.server.errors import CLIENT_LEFT
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -146,17 +147,17 @@ class Metrics:
         if num_tokens:
             self._step_tokens.observe(num_tokens)
 
-    def first_token(self, state: RequestState, elapsed_s: float) -> None:
-        """Count a completion's first token, which came `elapsed_s` after its request."""
-        num_prompt_tokens, cache = len(state.prompt.token_ids), state.cache
+    def first_token(self, prompt: Prompt, cache: CacheReport, elapsed_s: float) -> None:
+        """Count a completion's first token, which came `elapsed_s` after its request, and its prompt."""
+        num_prompt_tokens = len(prompt.token_ids)
         self.num_prompt_tokens += num_prompt_tokens
         self.num_output_tokens += 1
         self._first_token.observe(elapsed_s)
         self._prompt_tokens.inc(num_prompt_tokens)
         self._prompt_tokens_cached.inc(cache.num_cached_tokens)
-        if state.prompt.images:
-            self._image_tokens.inc(state.prompt.num_image_tokens)
-            self._image_tokens_cached.inc(state.prompt.num_image_tokens_before(cache.num_cached_tokens))
+        if prompt.images:
+            self._image_tokens.inc(prompt.num_image_tokens)
+            self._image_tokens_cached.inc(prompt.num_image_tokens_before(cache.num_cached_tokens))
         self._output_tokens.inc()
         if cache.miss is not None:
             self._misses.labels(*self._labels, cache.miss.value).inc()

@@ -11,10 +11,12 @@ import pytest
 from forkpoint import EngineNotReadyError, EngineStoppedError, ForkpointError, SamplingParams
 from forkpoint.config import EngineConfig
 from forkpoint.engine.async_engine import AsyncEngine, OpenRequest
+from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.llm import LLM
 from forkpoint.engine.messages import Call, CallReply
 from forkpoint.engine.outputs import RequestState
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
+from forkpoint.outputs import CacheReport
 
 
 class Fragile:
@@ -26,7 +28,7 @@ class Fragile:
 
     def step(self, num_tokens: int) -> None: ...
 
-    def first_token(self, state: RequestState, elapsed_s: float) -> None:
+    def first_token(self, prompt: Prompt, cache: CacheReport, elapsed_s: float) -> None:
         if self.broken:
             raise KeyError("broken on purpose")
 

@@ -103,6 +103,18 @@ def test_what_requests_do_is_counted(http: httpx2.Client) -> None:
     assert after["checkpoints", ()] == after["state_slots_used", ()] > 0
 
 
+def test_each_completion_counts_its_own_hit(http: httpx2.Client) -> None:
+    """The first one finds nothing, and the others reuse what it has computed."""
+    assert http.post("/reset_prefix_cache").json() == {"done": True}
+    before = samples(http)
+    body = {"prompt": "One prompt, three answers. " * 16, "max_tokens": 2, "n": 3, "ignore_eos": True}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    after = samples(http)
+    cached = grown(before, after, "prompt_tokens_cached_total")
+    assert cached == grown(before, after, "prefix_cache_hits_total") > 0
+    assert grown(before, after, "prefix_miss_total", reason="cold") == 1
+
+
 def test_refusals_are_counted_too(http: httpx2.Client) -> None:
     before = samples(http)
     assert http.post("/v1/completions", json={"prompt": "x", "n": 200}).status_code == 400
