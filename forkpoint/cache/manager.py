@@ -142,6 +142,7 @@ class CacheManager:
         """
         old = lease.node
         assert old is not None and not lease.detached
+        self.store.counters.hit_tokens += hit.num_tokens - lease.num_planned
         self.store.tree.pin(hit.path[-1])
         self._free_own_blocks(lease)
         lease.node = hit.path[-1]

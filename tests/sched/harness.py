@@ -224,6 +224,12 @@ class Harness:
     def check_output(self, name: str) -> None:
         assert self.output(name) == self.expected(name), f"{name}: cached and uncached outputs differ"
 
+    def check_hits(self) -> None:
+        """The counter of reused tokens is what the requests report, unless one ran again."""
+        requests = self.requests.values()
+        if not any(request.num_preemptions for request in requests):
+            assert self.sched.stats().cache.hit_tokens == sum(request.cache.num_cached_tokens for request in requests)
+
     def ask(self, name: str, prompt: np.ndarray, max_tokens: int = 1, **options: object) -> Request:
         """Add one request, run to the end, check its outputs and its accounting."""
         request = self.add(name, prompt, max_tokens, **options)

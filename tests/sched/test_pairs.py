@@ -215,6 +215,7 @@ class Fleet:
         for each in self.engines:
             failed = {name for name in each.harness.requests if self._check(each, name)}
             assert len(failed - each.spoiled) <= each.num_broken, "a request ended for another's fault"
+            each.harness.check_hits()
             self._check_left(each.harness)
 
     def _check(self, engine: Engine, name: str) -> bool:

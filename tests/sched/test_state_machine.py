@@ -246,6 +246,7 @@ class Serving(RuleBasedStateMachine):
         harness.run()
         failed = {name for name in harness.requests if self.check_request(name)}
         assert len(failed - self.spoiled) <= self.num_broken, "a request ended for another's fault"
+        harness.check_hits()
         stats = harness.sched.stats()
         assert stats.num_running == stats.num_waiting == 0
         assert stats.cache.num_slots_used == stats.cache.num_checkpoints, "a slot leaked"
