@@ -288,10 +288,20 @@ class FetchedPrompts(RestoreSource):
         for ticket in report.failed:
             if ticket in self._by_ticket:
                 prompt = self._by_ticket[ticket]
-                if ticket in report.unreachable:
-                    self._avoided[prompt.offer.host, prompt.offer.port] = self._clock() + AVOIDED_S
                 self._counters.peer_failed_fetches += 1
                 self._end(prompt)  # some ranks may have got their share
+                if ticket in report.unreachable:
+                    self._avoid(prompt.offer.host, prompt.offer.port)
+
+    def _avoid(self, host: str, port: int) -> None:
+        """Do not ask a peer for a while, and give up what it has not begun to send: others may need the memory."""
+        self._avoided[host, port] = self._clock() + AVOIDED_S
+        for prompt in list(self._prompts.values()):
+            is_of_peer = (prompt.offer.host, prompt.offer.port) == (host, port)
+            if is_of_peer and not (prompt.has_arrived or prompt.num_arrived):
+                LOGGER.warning("a prompt at %s port %d is computed: an earlier one has not come from there", host, port)
+                self._counters.peer_failed_fetches += 1
+                self._end(prompt)
 
     # --- restoring
 

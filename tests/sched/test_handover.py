@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forkpoint.cache.peer_offers import PeerFacts
+from forkpoint.cache.peer_offers import FetchReport, PeerFacts
 from tests.sched.harness import LAYOUTS, WITH_WINDOWS, Harness, tokens
 
 ASKS = {"do_remote_decode": True}
@@ -232,6 +232,27 @@ def test_a_fetch_that_does_not_come_is_given_up() -> None:
     second.check_output("a")
     assert request.cache.num_cached_tokens == 0 and other.cache.num_cached_tokens == 0
     assert second.sched.stats().cache.peer_failed_fetches == 1
+
+
+def test_a_silent_peer_holds_no_memory_for_its_other_prompts() -> None:
+    """What it has not begun to send is given up with the first fetch that fails, whether it has started or not."""
+    first, second = pair("no states")
+    prompts = [tokens(seed, 641) for seed in range(3)]
+    params = [offered(first, f"{index}", prompt) for index, prompt in enumerate(prompts)]
+    room = 2 * 10 * second.layout.block_bytes
+    second = Harness(second.layout, num_pages=400, peers=facts("d", max_bytes=room))
+    second.runner.peers.is_stuck = True
+    for index, prompt in enumerate(prompts):
+        second.add(f"{index}", prompt, 3, kv_transfer_params=params[index])
+    second.step()
+    fetched = second.sched.cache.tiers.peers.fetched  # type: ignore[union-attr]
+    assert fetched is not None and fetched._num_bytes == room
+    fetched.apply(FetchReport(failed=(1,), unreachable=(1,)))
+    assert fetched._num_bytes == 0 and not fetched.is_fetching
+    second.run()
+    for index in range(3):
+        second.check_output(f"{index}")
+    assert second.sched.stats().cache.peer_failed_fetches == 3
 
 
 def test_an_offer_of_wrong_contents_is_withdrawn() -> None:
