@@ -111,21 +111,39 @@ def test_a_stopped_build_leaves_nothing_that_the_next_one_reads(
     assert {path.name for path in library.parent.iterdir()} == {library.name, marker.name, "forkpoint.lock"}
 
 
+FORK = """
+import os, sys, threading, time
+from pathlib import Path
+def fork(started, forked):
+    while not os.path.exists(started):
+        time.sleep(0.01)
+    if not (pid := os.fork()):
+        time.sleep(600)
+        os._exit(0)
+    Path(forked + ".new").write_text(str(pid))
+    os.rename(forked + ".new", forked)
+threading.Thread(target=fork, args=sys.argv[-2:]).start()
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_build_stops_its_compilers(tmp_path: Path, number: signal.Signals) -> None:
+    """Also if a fork of the process that builds lives on and has a copy of its pipes."""
     if (missing := cpu_build._missing_for_compiling()) is not None:
         pytest.skip(missing)
     slow, started, source = tmp_path / "slow-c++", tmp_path / "started", tmp_path / "one.cpp"
+    forked = tmp_path / "forked"
     answers = 'case "$*" in *--version*|*-dumpfullversion*) echo 12.2.0; exit;; esac'
     slow.write_text(f"#!/bin/sh\n{answers}\necho $$ > {started}.new; mv {started}.new {started}; exec sleep 600\n")
     slow.chmod(0o755)
     source.touch()
-    code = "import sys; from pathlib import Path; from forkpoint.ops.cpu.build import _compile"
-    code += "; _compile(*[[Path(sys.argv[1])], *map(Path, sys.argv[2:])])"
+    code = f"{FORK}from forkpoint.ops.cpu.build import _compile\n"
+    code += "_compile([Path(sys.argv[1])], *map(Path, sys.argv[2:4]))"
     places = [str(source), str(tmp_path / "key" / f"{cpu_build.NAME}.so"), str(tmp_path / "complete")]
+    places += [str(started), str(forked)]
     with subprocess.Popen([sys.executable, "-c", code, *places], env={**os.environ, "CXX": str(slow)}) as builder:
         until_s = time.monotonic() + 60
-        while not started.exists():
+        while not forked.exists():
             assert builder.poll() is None and time.monotonic() < until_s, "no compiler was started"
             time.sleep(0.01)
         builder.send_signal(number)
@@ -136,8 +154,9 @@ def test_a_stopped_build_stops_its_compilers(tmp_path: Path, number: signal.Sign
             assert time.monotonic() < until_s, "the compiler runs on"
             time.sleep(0.01)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(compiler, signal.SIGKILL)
+        for pid in (compiler, int(forked.read_text())):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_every_operator_is_named_and_redirects() -> None:

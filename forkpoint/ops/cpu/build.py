@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import platform
+import select
 import shutil
 import signal
 import subprocess
@@ -39,6 +40,7 @@ FLAGS = (
 )
 NAME = "forkpoint_cpu_ops"
 BUILD = "build-"  # how the folder of a running build begins
+PARENT_CHECK_S = 1.0  # seconds between two looks whether the process that waits for a build still runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def _compile(sources: list[Path], library: Path, marker: Path) -> None:
 
 def _run_compilers(place: str, sources: list[str]) -> None:
     """Build the library in the folder `place`, in a process that ends with this one. Raises RuntimeError."""
-    run = "from forkpoint.ops.cpu.build import run_compilers; run_compilers()"
+    run = f"from forkpoint.ops.cpu.build import run_compilers; run_compilers({os.getpid()})"
     with python_process(run, place, *sources, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         output = process.stdout.read().decode(errors="replace")
@@ -155,15 +157,17 @@ def _run_compilers(place: str, sources: list[str]) -> None:
         raise RuntimeError(output or f"the compiling process ended with exit code {process.returncode}")
 
 
-def run_compilers() -> None:
+def run_compilers(parent: int) -> None:
     """Build the library as the arguments of this process say; print what failed. Warnings go to standard error.
 
-    When the other end of standard input closes, SIGTERM ends this process and ninja, which then ends its compilers.
+    When the process `parent` ends or closes its end of standard input, SIGTERM ends this process and ninja, which then
+    ends its compilers.
     """
     from torch.utils import cpp_extension
 
     def end_with_parent() -> None:
-        os.read(0, 1)
+        while os.getppid() == parent and not select.select([0], [], [], PARENT_CHECK_S)[0]:
+            pass  # forks of the parent may hold its end open
         os.killpg(0, signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the process of the engine ignores it
