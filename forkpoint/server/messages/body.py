@@ -35,7 +35,10 @@ class Tool(Body):
 
 
 class Thinking(ThinkingOptions):
-    """Whether the model thinks, and for how many tokens at most (`budget_tokens`)."""
+    """Whether the model thinks, and for how many tokens at most (`budget_tokens`).
+
+    With the `display` `omitted`, thinking blocks have no text. They come back by their signatures.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -77,10 +80,10 @@ class MessagesBody(CountTokensBody):
     kv_transfer_params: TransferParams = None
 
     @property
-    def shows_thinking(self) -> bool:
+    def has_thinking(self) -> bool:
         """Whether the client asked for thinking. A client that did not may take the first block for the answer."""
         if self.thinking is not None:
-            return self.thinking.type != "disabled" and self.thinking.display != "omitted"
+            return self.thinking.type != "disabled"
         return bool(self.thinking_variables().get("enable_thinking"))
 
 
@@ -109,7 +112,7 @@ def chat_fields(body: CountTokensBody, note: Note) -> dict[str, Any]:
     if body.thinking_token_budget is None and body.thinking is not None:
         fields["thinking_token_budget"] = body.thinking.budget_tokens
     if isinstance(body, MessagesBody):
-        fields |= {"include_reasoning": body.shows_thinking, "stop": body.stop_sequences}
+        fields |= {"include_reasoning": body.has_thinking, "stop": body.stop_sequences}
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from forkpoint.checks import json_value
@@ -13,6 +14,7 @@ from forkpoint.server.chat.body import ChatBody
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.body import CountTokensBody, MessagesBody, chat_fields
 from forkpoint.server.protocol import CacheInfo, ReplyModel, SpeculationInfo
+from forkpoint.server.seal import sealed
 from forkpoint.server.sse import named_event
 from forkpoint.server.talk import Change, News, PreparedTurn, Talk, prompt_of
 from forkpoint.server.texts import Texts
@@ -61,16 +63,25 @@ class MessagesErrorReply(ReplyModel):
     error: MessagesErrorInfo
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedMessage(PreparedTurn):
+    """A prepared request of this API. `omits_thinking`: thinking blocks have no text, and hold it in the signature."""
+
+    omits_thinking: bool
+
+
 STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def prepare_message(texts: Texts, data: bytes) -> PreparedTurn:
+def prepare_message(texts: Texts, data: bytes) -> PreparedMessage:
     """Prepare a request from the body `data`. Runs in a reader's process.
 
     Raises HTTPError or ForkpointError if it is wrong.
     """
     body = texts.parse(MessagesBody, data)
-    return PreparedTurn.read(texts, validated(ChatBody, chat_fields(body, texts.notices.add)))
+    chat = validated(ChatBody, chat_fields(body, texts.notices.add))
+    omits = body.thinking is not None and body.thinking.display == "omitted"
+    return PreparedMessage.read(texts, chat, omits_thinking=omits)
 
 
 def count_tokens(texts: Texts, data: bytes) -> CountReply:
@@ -83,7 +94,7 @@ def count_tokens(texts: Texts, data: bytes) -> CountReply:
     return CountReply(input_tokens=len(prompt_of(texts, chat).token_ids))
 
 
-class MessageAnswer(ApiAnswer[PreparedTurn]):
+class MessageAnswer(ApiAnswer[PreparedMessage]):
     """An answer of Anthropic's API, as a list of content blocks."""
 
     prefix = "msg_"
@@ -131,7 +142,8 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
                 yield self._begin({"type": "tool_use", "id": call, "name": name, "input": {}})
             case "grows", Reasoning(text):
                 self._texts.append(text)
-                yield self._delta({"type": "thinking_delta", "thinking": text})
+                if not self.prepared.omits_thinking:
+                    yield self._delta({"type": "thinking_delta", "thinking": text})
             case "grows", Content(text):
                 self._texts.append(text)
                 yield self._delta({"type": "text_delta", "text": text})
@@ -142,10 +154,13 @@ class MessageAnswer(ApiAnswer[PreparedTurn]):
                 block, text = self._blocks[-1], "".join(self._texts)
                 if isinstance(piece, CallPart):
                     block["input"] = _whole_arguments(text)
+                elif isinstance(piece, Reasoning):
+                    # Clients take a block without a signature for text, so one that shows its text has an empty seal.
+                    shown, hidden = ("", text) if self.prepared.omits_thinking else (text, "")
+                    block |= {"thinking": shown, "signature": sealed(hidden)}
+                    yield self._delta({"type": "signature_delta", "signature": block["signature"]})
                 else:
-                    block[block["type"]] = text
-                if isinstance(piece, Reasoning):
-                    yield self._delta({"type": "signature_delta", "signature": ""})
+                    block["text"] = text
                 yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
     def _begin(self, block: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from forkpoint.obs.notices import Note
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import MAX_SHOWN
+from forkpoint.server.seal import unsealed
 
 IMAGE_SOURCES: Final = "{type: base64, media_type, data} or {type: url, url}"
 FILES_NOT_READ: Final = (
@@ -44,7 +45,8 @@ def chat_messages(role: str, content: str | list[dict[str, Any]] | None, note: N
             case "assistant", "tool_use":
                 message.setdefault("tool_calls", []).append(_call(block))
             case "assistant", "thinking":
-                message["reasoning_content"] = message.get("reasoning_content", "") + string(block, "thinking")
+                if thinking := string(block, "thinking") or unsealed(block.get("signature")):
+                    message["reasoning_content"] = message.get("reasoning_content", "") + thinking
             case "assistant", "redacted_thinking":
                 pass  # it is encrypted by Anthropic
             case "user", _:

@@ -13,9 +13,9 @@ from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.api_answer import ApiAnswer
 from forkpoint.server.errors import HTTPError, to_http
 from forkpoint.server.protocol import ReplyModel
-from forkpoint.server.responses.items import sealed
 from forkpoint.server.responses.store import NAME_TAIL, Key, ResponseStore, Stored
 from forkpoint.server.responses.tools import CalledTool, custom_input
+from forkpoint.server.seal import sealed
 from forkpoint.server.sse import encode, named_event
 from forkpoint.server.talk import Change, PreparedTurn, Talk
 

@@ -11,9 +11,9 @@ from forkpoint.obs.notices import Note
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import MAX_SHOWN
 from forkpoint.server.responses.tools import INPUT, flat_name
+from forkpoint.server.seal import unsealed
 
 CALL, OUTPUT = "_call", "_call_output"  # suffixes of the types of calls, and of their results
-SEAL: Final = "plain:"  # begins the `encrypted_content` of this server's reasoning
 RESULT_PARTS: Final = ("input_text", "input_image", "input_file")  # part types of tools' results
 ITEM_FIELDS: Final = ("id", "type", "status", "call_id", "caller", "created_by")  # fields that are not arguments
 
@@ -133,14 +133,9 @@ def _output(output: Any) -> Any:
     return _content(output)
 
 
-def sealed(text: str) -> str:
-    """Return the `encrypted_content` of a reasoning item. It is not encrypted: it is the client's to keep."""
-    return SEAL + text
-
-
 def _reasoning(item: dict[str, Any]) -> str:
-    content, given = item.get("content"), item.get("encrypted_content")
-    if not content and isinstance(given, str) and given.startswith(SEAL):
-        return given.removeprefix(SEAL)
+    content = item.get("content")
+    if not content and (text := unsealed(item.get("encrypted_content"))):
+        return text
     texts = [member(part, "text") for part in listed(content or item.get("summary") or [])]
     return "\n".join(text for text in texts if isinstance(text, str))
