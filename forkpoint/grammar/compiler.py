@@ -195,8 +195,9 @@ def _read(backend: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:
     from llguidance import LLTokenizer
 
     num_ids = max(vocab_size, backend.get_vocab_size())
+    ends = [token_id for token_id in eos_token_ids if backend.id_to_token(token_id) is not None]
     try:
-        return LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=eos_token_ids or None)
+        return LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=ends or None)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the library is not an Exception

@@ -53,6 +53,11 @@ def test_what_is_passed_over_or_wrong_is_refused(
     assert "Warning" not in capfd.readouterr().err
 
 
+def test_an_end_without_a_token_is_left_out() -> None:
+    """generation_config.json of fine-tunes may list ids of tokens that the tokenizer has lost."""
+    assert start(GrammarCompiler(byte_level(), 512, {1, 450}), choice=["a"])
+
+
 def test_parentheses_that_mean_themselves_are_not_counted(compiler: GrammarCompiler) -> None:
     assert start(compiler, regex=r"\(" * 70 + "[(((]" * 30)
     assert start(compiler, grammar='root ::= "' + "(" * 70 + '"')
