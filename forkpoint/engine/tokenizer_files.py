@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -81,10 +81,26 @@ def _splits_otherwise(backend: Any, path: Path) -> bool:
     # the same rules without a vocabulary, which takes long to read
     rules = {**said, "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [], "post_processor": None}
     own = tokenizers.Tokenizer.from_str(json.dumps(rules))
-    parts = ((each.normalizer, each.pre_tokenizer, each.decoder) for each in (own, backend))
-    first, other = ([part and part.__getstate__() for part in each] for each in parts)
+    first, other = ([_rule(each.normalizer), _rule(each.pre_tokenizer), _rule(each.decoder)] for each in (own, backend))
     flags = [(bool(member(model, name)), bool(getattr(backend.model, name, False))) for name in _FLAGS]
     return first != other or any(one != two for one, two in flags)
+
+
+def _rule(part: Any) -> Any:
+    """Return what a part of a tokenizer does, without what changes no ids and no decoded text."""
+
+    def kept(value: Any, names: Collection[str]) -> Any:
+        if isinstance(value, list):
+            return [kept(each, names) for each in value]
+        if not isinstance(value, dict):
+            return value
+        return {name: kept(each, names) for name, each in value.items() if name not in names}
+
+    if part is None:
+        return None
+    is_decoder = isinstance(part, decoders.Decoder)
+    without_effect = ("trim_offsets", "add_prefix_space", "use_regex") if is_decoder else ("trim_offsets",)
+    return kept(json.loads(part.__getstate__()), without_effect)
 
 
 def _is_kimi(folder: Path) -> bool:

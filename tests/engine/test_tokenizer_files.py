@@ -13,7 +13,7 @@ import pytest
 import regex
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from forkpoint.engine.token_bytes import BYTE_OF_CHARACTER
 from forkpoint.engine.tokenizer import Tokenizer
@@ -70,6 +70,22 @@ def test_ids_are_those_of_tokenizer_json_whatever_class_is_named(name: str, mode
         assert found.encode(TEXT, add_special_tokens=False) == backend.encode(TEXT, add_special_tokens=False).ids
         assert found.decode(found.encode(TEXT), skip_special_tokens=True) == backend.decode(backend.encode(TEXT).ids)
         assert found.eos_token_id == backend.token_to_id("<|im_end|>")
+
+
+def test_a_class_with_the_rules_of_tokenizer_json_stays(tmp_path: Path) -> None:
+    """Qwen's files differ from the class in fields that do not change ids, and a second look would take seconds."""
+    trained = json.loads(split_words().to_str())["model"]
+    Qwen2Tokenizer(vocab=trained["vocab"], merges=list(map(tuple, trained["merges"]))).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    rules = json.loads(path.read_text())
+    rules["pre_tokenizer"]["pretokenizers"][-1]["trim_offsets"] = False
+    rules["decoder"] |= {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    path.write_text(json.dumps(rules))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert type(Tokenizer.load(str(tmp_path)).hf) is Qwen2Tokenizer
+    del rules["normalizer"]
+    path.write_text(json.dumps({**rules, "normalizer": {"type": "NFKC"}}))
+    assert Tokenizer.load(str(tmp_path)).encode("\u2460") == Tokenizer.load(str(tmp_path)).encode("1")
 
 
 def test_a_class_of_another_library_makes_way_for_tokenizer_json(
