@@ -35,6 +35,7 @@ OF_SERVERS: Final = (
     "disable_log_stats",
     "max_logprobs",
     "reasoning_parser",
+    "scheduling_policy",
     "served_model_name",
 )
 

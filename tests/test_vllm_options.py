@@ -57,7 +57,13 @@ NEUTRAL = {
 
 
 def test_a_script_for_vllm_starts(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    noted = {"trust_remote_code": True, "swap_space": 4, "compilation_config": {"level": 3}, "max_logprobs": 20}
+    noted = {
+        "trust_remote_code": True,
+        "swap_space": 4,
+        "compilation_config": {"level": 3},
+        "max_logprobs": 20,
+        "scheduling_policy": "fcfs",
+    }
     options: dict[str, Any] = {"max_model_len": "auto", "dtype": "float32", "device": "cpu", "cpu_ops": "torch"}
     with LLM(str(tiny_model), skip_tokenizer_init=True, **options, **{**NEUTRAL, **noted}) as llm:
         (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
