@@ -14,9 +14,8 @@ class Unmade(Tensor):
 
     @classmethod
     def of(cls, own: Tensor) -> Self:
-        if isinstance(own, Unmade):
-            own = own.own
-        found = own.as_subclass(cls)
+        plain = own.own if isinstance(own, Unmade) else own  # `own` itself stays what it is
+        found = plain.as_subclass(cls)
         found.own = own
         return found
 
