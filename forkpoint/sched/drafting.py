@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from forkpoint.cache.manager import CacheManager
 from forkpoint.config import BLOCK_SIZE
@@ -12,8 +13,9 @@ from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.issued_step import IssuedStep
 from forkpoint.sched.plan import IntArray, StepPlan, StepResult
-from forkpoint.sched.prompt_demand import PromptDemand
+from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Grammar, Request
+from forkpoint.sched.running import RunningSet
 from forkpoint.sched.scheduled_request import ScheduledRequest
 from forkpoint.sched.stats import DraftStats
 from forkpoint.sched.step_pace import StepPace
@@ -31,24 +33,48 @@ class DraftPlanner:
         self,
         drafter: Drafter,
         cache: CacheManager,
-        demand: PromptDemand,
+        waiting: WaitingQueue,
+        running: RunningSet,
         pace: StepPace | None,
     ) -> None:
         """`pace` limits the prompt tokens of steps with decode rows. None: only the step's budget does."""
-        self._drafter, self._cache, self._demand, self._pace = drafter, cache, demand, pace
+        self._drafter, self._cache, self._pace = drafter, cache, pace
+        self._waiting, self._running = waiting, running
+        self._is_blocked = False  # whether memory had no room for a waiting request in the last step
         self._num_left = 0  # drafts that the step under construction may still get
         self._num_drafts = self._num_tokens = 0
         self._accepted: Counter[int] = Counter()  # by position in the draft
 
-    def begin_plan(self, budget: int, num_rows: int) -> None:
-        """Set how many drafts the next step may have: what `num_rows` rows and the prompts leave of its `budget`."""
-        room = max(0, budget - num_rows)
-        num_prompt_tokens = self._demand.num_tokens(room)
+    def begin_plan(self, budget: int) -> None:
+        """Set how many drafts the next step may have: what the running rows and the prompts leave of its `budget`."""
+        room = max(0, budget - len(self._running.requests))
+        num_prompt_tokens = self._num_prompt_tokens(room)
         if num_prompt_tokens and self._pace is not None:
             room = min(room, self._pace.num_tokens)
         self._num_left = room - max(BLOCK_SIZE, num_prompt_tokens)
 
-    def early_rows(self, running: Iterable[ScheduledRequest]) -> set[ScheduledRequest] | None:
+    def _num_prompt_tokens(self, most: int) -> int:
+        """Return how many tokens of running and waiting prompts the next step could compute, at most `most`.
+
+        As many waiting prompts count as there are free rows, without what they would find cached. None counts if the
+        last step admitted nothing although requests waited, because then memory has no room for them.
+        """
+        total = 0
+        for scheduled in self._running.requests:
+            total += max(0, scheduled.prefill_end - scheduled.lease.num_planned)
+            if total >= most:
+                return most
+        if self._is_blocked:
+            return total
+        for scheduled in itertools.islice(self._waiting.requests, len(self._running.free_rows)):
+            total += scheduled.request.num_tokens
+            if scheduled.expected is not None:
+                total -= scheduled.expected.num_tokens
+            if total >= most:
+                return most
+        return total
+
+    def early_rows(self) -> set[ScheduledRequest] | None:
         """Return the rows that may be planned before the result of their step in flight.
 
         None: too many rows cannot be planned early or would get better drafts later. Then it is better to plan all rows
@@ -56,7 +82,7 @@ class DraftPlanner:
         """
         decoding = [
             scheduled
-            for scheduled in running
+            for scheduled in self._running.requests
             if scheduled.prefill_end <= scheduled.lease.num_planned < scheduled.num_to_compute
         ]
         found, may_miss = set[ScheduledRequest](), int(MOST_MISSING * len(decoding))
@@ -87,9 +113,7 @@ class DraftPlanner:
             return not (placed or crosses)
         return True
 
-    def plan(
-        self, builder: PlanBuilder, scheduled: ScheduledRequest, num_running: int
-    ) -> tuple[IntArray | None, Sequence[IntArray]]:
+    def plan(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> tuple[IntArray | None, Sequence[IntArray]]:
         """Return drafts for the row's next step and the grammar's masks after each of them; None: no drafts.
 
         Blocks for them are taken. Drafts leave budget for every other row and for prompts, and pass at most one block
@@ -99,7 +123,7 @@ class DraftPlanner:
         request, start = scheduled.request, scheduled.lease.num_planned
         if start + 1 < request.num_tokens:
             return None, ()
-        spare = builder.budget - (num_running - builder.num_rows) - BLOCK_SIZE
+        spare = builder.budget - (len(self._running.requests) - builder.num_rows) - BLOCK_SIZE
         most = min(spare, self._num_left, scheduled.num_to_compute - start - 1, BLOCK_SIZE - 1)
         if start > request.num_tokens and self._cache.deterministic:
             most = min(most, BLOCK_SIZE - 1 - start % BLOCK_SIZE)
@@ -121,7 +145,7 @@ class DraftPlanner:
 
     def note_plan(self, plan: StepPlan) -> None:
         """Note whether a step computes prompts."""
-        self._demand.note_plan(plan)
+        self._is_blocked = bool(self._waiting.requests) and plan.num_decodes == len(plan.rows)
 
     def count_accepted(self, issued: IssuedStep, result: StepResult, seconds: float) -> None:
         """Count the drafts of a step whose result is there after so many seconds, accepted or not.

@@ -28,7 +28,6 @@ from forkpoint.sched.handover import Handover
 from forkpoint.sched.issued_step import IssuedStep
 from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult, TokenLogprobs
 from forkpoint.sched.prefill_times import note_prefill
-from forkpoint.sched.prompt_demand import PromptDemand
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestUpdate, follow
 from forkpoint.sched.retries import Retries
@@ -90,8 +89,7 @@ class Scheduler:
             self._pace = StepPace(scheduler.max_inter_token_latency_ms / 1000)
         self._drafting: DraftPlanner | None = None
         if drafter is not None:
-            demand = PromptDemand(self._waiting, self._running)
-            self._drafting = DraftPlanner(drafter, self.cache, demand, self._pace)
+            self._drafting = DraftPlanner(drafter, self.cache, self._waiting, self._running, self._pace)
         self._handover = Handover(self.cache)
         self._clock, self._ended_s = clock, 0.0  # when the last step ended
         self._requests: dict[str, ScheduledRequest] = {}
@@ -194,9 +192,9 @@ class Scheduler:
             self._encoder.begin_step()
         suspect, early = self._retries.next(), set[ScheduledRequest]()
         if self._drafting is not None:
-            self._drafting.begin_plan(self.config.max_num_batched_tokens, len(self._running.requests))
+            self._drafting.begin_plan(self.config.max_num_batched_tokens)
             if self._issued and suspect is None:
-                found = self._drafting.early_rows(self._running.requests)
+                found = self._drafting.early_rows()
                 if found is None:
                     return None
                 early = found
@@ -320,7 +318,7 @@ class Scheduler:
         drafts: IntArray | None = None
         masks: Sequence[IntArray] = ()
         if self._drafting is not None:
-            drafts, masks = self._drafting.plan(builder, scheduled, len(self._running.requests))
+            drafts, masks = self._drafting.plan(builder, scheduled)
         if start % BLOCK_SIZE < lease.num_last_step:  # the last step came to a boundary or passed one
             self.cache.extend(lease, scheduled.tokens_beyond_chain(start))
             if not self.cache.boundaries.cross(lease):

@@ -13,14 +13,6 @@ MEMORY: Final = 0.9  # factor on the weight of earlier steps for each new step
 FIRST_TOKENS: Final = 512  # prompt tokens of a step before any prompt was timed
 
 
-def tokens_within(limit_s: float, num_tokens: float, seconds: float, token_s: float) -> int:
-    """Return how many prompt tokens a step of `limit_s` computes, but at least a block, so that prompts go on.
-
-    A step with `num_tokens` takes `seconds`, and each further token takes `token_s`.
-    """
-    return max(BLOCK_SIZE, int(num_tokens + (limit_s - seconds) / token_s))
-
-
 class StepPace:
     """Limits prompt tokens by the time of a step, from a line through the seconds of steps over their prompt tokens."""
 
@@ -36,7 +28,7 @@ class StepPace:
 
     @property
     def num_tokens(self) -> int:
-        """The prompt tokens that the next step may compute next to decode rows."""
+        """The prompt tokens that the next step may compute next to decode rows, at least a block of them."""
         line, slope = self._line, self._line.slope
         if line.num_tokens:
             # No step takes less than no time without prompts. A slope kept from a step that something held up would
@@ -45,4 +37,5 @@ class StepPace:
             slope = min(slope or steepest, steepest)
         if not slope:
             return FIRST_TOKENS
-        return tokens_within(self._limit_s, line.num_tokens / line.weight, line.seconds / line.weight, slope)
+        seconds_left = self._limit_s - line.seconds / line.weight
+        return max(BLOCK_SIZE, int(line.num_tokens / line.weight + seconds_left / slope))
