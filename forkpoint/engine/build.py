@@ -18,7 +18,7 @@ from forkpoint.obs.logs import LOGGER, cache_plan_lines, set_up_logging
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sched.speculator import Speculator
 from forkpoint.worker.build import build_worker
-from forkpoint.worker.remote import start_worker
+from forkpoint.worker.remote import start_ranks
 from forkpoint.worker.worker import WorkerFacts
 
 
@@ -51,7 +51,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
     if config.kv_transfer_config is not None:  # once, for all ranks
         config = replace(config, kv_transfer_config=config.kv_transfer_config.of_this_start())
     is_apart = config.distributed_executor_backend == "mp" or config.tensor_parallel_size > 1
-    worker = start_worker(config) if is_apart else build_worker(config)
+    worker = start_ranks([config] * config.tensor_parallel_size) if is_apart else build_worker(config)
     facts = worker.facts
     drafter: Speculator | None = None
     if config.speculative_config is not None:

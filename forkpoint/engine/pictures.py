@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from forkpoint.engine.image_processor import MAX_SOURCE_PIXELS, check_picture
-from forkpoint.engine.media_urls import EXAMPLES, NONE_FETCHED, media_bytes, source_of, url_of
+from forkpoint.engine.media_urls import EXAMPLES, media_bytes, source_of, url_of
 from forkpoint.engine.resized_pictures import PictureFile
 from forkpoint.errors import InvalidPromptError
 
@@ -20,7 +20,7 @@ START_OF_SCAN: Final = b"\xff\xda"  # never among a JPEG's compressed data
 MAX_SCANS: Final = 100  # scans of a JPEG. Each goes over all pixels; encoders write about 10; 14 bytes suffice for one
 
 
-def picture_of(part: Mapping[str, Any], fetched: Mapping[str, bytes] = NONE_FETCHED) -> Image | PictureFile:
+def picture_of(part: Mapping[str, Any], fetched: Mapping[str, bytes]) -> Image | PictureFile:
     """Return the picture of an image part: its PIL image, or a file that is opened but not decoded.
 
     `fetched` has the files behind URLs. Raises InvalidPromptError, which never shows the data.

@@ -94,9 +94,7 @@ class ConfigJson:
     other_parts: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_config_json(
-    folder: Path, architectures: Collection[str], overrides: Mapping[str, Any] | None = None
-) -> ConfigJson:
+def read_config_json(folder: Path, architectures: Collection[str], overrides: Mapping[str, Any] | None) -> ConfigJson:
     """Read the text model's fields of config.json, changed by `overrides`.
 
     `architectures` are the names of text and multimodal models that have a family. The fields of the text model's

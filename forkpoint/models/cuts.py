@@ -146,12 +146,12 @@ def sharing(count: int, ranks: Ranks) -> int:
     return max(1, ranks.size // count)
 
 
-def refuse_context(what: str, ranks: Ranks) -> None:
-    """Raise ConfigError if the tokens of a layer with `what` would have to be dealt to ranks."""
+def refuse_context(ranks: Ranks) -> None:
+    """Raise ConfigError if the tokens of a layer with attention to chosen keys would have to be dealt to ranks."""
     if ranks.context.size > 1:
         raise ConfigError(
-            f"decode_context_parallel_size={ranks.context.size} is not possible for this model: {what} needs all keys "
-            "on each rank; leave it out"
+            f"decode_context_parallel_size={ranks.context.size} is not possible for this model: attention to chosen "
+            "keys needs all keys on each rank; leave it out"
         )
 
 

@@ -119,7 +119,7 @@ class Fields:
         return Fields(self.values.replaced(values), self.where)
 
     def translated(
-        self, names: Mapping[str, str], defaults: Mapping[str, Any], pairs: Sequence[tuple[str, str]] = ()
+        self, names: Mapping[str, str], defaults: Mapping[str, Any], pairs: Sequence[tuple[str, str]]
     ) -> Fields:
         """Return the fields under their common names; `names` maps others to them.
 

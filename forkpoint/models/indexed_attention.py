@@ -36,7 +36,7 @@ class IndexedAttentionConfig(AttentionConfig):
         return replace(spec, tensors=(*spec.tensors, index), exact=(index.name,)), StateSpec((window,))
 
     def cut(self, ranks: Ranks) -> AttentionConfig:
-        refuse_context("attention to chosen keys", ranks)
+        refuse_context(ranks)
         return super(IndexedAttentionConfig, self).cut(ranks)
 
     def num_weights(self, hidden_size: int) -> int:

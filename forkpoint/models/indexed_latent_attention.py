@@ -87,7 +87,7 @@ class IndexedLatentConfig(PartConfig):
         return KVSpec((latent, index), takes_fp8=True, exact=(index.name,)), StateSpec((window,))
 
     def cut(self, ranks: Ranks) -> IndexedLatentConfig:
-        refuse_context("attention to chosen keys", ranks)
+        refuse_context(ranks)
         return replace(self, num_heads=share(self.num_heads, "heads", ranks))
 
     def num_weights(self, hidden_size: int) -> int:

@@ -24,7 +24,7 @@ from forkpoint.ops.activation.reference import sigmoid
 from forkpoint.ops.norm.reference import rmsnorm
 from forkpoint.ops.ranks import Ranks
 
-CONV = "ngram_conv"
+NGRAM_CONV = "ngram_conv"
 LEAST_GATE = 1e-6
 MASK = (1 << 64) - 1
 
@@ -79,7 +79,7 @@ class NGramConfig(PartConfig):
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         width = (self.conv_width - 1) * self.longest + 1
-        window = kept_window(self.num_streams * self.hidden_size, width, dtype, CONV)
+        window = kept_window(self.num_streams * self.hidden_size, width, dtype, NGRAM_CONV)
         return (StateSpec((window, kept_inputs(1, self.longest, "float32"))),)
 
     def cut(self, ranks: Ranks) -> NGramConfig:
@@ -164,7 +164,7 @@ class NGrams:
         taps = source.get(f"{name}.conv1d.weight", (count * hidden, 1, config.conv_width)).squeeze(1)
         wide = taps.new_zeros(len(taps), (config.conv_width - 1) * config.longest + 1)
         wide[:, :: config.longest] = taps
-        self._conv = Convolution(build.state(layer, CONV), wide, None)
+        self._conv = Convolution(build.state(layer, NGRAM_CONV), wide, None)
 
     def __call__(self, streams: Tensor, ctx: ForwardContext) -> Tensor:
         assert ctx.token_ids is not None, "the family gives its layers the tokens"

@@ -175,15 +175,14 @@ class PackedTensors:
 
     def _read_gptq(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return words, zero points and no factor. Words lie along K, zero points along N, in version 1 minus 1."""
-        zeros = unpack(self.stored.read(self._beside("qzeros"))).t() + (self.packing == "gptq")
+        zeros = unpack(self.stored.read(self._zeros_name)).t() + (self.packing == "gptq")
         return self.stored.read(self.main).t().contiguous(), zeros.contiguous(), None
 
     def _read_awq(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return words, zero points and no factor. Words lie along N, in the order of AWQ_ORDER."""
         words = pack(_awq_codes(self.stored.read(self.main)).t().contiguous())
-        name = self._beside("qzeros")
-        if self.stored.has(name):
-            return words, _awq_codes(self.stored.read(name)).t().contiguous(), None
+        if self.stored.has(self._zeros_name):
+            return words, _awq_codes(self.stored.read(self._zeros_name)).t().contiguous(), None
         num_rows, width = self.shape
         shape = (num_rows, width // self.group)
         return words, torch.full(shape, MIDDLE, dtype=torch.uint8, device=words.device), None
@@ -219,8 +218,9 @@ class PackedTensors:
             raise ModelFolderError(f"the scale {self.stored.where(name)} is not positive")
         return words, None, factor if self.packing == "modelopt" else 1 / factor
 
-    def _beside(self, end: str) -> str:
-        return self.name.removesuffix("weight") + end
+    @property
+    def _zeros_name(self) -> str:
+        return self.name.removesuffix("weight") + "qzeros"
 
     def _check_shape(self) -> None:
         name = f"{self.name}_shape"

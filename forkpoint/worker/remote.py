@@ -66,16 +66,11 @@ class RankProcess:
     process: BaseProcess
 
 
-def start_worker(config: EngineConfig) -> Worker:
-    """Start a process for each rank, and wait until all have built their worker.
+def start_ranks(configs: Sequence[EngineConfig]) -> Worker:
+    """Start a process for each rank, with its own one of `configs`, and wait until all have built their worker.
 
     Raises what `build_worker` raises there, or EngineStoppedError if a process ends.
     """
-    return start_ranks([config] * config.tensor_parallel_size)
-
-
-def start_ranks(configs: Sequence[EngineConfig]) -> Worker:
-    """Do what `start_worker` does, with one of `configs` for each rank."""
     with contextlib.ExitStack() as stack:
         place, names = None, ["worker"]
         if len(configs) > 1:
