@@ -164,7 +164,7 @@ class LLM:
             while caller.open or caller.news:
                 # not while the caller handles an output, because it may never come back
                 with DeferredInterrupt() as interrupt:
-                    outputs = self._shared.news(caller, RequestState.output)
+                    outputs = self._shared.next_news(caller, RequestState.output)
                 if interrupt.requested and caller.open:
                     outputs = self._shared.abort(caller)
                 yield from outputs
@@ -226,7 +226,7 @@ class LLM:
             with DeferredInterrupt() as interrupt, Progress(len(todo)) if show else nullcontext() as progress:
                 while len(done) < len(todo):
                     self._feed(caller, todo, order)
-                    for output in filter(None, self._shared.news(caller, _finished_output)):
+                    for output in filter(None, self._shared.next_news(caller, _finished_output)):
                         done[output.request_id] = output
                         if progress is not None:
                             progress.add(output)

@@ -77,7 +77,7 @@ class SharedEngine:
             self._callers[request_id] = caller
             return request_id
 
-    def news(self, caller: Caller, convert: Callable[[RequestState], T]) -> list[T]:
+    def next_news(self, caller: Caller, convert: Callable[[RequestState], T]) -> list[T]:
         """Return `convert(state)` for each request of a caller that has news; these are news no longer.
 
         Runs one step first if none has. Raises what the step raises.

@@ -105,8 +105,8 @@ class DraftGraphs:
 
     def with_drafts(self, plan: StepPlan) -> StepPlan:
         """Return the plan with the ids of its drafts. Waits for the device."""
-        tokens, (at, row, number) = plan.rows.tokens.copy(), draft_places(plan)
-        tokens[at] = self.drafted.cpu().numpy()[row, number]
+        tokens, (index, row, number) = plan.rows.tokens.copy(), draft_places(plan)
+        tokens[index] = self.drafted.cpu().numpy()[row, number]
         return replace(plan, rows=replace(plan.rows, tokens=tokens))
 
     def _draft(self, *columns: IntArray) -> None:

@@ -129,9 +129,9 @@ class TokenRecords:
         mark, mark_slot = np.where(turns, num_pending, 0), np.where(turns, read, NO_SLOT)
         saves = np.diff(rows.save_ptr[: decodes + 1])
         assert saves.max(initial=0) <= 1, "the tokens of a step pass one boundary at most"
-        at, num_saves = np.flatnonzero(saves), int(saves.sum())
-        mark[at] = rows.save_positions[:num_saves] - (start - num_pending)[at]
-        mark_slot[at] = rows.save_slots[:num_saves]
+        saving, num_saves = np.flatnonzero(saves), int(saves.sum())
+        mark[saving] = rows.save_positions[:num_saves] - (start - num_pending)[saving]
+        mark_slot[saving] = rows.save_slots[:num_saves]
         return {f"{kind}_mark": (mark, size, 0), f"{kind}_mark_dst": (mark_slot, size, NO_SLOT)}
 
     def newest_of(self, layer: int, name: str, slots: Tensor, lines: Tensor, pending: Tensor) -> Tensor:

@@ -29,11 +29,11 @@ class StepImages:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row's images. `at` are the places of their tokens, `draft_at` also the place after each image."""
+    """A row's images. `places` are those of their tokens, `draft_places` also the place after each image."""
 
     images: tuple[ImageSpan, ...]
-    at: PositionArray
-    draft_at: PositionArray
+    places: PositionArray
+    draft_places: PositionArray
     positions: PositionArray  # [3, end of the last image]
 
     def parts(self, start: int, end: int) -> list[tuple[ImageSpan, slice]]:
@@ -66,9 +66,9 @@ class RowImages:
         """Remember the images of a row that enters the batch."""
         images, row = added.images, added.row
         if images:
-            at = np.concatenate([np.arange(image.start, image.end) for image in images])
-            draft_at = np.union1d(at, [image.end for image in images])
-            self._rows[row] = _Row(images, at, draft_at, rope_positions(images, self._centred))
+            places = np.concatenate([np.arange(image.start, image.end) for image in images])
+            draft_places = np.union1d(places, [image.end for image in images])
+            self._rows[row] = _Row(images, places, draft_places, rope_positions(images, self._centred))
             self._ends[row] = images[-1].end
             if self.has_axes:
                 self.shift[row] = rope_shift(images, self._centred)
@@ -105,18 +105,23 @@ class RowImages:
         for number, start, first, count in zip(*(column.tolist() for column in columns), strict=True):
             row, end, offset = self._rows[number], start + count, first - start  # from a place to an index in the step
             found.parts += row.parts(start, end)
-            at = row.at[slice(*np.searchsorted(row.at, (start, end)))]
-            found.columns["token_ids"][at + offset] = np.arange(next_id, next_id + len(at))
-            next_id += len(at)
+            own = _between(start, end, row.places)
+            found.columns["token_ids"][own + offset] = np.arange(next_id, next_id + len(own))
+            next_id += len(own)
             text = np.arange(start, min(end, row.images[-1].end))  # and the images among it, which come next
-            for name, draft, places in (("rope_shift", 0, row.at), ("draft_shift", 1, row.draft_at)):
+            for name, draft, places in (("rope_shift", 0, row.places), ("draft_shift", 1, row.draft_places)):
                 if name not in found.columns:
                     continue
                 column = found.columns[name]
                 column[text + offset] = row.positions[0, text] - text
-                own = places[slice(*np.searchsorted(places, (start, end)))]
+                own = _between(start, end, places)
                 column[own + offset] = np.arange(next_line, next_line + len(own)) - own
                 rope.append(row.positions[:, np.maximum(own - draft, 0)] + draft)
                 next_line += len(own)
         if rope:
             found.rope = np.concatenate(rope, axis=1)
+
+
+def _between(start: int, end: int, places: PositionArray) -> PositionArray:
+    """Return those of sorted places that are in `[start, end)`."""
+    return places[slice(*np.searchsorted(places, (start, end)))]

@@ -167,9 +167,9 @@ class StepBuilder:
             lens = plan.rows.num_tokens[: plan.num_decodes]
             columns["rejected_at"] = (np.repeat(own, lens), shape.num_decodes, spare)
         if self._most_drafts:
-            at, row, number = draft_places(plan)
+            index, row, number = draft_places(plan)
             sources = np.full(shape.num_decodes, -1, np.int64)
-            sources[at] = row * self._most_drafts + number
+            sources[index] = row * self._most_drafts + number
             columns["draft_at"] = (sources, shape.num_decodes, -1)
         return columns
 
@@ -308,10 +308,10 @@ def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntAr
 
     Numbers count from 0.
     """
-    at = np.flatnonzero(plan.rows.tokens == TO_DRAFT)
+    index = np.flatnonzero(plan.rows.tokens == TO_DRAFT)
     offsets = running_total(plan.rows.num_tokens)
-    owner = np.searchsorted(offsets, at, side="right") - 1
-    return at, plan.rows.row[owner], (at - offsets[owner] - 1).astype(np.int32)
+    owner = np.searchsorted(offsets, index, side="right") - 1
+    return index, plan.rows.row[owner], (index - offsets[owner] - 1).astype(np.int32)
 
 
 def sampled_tokens(rows: StepRows) -> npt.NDArray[np.int64]:
