@@ -22,6 +22,7 @@ HUB_ID: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 # Configs, the index of the weights, tokenizers and chat templates: all files but weights, in the top folder.
 SMALL_FILES: Final = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS: Final = "*.safetensors"
+UNWANTED: Final = ("*/*", "consolidated*")  # files in inner folders, and Mistral's second copy of the weights
 
 
 def with_folders(config: EngineConfig) -> EngineConfig:
@@ -87,8 +88,7 @@ def _fetch(
 ) -> str:
     from huggingface_hub import errors, snapshot_download
 
-    # skip files in inner folders
-    snapshot = partial(snapshot_download, name, cache_dir=download_dir, ignore_patterns=["*/*"])
+    snapshot = partial(snapshot_download, name, cache_dir=download_dir, ignore_patterns=list(UNWANTED))
     folder = str(snapshot(revision=revision, allow_patterns=list(SMALL_FILES), tqdm_class=bar))
     if weights:
         at = {"revision": Path(folder).name, "allow_patterns": [*SMALL_FILES, WEIGHTS]}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from forkpoint.checks import first_line, member, one_or_more, read_config, read_json
+from forkpoint.checks import TEXT_OBJECTS, first_line, member, one_or_more, read_config, read_json
 from forkpoint.engine.token_bytes import TokenBytes
 from forkpoint.errors import InvalidPromptError, ModelFolderError
 from forkpoint.foreign_files import is_lfs_pointer
@@ -162,8 +162,10 @@ def eos_token_ids(
         if not path.is_file():
             continue
         values = read_json(path) if name == "generation_config.json" else read_config(path.parent, overrides)
-        value = values.get("eos_token_id", member(values.get("text_config"), "eos_token_id"))
-        if value is not None:
+        objects = (values, *(values.get(inner) for inner in TEXT_OBJECTS))
+        given = [ids for ids in (member(each, "eos_token_id") for each in objects) if ids is not None]
+        if given:
+            value = given[0]
             ids = one_or_more(value)
             if not all(type(each) is int and each >= 0 for each in ids):
                 raise ModelFolderError(f"{path} has eos_token_id={value!r}; a token id or a list of them is needed")

@@ -22,7 +22,14 @@ from tests.server.running import start_server
 
 ID = "acme/tiny-hybrid"
 ASK = ("generate", "--prompt", "Once upon", "--max-tokens", "4", "--temperature", "0", "--model")
-UNWANTED = {"pytorch_model.bin": b"x", "original/model.safetensors": b"x", "model.gguf": b"x", "run.py": b"x"}
+UNWANTED = {
+    "pytorch_model.bin": b"x",
+    "original/model.safetensors": b"x",
+    "consolidated.safetensors": b"x",  # a second copy of Mistral's weights
+    "consolidated-00001-of-00002.safetensors": b"x",
+    "model.gguf": b"x",
+    "run.py": b"x",
+}
 
 
 @pytest.fixture

@@ -168,6 +168,15 @@ def test_an_end_that_is_not_a_token_id(value: Any, folder: Path) -> None:
             read(folder)
 
 
+@pytest.mark.parametrize("inner", ["text_config", "llm_config"])
+def test_an_end_that_only_the_text_model_has(inner: str, folder: Path) -> None:
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    change_json(folder / "config.json", **{inner: {"eos_token_id": [7, 9]}})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"eos_token_id": None}))
+    assert eos_token_ids(str(folder), None) == {7, 9}
+
+
 def test_an_old_transformers_is_named() -> None:
     with pytest.raises(UnsupportedModelError, match=r"transformers \d.* has no LaterConfig, .* install a newer one"):
         class_defaults("later.LaterConfig")
