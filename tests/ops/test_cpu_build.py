@@ -61,6 +61,14 @@ def test_a_user_without_a_home_folder_gets_the_operators_of_torch(monkeypatch: p
     assert "set HOME or XDG_CACHE_HOME" in built.reason
 
 
+def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    built = load_operators()
+    assert built.module is None
+    assert f"{tmp_path / 'file'}" in built.reason and "set XDG_CACHE_HOME" in built.reason
+
+
 def test_a_build_works_after_one_that_failed(tmp_path: Path) -> None:
     source, library, marker = tmp_path / "one.cpp", tmp_path / "key" / f"{cpu_build.NAME}.so", tmp_path / "complete"
     if build().module is None:

@@ -77,7 +77,8 @@ def load_operators() -> CpuBuild:
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         wrong = next((line for line in lines if "error:" in line), lines[0])
-        return CpuBuild(None, f"the C++ operators did not build or load: {wrong} (folder {folder})")
+        way_out = "; set XDG_CACHE_HOME to a folder that can be written" if isinstance(error, OSError) else ""
+        return CpuBuild(None, f"the C++ operators did not build or load: {wrong} (folder {folder}{way_out})")
 
 
 def _sources() -> list[Path]:
