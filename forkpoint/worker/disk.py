@@ -17,12 +17,14 @@ from forkpoint.disk.namespace import namespace_of, weights_digest
 from forkpoint.disk.slab import SlabLayout
 from forkpoint.disk.store import open_store
 from forkpoint.errors import ConfigError
+from forkpoint.obs.logs import counted
 from forkpoint.ops.ranks import Ranks
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.units import unit_bytes
 from forkpoint.sched.plan import MoveKind
 from forkpoint.version import installed_version
+from forkpoint.worker.sizing import gib_up
 
 LEAST_PAGES = 3  # page 0, which stays empty, a page of blocks and one of slots
 
@@ -36,8 +38,8 @@ def open_disk_tier(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ran
     slab = slab_layout(arena)
     if config.disk_tier_bytes // ranks.size < LEAST_PAGES * slab.page_bytes:
         raise ConfigError(
-            f"kv_disk_size={config.kv_disk_size} holds nothing: on {ranks.size} ranks it has to be "
-            f"{LEAST_PAGES * slab.page_bytes * ranks.size} bytes or more"
+            f"kv_disk_size={config.kv_disk_size} holds nothing: on {counted(ranks.size, 'rank')} it needs "
+            f"{gib_up(LEAST_PAGES * slab.page_bytes * ranks.size)} GiB or more"
         )
     facts = namespace_facts(config, loaded, ranks)
     folder = namespace_folder(Path(config.kv_disk_path), namespace_of({**facts, "ranks": ranks.size}))

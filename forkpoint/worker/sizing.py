@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE, GIB
 from forkpoint.errors import ConfigError
+from forkpoint.obs.logs import counted
 
 DEFAULT_REQUESTS = 4  # the default arena has room for so many requests of max_model_len
 DEFAULT_SLOTS_PER_REQUEST = 8  # one running, one being written, the rest checkpoints
@@ -43,6 +46,11 @@ def choose_num_pages(
     return pages
 
 
+def gib_up(num_bytes: int) -> float:
+    """Return bytes in GiB, rounded up to a thousandth, so that it is enough when it is given as an option."""
+    return math.ceil(num_bytes * 1000 / GIB) / 1000
+
+
 def choose_num_host_pages(layout: CacheLayout, tier_bytes: int, num_ranks: int, free_bytes: int) -> int:
     """Return the pages of one rank's host tier, including its page 0; 0 if there is no such tier.
 
@@ -55,8 +63,8 @@ def choose_num_host_pages(layout: CacheLayout, tier_bytes: int, num_ranks: int, 
     least = RESERVED_PAGES + layout.num_pages_for(BLOCK_SIZE, 1)
     if pages < least:
         raise ConfigError(
-            f"a host tier of {tier_bytes / GIB:.3g} GiB holds nothing: on {num_ranks} ranks a prefix of {BLOCK_SIZE} "
-            f"tokens needs {least * layout.page_bytes * num_ranks / GIB:.3g} GiB; raise kv_offloading_size"
+            f"a host tier of {tier_bytes / GIB:.3g} GiB holds nothing: on {counted(num_ranks, 'rank')} a prefix of "
+            f"{BLOCK_SIZE} tokens needs {gib_up(least * layout.page_bytes * num_ranks)} GiB; raise kv_offloading_size"
         )
     if tier_bytes > HOST_SHARE * free_bytes:
         raise ConfigError(

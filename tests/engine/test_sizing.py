@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from forkpoint.cache.layer_spec import KVSpec
-from forkpoint.config import EngineConfig
+from forkpoint.config import GIB, EngineConfig
 from forkpoint.errors import ConfigError
 from forkpoint.worker.sizing import choose_num_host_pages, choose_num_pages
 from tests.cache.shapes import layout_of, state
@@ -54,7 +54,9 @@ def test_the_host_tier_is_shared_out_to_the_ranks() -> None:
     assert choose_num_host_pages(LAYOUT, 0, 1, 0) == 0
     assert choose_num_host_pages(LAYOUT, 100 * page + 5, 1, PLENTY) == 100
     assert choose_num_host_pages(LAYOUT, 100 * page + 5, 2, PLENTY) == 50
-    with pytest.raises(ConfigError, match=r"holds nothing.*needs"):
+    with pytest.raises(ConfigError, match=r"holds nothing.*needs [\d.]+ GiB") as error:
         choose_num_host_pages(LAYOUT, page, 1, PLENTY)
+    needed = float(str(error.value).split("needs ")[1].split()[0])
+    assert choose_num_host_pages(LAYOUT, int(needed * GIB), 1, PLENTY), "what it asks for is enough"
     with pytest.raises(ConfigError, match="more than 80% of the"):
         choose_num_host_pages(LAYOUT, 100 * page, 1, 120 * page)

@@ -1,4 +1,4 @@
-"""Engines of several ranks that open one folder at the same time."""
+"""The size of a disk tier, and engines of several ranks that open one folder at the same time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,27 @@ import pytest
 from forkpoint.cache.disk_entries import DiskFacts
 from forkpoint.config import EngineConfig
 from forkpoint.disk.store import DiskStore
+from forkpoint.errors import ConfigError
 from forkpoint.worker.disk import open_disk_tier
 from tests.disk.stores import LAYOUT, NUM_PAGES
 from tests.thread_ranks import ThreadRanks
+
+
+def test_a_size_that_holds_nothing_is_refused_with_one_that_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forkpoint.worker.disk.slab_layout", lambda arena: LAYOUT)
+    monkeypatch.setattr("forkpoint.worker.disk.namespace_facts", lambda config, loaded, ranks: {})
+    loaded = cast(Any, SimpleNamespace(platform=SimpleNamespace(device="cpu")))
+    stores = list[DiskStore]()
+    arena = cast(Any, SimpleNamespace(use_disk=stores.append))
+    (ranks,) = ThreadRanks.all_of(1, gathers=False)
+    config = EngineConfig.from_flat(kv_disk_path=str(tmp_path), kv_disk_size=1e-9)
+    with pytest.raises(ConfigError, match=r"needs [\d.]+ GiB") as error:
+        open_disk_tier(config, loaded, arena, ranks)
+    needed = float(str(error.value).split("needs ")[1].split()[0])
+    assert open_disk_tier(EngineConfig.from_flat(kv_disk_path=str(tmp_path), kv_disk_size=needed), loaded, arena, ranks)
+    stores[0].close()
 
 
 def test_one_of_two_engines_that_start_at_once_has_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
