@@ -324,7 +324,7 @@ class DiskStore:
     def _stop_writing(self, error: OSError) -> None:
         if self.writes:
             self.writes = False
-            LOGGER.warning("disk tier: nothing is written any more, requests go on: %s", error)
+            LOGGER.warning("disk tier: nothing is written until the next start, requests go on: %s", error)
 
 
 def open_store(

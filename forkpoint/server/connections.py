@@ -19,7 +19,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from forkpoint.obs.logs import LOGGER
+from forkpoint.obs.logs import LOGGER, counted
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.sse import encode
 
@@ -76,9 +76,9 @@ class Connections:
         if self._logged_s is None or now_s - self._logged_s > LOG_INTERVAL_S:
             self._logged_s = now_s
             LOGGER.warning(
-                "the limit of open files leaves room for %d connections, and all are in use; idle ones are closed for "
-                "new ones. Raise the limit (ulimit -n) if these are real clients",
-                self.most,
+                "the limit of open files leaves room for %s at once; idle connections are closed for new ones. Raise "
+                "the limit (ulimit -n) if these are real clients",
+                counted(self.most, "connection"),
             )
         if not self.waiting:
             return False

@@ -274,7 +274,7 @@ def test_a_full_disk_ends_writing_and_nothing_else(
         assert read(store, name_of(1), 2) == contents_of(name_of(1)), "reads go on"
         store.submit_removal(name_of(1))  # a wrong entry must go even if there is no room to say so
         assert read(store, name_of(1), 2) is None
-    assert len(caplog.records) == 1 and "nothing is written any more" in caplog.text
+    assert len(caplog.records) == 1 and "nothing is written until the next start" in caplog.text
     store.close()
     monkeypatch.undo()
     store = open_now(tmp_path)
