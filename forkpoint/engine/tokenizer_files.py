@@ -114,6 +114,12 @@ def _read_kimi(folder: Path) -> Any:
     """Return the tokenizer of a folder of Moonshot's, which has a tiktoken.model and code, but no tokenizer.json."""
     from transformers import PreTrainedTokenizerFast
 
+    class KimiTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # mypy does not look into the library
+        """Shows the fields of tools in order, as Moonshot's class does."""
+
+        def apply_chat_template(self, conversation: Any, tools: Any = None, **options: Any) -> Any:
+            return super().apply_chat_template(conversation, tools=_in_order(tools), **options)
+
     ranks = _read_ranks(folder / TIKTOKEN)
     backend = tokenizers.Tokenizer(
         models.BPE({_text(token): rank for token, rank in ranks.items()}, _merges(ranks), ignore_merges=True)
@@ -137,9 +143,16 @@ def _read_kimi(folder: Path) -> Any:
         for name in (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja"):
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, Path(place) / name)
-        hf = PreTrainedTokenizerFast.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        hf = KimiTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     hf.name_or_path = str(folder)
     return hf
+
+
+def _in_order(value: Any) -> Any:
+    """Return a JSON value with the fields of all its objects sorted by name."""
+    if isinstance(value, Mapping):
+        return {name: _in_order(value[name]) for name in sorted(value)}
+    return [_in_order(each) for each in value] if isinstance(value, list) else value
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

@@ -174,6 +174,19 @@ def test_a_tiktoken_file_is_read_as_moonshots_code_reads_it(tmp_path: Path) -> N
     assert found.is_special("[EOS]") and not found.is_special("<|tool|>")
 
 
+def test_kimi_sees_the_fields_of_tools_in_order(tmp_path: Path) -> None:
+    """As Moonshot's code sorts them, also inside of lists."""
+    kimi_folder(tmp_path / "kimi")
+    (tmp_path / "kimi" / "chat_template.jinja").write_text("{{ messages[0] | tojson }}{{ tools | tojson }}")
+    hf = Tokenizer.load(str(tmp_path / "kimi")).hf
+    tools = [{"type": "function", "function": {"name": "f", "enum": [{"b": 1, "a": [2, 1]}]}}]
+    text = hf.apply_chat_template([{"role": "user", "content": "x"}], tools=tools, tokenize=False)
+    assert text == (
+        '{"role": "user", "content": "x"}'
+        '[{"function": {"enum": [{"a": [2, 1], "b": 1}], "name": "f"}, "type": "function"}]'
+    )
+
+
 @pytest.mark.parametrize("line", ["no base64 3", "YQ==", "YQ== x", "YQ== 5"])
 def test_a_broken_tiktoken_file_is_named(line: str, tmp_path: Path) -> None:
     kimi_folder(tmp_path / "kimi")
