@@ -111,6 +111,7 @@ def _add_servers(add: Callable[..., Any]) -> None:
 def _add_batch(add: Callable[..., Any]) -> None:
     text = "Answer a JSON-lines file in OpenAI's batch format. Run it again to resume where it stopped."
     batch = add("run-batch", "run_batch:run_batch_command", "answer a file of requests", text)
+    add_vllm_flags(batch)
     batch.add_argument("-i", "--input-file", type=Path, required=True, metavar="PATH", help="JSON lines of requests")
     batch.add_argument("-o", "--output-file", type=Path, required=True, metavar="PATH", help="JSON lines of answers")
     batch.add_argument(

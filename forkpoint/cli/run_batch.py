@@ -16,11 +16,12 @@ from tqdm import tqdm
 from forkpoint.cli.main import INTERRUPTED
 from forkpoint.cli.model import require_no_engine_options, with_model
 from forkpoint.cli.options import engine_options
+from forkpoint.cli.vllm_flags import notice_lines
 from forkpoint.client.batch import BatchAnswer, BatchOutput, BatchRequest, read_batch, run_batch
 from forkpoint.client.server import Server
 from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
-from forkpoint.obs.logs import set_up_logging
+from forkpoint.obs.logs import LOGGER, set_up_logging
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.run import opened
 
@@ -44,6 +45,8 @@ def run_batch_command(options: argparse.Namespace) -> int:
         if todo:
             if options.url is None:
                 engine = with_model({"log_level": "warning", **engine})
+                for line in notice_lines(options):
+                    LOGGER.info(line)
             asyncio.run(_run(options, engine, todo, tally))
     except asyncio.CancelledError:
         pass  # the second Ctrl-C

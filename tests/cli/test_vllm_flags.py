@@ -111,6 +111,14 @@ def test_a_script_for_vllm_is_taken_and_told_what_changes_nothing() -> None:
     assert notice_lines(parse("serve MODEL --no-enable-lora -pp 1")) == []
 
 
+def test_a_script_for_vllms_batches_is_taken() -> None:
+    options = parse("run-batch -i a.jsonl -o b.jsonl --model MODEL --trust-remote-code --max-model-len 4k -pp 1")
+    assert engine_options(options) == {"model": "MODEL", "max_model_len": 4000}
+    assert notice_lines(options) == [
+        "--trust-remote-code changes nothing here: no code that comes with a model is ever run"
+    ]
+
+
 @pytest.mark.parametrize("name", recipes())
 def test_recipes_of_served_families_start(name: str) -> None:
     options = parse(f"serve MODEL {recipes()[name]}")
