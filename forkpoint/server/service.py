@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from forkpoint.server.fetcher import Fetcher
 
 T = TypeVar("T")
+STATS_WAIT_S = 3.0  # for the engine's figures; Prometheus waits 10 s for all of them
 MAX_BODIES = 16  # bodies of the largest size that fit into memory together; smaller ones may be more
 
 
@@ -59,6 +60,7 @@ class Service:
     bodies: Bodies = field(init=False)
     fetcher: Fetcher | None = field(init=False, default=None)  # None: images are not fetched
     trials: Trials = field(init=False)
+    _stats: Mapping[str, Any] = field(init=False, default_factory=dict)  # the last figures of the engine
 
     def __post_init__(self) -> None:
         self.bodies = Bodies(MAX_BODIES, self.config.max_body_bytes)
@@ -80,11 +82,15 @@ class Service:
         self.engine.check_ready()
 
     async def metrics_text(self) -> bytes:
-        """Return the metrics in Prometheus' text format, without the engine's figures while it is not ready."""
-        stats = {}
+        """Return the metrics in Prometheus' text format, without the engine's figures while it is not ready.
+
+        An engine amid a long step has the figures that it had when it was asked before.
+        """
         if self.engine.is_ready:
-            with contextlib.suppress(EngineStoppedError):
-                stats = await self.engine.call("stats")
+            with contextlib.suppress(EngineStoppedError, TimeoutError):
+                async with asyncio.timeout(STATS_WAIT_S):
+                    self._stats = await self.engine.call("stats")
+        stats = self._stats if self.engine.is_ready else {}
         own: dict[str, float] = {"num_requests_open": self.num_open, "log_lines_lost": num_lost_lines()}
         if self.fetcher is not None:
             own |= self.fetcher.counters()

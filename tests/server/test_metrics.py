@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -113,6 +115,17 @@ def test_each_completion_counts_its_own_hit(http: httpx2.Client) -> None:
     cached = grown(before, after, "prompt_tokens_cached_total")
     assert cached == grown(before, after, "prefix_cache_hits_total") > 0
     assert grown(before, after, "prefix_miss_total", reason="cold") == 1
+
+
+def test_an_engine_amid_a_long_step_keeps_its_figures(http: httpx2.Client, server: RunningServer) -> None:
+    """Prometheus gives up after 10 s, and would miss those of the API process too."""
+    before = samples(http)
+    os.kill(server.engine_pid, signal.SIGSTOP)
+    try:
+        meanwhile = samples(http)
+    finally:
+        os.kill(server.engine_pid, signal.SIGCONT)
+    assert meanwhile["steps_total", ()] == before["steps_total", ()]
 
 
 def test_refusals_are_counted_too(http: httpx2.Client) -> None:
