@@ -87,20 +87,23 @@ class ApiServer:
         http = _Uvicorn(self._service, tls_options(self._config))
         serving = asyncio.create_task(http.serve([self._listener]))
         living = asyncio.create_task(self._live())
-        logging = asyncio.create_task(self._log_load())
+        reporting: list[asyncio.Task[None]] = []
+        if not self._config.disable_log_stats:
+            load = log_load(self._engine, self._metrics, self._config.log_interval_s)
+            reporting.append(asyncio.create_task(load))
         self._handle_signals(living)
         try:
             await asyncio.wait((living, serving), return_when=asyncio.FIRST_COMPLETED)
             exit_code = await self._end(living, serving)
         finally:
             self._service.closing = True
-            for task in (living, logging):
+            for task in (living, *reporting):
                 task.cancel()
             self._readers.close()
             await self._engine.close()
             await self._service.close()
             http.should_exit = True
-            await asyncio.gather(serving, living, logging, return_exceptions=True)
+            await asyncio.gather(serving, living, *reporting, return_exceptions=True)
         LOGGER.info("stopped")
         return exit_code
 
@@ -171,22 +174,27 @@ class ApiServer:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop)
 
-    async def _log_load(self) -> None:
-        before: Reading | None = None
-        while not self._config.disable_log_stats:
-            await asyncio.sleep(self._config.log_interval_s)
-            if not self._engine.is_ready:
-                continue
-            with contextlib.suppress(EngineStoppedError):
-                stats = await self._engine.call("stats")
-                metrics = self._metrics
-                now = Reading(time.perf_counter(), metrics.num_prompt_tokens, metrics.num_output_tokens, stats)
-                if before is not None:
-                    level = logging.INFO
-                    if is_idle(before, now):
-                        level = logging.DEBUG
-                    LOGGER.log(level, load_line(before, now))
-                before = now
+
+async def log_load(engine: AsyncEngine, metrics: Metrics, interval_s: float) -> None:
+    """Log the load of a ready engine every `interval_s` seconds, or that the engine does not answer."""
+    before: Reading | None = None
+    while True:
+        await asyncio.sleep(interval_s)
+        if not engine.is_ready:
+            continue
+        try:
+            stats = await engine.call("stats")
+        except EngineStoppedError as error:
+            if engine.is_ready:  # otherwise another line says why it has ended
+                LOGGER.warning("%s; a step takes long, or it hangs", error)
+            continue
+        now = Reading(time.perf_counter(), metrics.num_prompt_tokens, metrics.num_output_tokens, stats)
+        if before is not None:
+            level = logging.INFO
+            if is_idle(before, now):
+                level = logging.DEBUG
+            LOGGER.log(level, load_line(before, now))
+        before = now
 
 
 class _Uvicorn(uvicorn.Server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -10,13 +11,16 @@ import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from forkpoint.errors import EngineStoppedError
 from forkpoint.obs.logs import Reading, is_idle, load_line
 from forkpoint.server.metrics import CONTENT_TYPE, Metrics
+from forkpoint.server.run import log_load
 from tests.server.running import RunningServer
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "forkpoint.json"
@@ -160,6 +164,23 @@ def test_the_log_sums_up_the_load(http: httpx2.Client, server: RunningServer) ->
         assert time.monotonic() < deadline, server.log
         http.post("/v1/completions", json={"prompt": "x" * 100, "max_tokens": 50})
     assert re.search(r"slots \d+ running \+ \d+ checkpoints", server.log)
+
+
+def test_the_log_says_that_the_engine_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+    class Hung:
+        is_ready = True
+
+        async def call(self, name: str) -> Any:
+            raise EngineStoppedError(f"no answer to {name} within 30 s")
+
+    async def run() -> None:
+        task = asyncio.create_task(log_load(cast(Any, Hung()), Metrics("", "m"), 0.001))
+        while len(caplog.records) < 2:
+            await asyncio.sleep(0.001)
+        task.cancel()
+
+    asyncio.run(run())
+    assert caplog.records[0].levelname == "WARNING" and "no answer to stats within 30 s" in caplog.text
 
 
 def test_a_log_line() -> None:
