@@ -191,12 +191,21 @@ def load_model(
     with closing(FileWeights(folder=Path(path), progress=progress, **form)) as weights:
         if mtp and config.mtp_names and not weights.has(joined := f"{config.mtp_names.join}.weight"):
             raise UnsupportedModelError(f"{path} holds no MTP head ({joined}) to draft with; {NO_MTP}")
+        if options.get("dtype", "auto") == "auto":
+            _warn_of_float16(weights)
         ranks.check_equal({"names and shapes of weights": weights.named_shapes()}, device)
         model = _build(config, weights, ops, max_image_tokens)
         weights.finish()
     if on_host:
         return_freed_memory()
     return model
+
+
+def _warn_of_float16(weights: FileWeights) -> None:
+    embedding = "model.embed_tokens.weight"
+    widens = weights.dtype == torch.float32 and weights.has(embedding) and weights.stored_type(embedding) == "F16"
+    if widens and weights.ranks.rank == 0:
+        LOGGER.warning("the weights are in float16 and run in float32; --dtype bfloat16 takes half the memory")
 
 
 def _unused_parts(config: ModelConfig, mtp: bool) -> dict[str, str]:

@@ -81,6 +81,16 @@ def test_multimodal_layout_equals_the_text_model(tmp_path: Path) -> None:
         assert torch.equal(logits(tmp_path / "both"), want)
 
 
+def test_float16_is_widened_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_checkpoint(tmp_path, "qwen3_next", dtype=torch.float16)
+    want = "the weights are in float16 and run in float32; --dtype bfloat16 takes half the memory"
+    assert load_model(tmp_path, ops=torch_table()).config.dtype == "float32" and want in caplog.messages
+    caplog.clear()
+    for dtype in ("float32", "bfloat16"):
+        load_model(tmp_path, ops=torch_table(), dtype=dtype)
+    assert want not in caplog.messages
+
+
 def test_experts_stored_whole(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3_5_moe")
     want = logits(tmp_path)
