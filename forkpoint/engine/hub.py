@@ -91,6 +91,7 @@ def _fetch(
     snapshot = partial(snapshot_download, name, cache_dir=download_dir, ignore_patterns=list(UNWANTED))
     folder = str(snapshot(revision=revision, allow_patterns=list(SMALL_FILES), tqdm_class=bar))
     if weights:
+        _require(Path(folder), "config.json", "config.json", name)
         at = {"revision": Path(folder).name, "allow_patterns": [*SMALL_FILES, WEIGHTS]}
         try:
             snapshot(**at, local_files_only=True)
@@ -99,7 +100,17 @@ def _fetch(
 
             load_config(folder, hf_overrides=overrides)  # report a model that cannot run before fetching gigabytes
             snapshot(**at, tqdm_class=bar)
+        _require(Path(folder), WEIGHTS, "safetensors files", name)
     return folder
+
+
+def _require(folder: Path, pattern: str, what: str, name: str) -> None:
+    """Raise ModelFolderError if the hub's model `name` has no file of this pattern."""
+    if not any(folder.glob(pattern)):
+        raise ModelFolderError(
+            f"{name} holds no {what}, which forkpoint reads; give the id of the model that was converted to GGUF or "
+            "another format"
+        )
 
 
 def _bar(interrupt: DeferredInterrupt, show_bar: bool) -> type[Any]:

@@ -206,6 +206,19 @@ class TestRefusals:
         assert "RwkvForCausalLM" in fetched()
         assert not any(name.endswith(".safetensors") for name in hub.fetched())
 
+    def test_no_safetensors(self, hub: Hub, tiny_model: Path) -> None:
+        """As in the repositories of GGUF files, some of which have the original's config.json."""
+        config = (tiny_model / "config.json").read_bytes()
+        for name, lost, files in (
+            ("acme/quants", "safetensors files", {"config.json": config}),
+            ("acme/bare", "config.json", {}),
+        ):
+            hub.repos[name] = Repo({"main": {"model-Q4_K_M.gguf": b"x", "README.md": b"x", **files}})
+            assert fetched(name) == (
+                f"{name} holds no {lost}, which forkpoint reads; give the id of the model that was converted to "
+                "GGUF or another format"
+            )
+
     def test_other_options_are_looked_at_first(self, hub: Hub) -> None:
         assert "max_num_seqs=0" in forkpoint(*ASK, ID, "--max-num-seqs", "0", code=2)[1]
         assert not hub.requests
