@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -73,9 +74,12 @@ class Tokenizer:
             raise ModelFolderError(
                 f"tokenizer.json of {folder} is a pointer of Git LFS; run 'git lfs pull' in the folder"
             ) from None
+        reason = first_line(error)
+        if (Path(folder) / "tokenizer.model").is_file() and find_spec("sentencepiece") is None:
+            reason = "tokenizer.model is read with the packages sentencepiece and protobuf, which can be installed"
         raise ModelFolderError(
-            f"no usable tokenizer in {folder}: {first_line(error)}; add tokenizer.json, name another folder with "
-            "--tokenizer, or pass token ids with --skip-tokenizer-init"
+            f"no usable tokenizer in {folder}: {reason}; add tokenizer.json, name another folder with --tokenizer, or "
+            "pass token ids with --skip-tokenizer-init"
         ) from error
 
     @classmethod

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,17 @@ def test_a_folder_without_a_tokenizer_is_refused(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     with pytest.raises(ModelFolderError, match=r"no usable tokenizer in .*: none .* has tokens; add tokenizer\.json"):
+        Tokenizer.load(str(folder))
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
+def test_a_missing_package_for_tokenizer_model_is_named(folder: Path) -> None:
+    """transformers names another one, by which it tries to read the file next."""
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    change_json(folder / "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
+    with pytest.raises(
+        ModelFolderError, match=r"tokenizer\.model is read with the packages sentencepiece and protobuf"
+    ):
         Tokenizer.load(str(folder))
 
 
