@@ -109,8 +109,10 @@ def rows_come(inbox: Tensor, rank: int, receiver: int, x: Tensor, numbers: list[
         own[2 * (SIZE - 1) * rows.MOST_ROWS * rows.WIDEST + place] = number
 
 
-def test_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words_at_once", [0, 4096])
+def test_many_rows(words_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms of sums, and gathers: rows whose programs have others behind them, in several launches, of all widths."""
+    monkeypatch.setattr(rows, "WORDS_AT_ONCE", words_at_once)
     for module, name, value in ((exchanges, "FEW_BYTES", 0), (rows, "PROGRAMS", 2), (rows, "MOST_ROWS", 3)):
         monkeypatch.setattr(module, name, value)
     inboxes = [torch.zeros(inbox_words(SIZE), dtype=torch.int64, device=DEVICE) for _ in range(SIZE)]

@@ -24,6 +24,7 @@ MOST_ROWS = 4096  # rows per launch; each has a place in the inbox
 WIDEST = MOST_ROW_BYTES // 4  # words per row at most
 PLACE_WORDS = tl.constexpr(WIDEST)
 PROGRAMS = 528  # programs at most; the same program always handles a row
+WORDS_AT_ONCE = 4096  # words of rows that a program sends with one flag; two rows at least
 
 
 @triton.jit
@@ -60,13 +61,19 @@ def send_flags(row, number, ends, MOST_ROWS: tl.constexpr):
 
 
 @triton.jit
+def _row_from(rank, row, number, ends, MOST_ROWS: tl.constexpr):
+    """Return the address of the words of another rank's row, which may not have arrived."""
+    return _inbox(ends, ends.rank) + _place(number, rank, ends.rank, row, ends.size, MOST_ROWS) * PLACE_WORDS
+
+
+@triton.jit
 def await_row(rank, row, number, ends, MOST_ROWS: tl.constexpr):
-    """Wait for the row of another rank; return the address of its words."""
-    inbox, place = _inbox(ends, ends.rank), _place(number, rank, ends.rank, row, ends.size, MOST_ROWS)
+    """Wait for the flag of another rank's row; return the address of its words."""
     flags: tl.constexpr = 2 * (ends.size - 1) * MOST_ROWS * PLACE_WORDS
-    while tl.atomic_add(inbox + flags + place, 0, sem="acquire", scope="sys") != number:
+    flag = _inbox(ends, ends.rank) + flags + _place(number, rank, ends.rank, row, ends.size, MOST_ROWS)
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number:
         pass
-    return inbox + place * PLACE_WORDS
+    return _row_from(rank, row, number, ends, MOST_ROWS)
 
 
 @triton.jit
@@ -88,34 +95,46 @@ def _sum_norm_kernel(
     COUNT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MOST_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Add the sums of the ranks' bfloat16 rows of WIDTH words to the residual, and store its norm, row by row."""
+    """Add the sums of the ranks' bfloat16 rows of WIDTH words to the residual, and store its norm.
+
+    A program sends GROUP rows with one flag, that of the first, because a flag waits until its data have arrived. Its
+    own words lie in the output until the others' have come."""
     at, program = tl.arange(0, COUNT), tl.program_id(0)
     inside = at < WIDTH
     weights = load_pairs(weight, at, inside)
     await_before(OVERLAP)
     number = tl.load(ends.numbers + program) + 1
-    for row in range(program, num_rows, PROGRAMS):
-        index = row * WIDTH + at
-        words = own_words(own, row, at, inside)
+    for first in range(program, num_rows, PROGRAMS * GROUP):
+        behind = tl.minimum(first + PROGRAMS * GROUP, num_rows)
+        for row in range(first, behind, PROGRAMS):
+            words = own_words(own, row, at, inside)
+            for rank in tl.static_range(ends.size):
+                if rank != ends.rank:
+                    send(rank, words, at, inside, row, number, ends, MOST_ROWS)
+            tl.store(to[0] + row * WIDTH + at, words, mask=inside)
+        send_flags(first, number, ends, MOST_ROWS)
         for rank in tl.static_range(ends.size):
             if rank != ends.rank:
-                send(rank, words, at, inside, row, number, ends, MOST_ROWS)
-        send_flags(row, number, ends, MOST_ROWS)
-        side_low, side_high = halves(tl.load(residual + index, mask=inside, other=0))
-        low, high = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT,), tl.float32)
-        for rank in tl.static_range(ends.size):  # in this order, so that all ranks get the same bits
-            found = words
-            if rank != ends.rank:
-                found = received(await_row(rank, row, number, ends, MOST_ROWS), at, inside)
-            more_low, more_high = halves(found)
-            low += more_low
-            high += more_high
-        low, high = halves(joined(low, high))
-        total = joined(low + side_low, high + side_high)
-        tl.store(residual + index, total, mask=inside)
-        store_norm(total, weights, to, row, at, inside, WIDTH, eps)
+                await_row(rank, first, number, ends, MOST_ROWS)
+        for row in range(first, behind, PROGRAMS):
+            index = row * WIDTH + at
+            words = tl.load(to[0] + index, mask=inside, other=0)
+            side_low, side_high = halves(tl.load(residual + index, mask=inside, other=0))
+            low, high = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT,), tl.float32)
+            for rank in tl.static_range(ends.size):  # in this order, so that all ranks get the same bits
+                found = words
+                if rank != ends.rank:
+                    found = received(_row_from(rank, row, number, ends, MOST_ROWS), at, inside)
+                more_low, more_high = halves(found)
+                low += more_low
+                high += more_high
+            low, high = halves(joined(low, high))
+            total = joined(low + side_low, high + side_high)
+            tl.store(residual + index, total, mask=inside)
+            store_norm(total, weights, to, row, at, inside, WIDTH, eps)
     end(number, ends)
     start_next(OVERLAP)
 
@@ -177,7 +196,8 @@ def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inbo
         given, side = own.part(part), residual[part].view(torch.int32)
         beside = (None if codes is None else codes[part], None if scales is None else scales[part], padded_rows)
         operands = (given, side, weight, (out[part].view(torch.int32), *beside), inboxes, len(side), eps)
-        _sum_norm_kernel[(min(len(side), PROGRAMS),)](*operands, **_sizes(side))
+        group = max(2, WORDS_AT_ONCE // side.shape[1])
+        _sum_norm_kernel[(min(len(side), PROGRAMS),)](*operands, GROUP=group, **_sizes(side))
     return out
 
 
