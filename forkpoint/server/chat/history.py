@@ -23,9 +23,10 @@ def shown_messages(
     """Return `messages` as dicts in a form that the model can read. Thinking parts of answers become their reasoning.
 
     A part of a tool's result that the model cannot read is replaced by a text that says so, and `note` receives a
-    notice. Refusing it would end the conversation, as the client cannot change what its tool returned. `shows_images`:
-    the model reads images, so they stay. `drops_billing_lines`: leave out billing lines at the head of the system
-    prompt, which would keep the rest of the prompt from being found in the prefix cache.
+    notice. Refusing it would end the conversation, as the client cannot change what its tool returned. Images right
+    after a result belong to it, since some clients send results as texts. `shows_images`: the model reads images, so
+    they stay. `drops_billing_lines`: leave out billing lines at the head of the system prompt, which would keep the
+    rest of the prompt from being found in the prefix cache.
     """
     shown = [message.model_dump(exclude_unset=True) for message in messages]
     if drops_billing_lines and shown and shown[0]["role"] in ("system", "developer"):
@@ -35,14 +36,18 @@ def shown_messages(
         elif shown[0].get("content"):
             del shown[0]
     _take_function_calls(shown)
+    last_role = ""
     for message in shown:
-        if message["role"] == "assistant" and isinstance(message.get("content"), list):
+        role, parts = message["role"], message.get("content")
+        if isinstance(parts, list) and role == "assistant":
             _take_reasoning(message)
-        if message["role"] == "tool" and isinstance(message.get("content"), list):
-            parts = message["content"]
+        elif isinstance(parts, list) and role == "tool":
             message["content"] = [
                 part if shows_images and is_image(part) else _result_part(part, note) for part in parts
             ]
+        elif isinstance(parts, list) and last_role == "tool" and not shows_images:
+            message["content"] = [_result_part(part, note) if is_image(part) else part for part in parts]
+        last_role = role
     return shown
 
 
