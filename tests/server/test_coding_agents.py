@@ -246,7 +246,7 @@ def test_requests_in_the_form_of_codex(http: httpx2.Client, namespace: str | Non
 
 @pytest.mark.parametrize("text", [None, "Attached image(s) from tool result:"])
 def test_an_image_that_a_tool_returned_does_not_end_a_chat(http: httpx2.Client, text: str | None) -> None:
-    """Results of chats are texts, so Cline and pi send the image as the user's next message."""
+    """Results of chats are texts, so Cline and pi send the image as the user's next message, goose as several."""
     arguments = json.dumps({"command": "cat p.png"})
     use = {"id": "call_1", "type": "function", "function": {"name": "bash", "arguments": arguments}}
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
@@ -257,12 +257,15 @@ def test_an_image_that_a_tool_returned_does_not_end_a_chat(http: httpx2.Client, 
         {"role": "tool", "tool_call_id": "call_1", "content": "Read image file [image/png]"},
         {"role": "user", "content": parts},
     ]
+    if text is None:
+        messages.append({"role": "user", "content": parts})
     body = {"model": SERVED_NAME, "messages": messages}
     answer = http.post("/v1/chat/completions", json=body).raise_for_status().json()
     assert answer["choices"][0]["message"]["content"] == "A title"
     tokens = http.post("/tokenize", json=body).raise_for_status().json()["tokens"]
     prompt = http.post("/detokenize", json={"tokens": tokens}).raise_for_status().json()["prompt"]
     assert "part of the type image, which cannot be shown here" in prompt
-    own = [*messages, {"role": "assistant", "content": "No"}, {"role": "user", "content": [picture]}]
-    refused = http.post("/v1/chat/completions", json={**body, "messages": own})
-    assert refused.status_code == 400 and "reads no images" in refused.text
+    for between in ({"role": "assistant", "content": "No"}, {"role": "user", "content": "And this?"}):
+        own = [*messages, between, {"role": "user", "content": [picture]}]
+        refused = http.post("/v1/chat/completions", json={**body, "messages": own})
+        assert refused.status_code == 400 and "reads no images" in refused.text

@@ -36,7 +36,7 @@ def shown_messages(
         elif shown[0].get("content"):
             del shown[0]
     _take_function_calls(shown)
-    last_role = ""
+    follows_result = False
     for message in shown:
         role, parts = message["role"], message.get("content")
         if isinstance(parts, list) and role == "assistant":
@@ -45,9 +45,9 @@ def shown_messages(
             message["content"] = [
                 part if shows_images and is_image(part) else _result_part(part, note) for part in parts
             ]
-        elif isinstance(parts, list) and last_role == "tool" and not shows_images:
+        elif isinstance(parts, list) and follows_result and not shows_images:
             message["content"] = [_result_part(part, note) if is_image(part) else part for part in parts]
-        last_role = role
+        follows_result = role == "tool" or (follows_result and isinstance(parts, list) and all(map(is_image, parts)))
     return shown
 
 
