@@ -62,10 +62,16 @@ class PromptTooLongError(InvalidPromptError):
 
     @classmethod
     def of(cls, given: int, most: int, unit: str, max_model_len: int) -> Self:
-        """Return the error for a prompt of `given` units. Agents shorten a conversation when they read these words."""
+        """Return the error for a prompt of `given` units.
+
+        Agents shorten a conversation when they read these words, which are Anthropic's and then OpenAI's, and read the
+        numbers. A prompt that is too long in another unit has not been tokenised.
+        """
+        tokens = f"{given} tokens" if unit == "tokens" else f"{max_model_len} tokens or more"
         return cls(
-            f"the prompt is too long: {given} {unit} > {most} maximum with max_model_len={max_model_len}; shorten it "
-            "or raise max_model_len"
+            f"the prompt is too long: {given} {unit} > {most} maximum. This model's maximum context length is "
+            f"{max_model_len} tokens (max_model_len), but the prompt resulted in {tokens}; shorten it or raise "
+            "max_model_len"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +58,7 @@ def chat(http: httpx2.Client, **fields: Any) -> httpx2.Response:
         ({"stop": [""]}, "stop"),
         ({"stop": ""}, "stop"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, "max_model_len=512"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "context length is 512 tokens"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, "lone surrogate U+D800"),
         ({"messages": [{"role": "user", "content": "a"}], "user": "\udfff"}, "lone surrogate U+DFFF"),
         ({"stop": "\ud800"}, "stop"),
@@ -196,7 +197,10 @@ def test_unknown_paths_and_methods(http: httpx2.Client) -> None:
     ],
 )
 def test_agents_see_that_a_prompt_is_too_long(http: httpx2.Client, field: str, given: Any, said: str) -> None:
-    """They know OpenAI's code or Anthropic's words, and shorten the conversation then."""
+    """They know OpenAI's code or words, or Anthropic's words, and shorten the conversation then.
+
+    Some read the numbers too: Qwen Code and Crush those of OpenAI's words, Claude Code those of Anthropic's.
+    """
     paths = {"prompt": ["/v1/completions"], "messages": ["/v1/chat/completions", "/v1/messages"]}
     for path in paths.get(field, ["/v1/responses"]):
         reply = http.post(path, json={"max_tokens": 2, field: given})
@@ -204,6 +208,8 @@ def test_agents_see_that_a_prompt_is_too_long(http: httpx2.Client, field: str, g
         assert reply.status_code == 400 and error["type"] == "invalid_request_error"
         assert "prompt is too long: " in error["message"] and said in error["message"]
         assert path == "/v1/messages" or error["code"] == "context_length_exceeded"
+        numbers = re.search(r"maximum context length is (\d+) tokens.* resulted in (\d+) tokens", error["message"])
+        assert numbers is not None and numbers[1] == "512" and int(numbers[2]) >= 512
 
 
 def test_a_key_is_asked_for(guarded: RunningServer) -> None:

@@ -186,7 +186,7 @@ def test_a_schema_for_the_answer(client: anthropic.Anthropic) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image' blocks"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": PDF}]}]}, "pages as images"),
         ({"system": [{"type": "image", "source": {}}]}, "put 'image' blocks into messages"),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, "max_model_len=512"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "context length is 512 tokens"),
         ({"thinking": {"type": "loud"}}, "thinking"),
         ({"temperature": -1}, "temperature"),
     ],

@@ -193,7 +193,7 @@ def test_what_a_cancelled_response_has_said_is_kept(client: openai.OpenAI) -> No
         ({"input": "x", "top_logprobs": 3}, "/v1/chat/completions"),
         ({"input": "x", "include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
         ({"input": "x", "background": True, "stream": True}, "background"),
-        ({"input": "x" * 600}, "max_model_len=512"),
+        ({"input": "x" * 600}, "context length is 512 tokens"),
         ({"input": "x", "user": "\ud800"}, "lone surrogate"),
         ({"input": "x", "metadata": nested(900)}, "metadata is nested more than 64"),
         ({"input": "x", "tools": [{**TOOLS[0], "parameters": nested(900)}], "tool_choice": "none"}, "tools is nested"),
