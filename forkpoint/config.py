@@ -355,10 +355,10 @@ class EngineConfig:
     def read_image_settings(self) -> ImageSettings | None:
         """Return how images are prepared, as the model folder and `mm_processor_kwargs` say.
 
-        None: `language_model_only` is set, or the model has no vision tower that forkpoint runs. Raises
+        None: prompts may have none, or the model has no vision tower that forkpoint runs. Raises
         ModelFolderError for files that are wrong, and ConfigError for `mm_processor_kwargs` that do not fit.
         """
-        if self.language_model_only:
+        if self.language_model_only or self.max_images == self.max_videos == 0:
             return None
         return read_image_settings(self.model, self.mm_processor_kwargs, self.hf_overrides, self.media_io_kwargs)
 

@@ -36,7 +36,7 @@ def why_no_images() -> str:
         return "images are refused: Pillow is not installed (pip install pillow)"
     return (
         "this model reads no images, because it has no vision tower that forkpoint runs or was started with "
-        "--language-model-only; remove them"
+        "--language-model-only, or without images in --limit-mm-per-prompt; remove them"
     )
 
 

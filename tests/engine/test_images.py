@@ -436,11 +436,13 @@ def test_what_is_refused_says_why(folder: tuple[Path, Any]) -> None:
 def test_the_text_model_alone_loads_no_tower(folder: tuple[Path, Any]) -> None:
     """Texts have the same bits with a tower, and no operator more."""
     found = []
-    for options in ({}, {"language_model_only": True}):
+    alone: dict[str, Any]
+    for alone in ({"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0, "video": 0}}):
+        with engine(folder[0], **alone) as llm:
+            assert llm._engine.core._runner._model.vision is None  # type: ignore[attr-defined]
+            with pytest.raises(InvalidPromptError, match="started with --language-model-only, or without images"):
+                llm.generate(prompt_of([INTRO, picture(1, 64, 64)]), use_tqdm=False)
+    for options in ({}, alone):
         with engine(folder[0], **options) as llm, Operators() as operators:
             found.append((bits(llm, [[INTRO]], 20), operators.counts))
     assert found[0] == found[1] and found[0][1].total() > 1000
-    with engine(folder[0], language_model_only=True) as llm:
-        assert llm._engine.core._runner._model.vision is None  # type: ignore[attr-defined]
-        with pytest.raises(InvalidPromptError, match="started with --language-model-only"):
-            llm.generate(prompt_of([INTRO, picture(1, 64, 64)]), use_tqdm=False)
