@@ -13,7 +13,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
@@ -52,17 +52,24 @@ def raise_file_limit() -> int:
     return wanted
 
 
+class GivesWay(Protocol):
+    """A connection that can be closed for a new one."""
+
+    def give_way(self) -> None: ...
+
+
 @dataclass(slots=True)
 class Connections:
     """Counts the open connections and keeps those that can be closed for new ones.
 
-    `waiting` holds connections that wait for a request to begin or for its head to end, the longest wait first.
+    `waiting` holds connections that wait for a request to begin or for its head to end, and those whose TLS handshake
+    is not over. The longest wait is first.
     """
 
     most: int
     refused: Callable[[int], None]  # called with the status of each refusal
     num_open: int = 0
-    waiting: dict[Connection, None] = field(default_factory=dict)
+    waiting: dict[GivesWay, None] = field(default_factory=dict)
     _logged_s: float | None = None  # when the lack of room was logged last
     _next_turn_s: float = 0.0  # when the next read of a large body may happen
 

@@ -9,7 +9,6 @@ import ssl
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from forkpoint.checks import host_in_url
 from forkpoint.errors import ConfigError
@@ -86,13 +85,13 @@ def _remove_stale(path: str) -> None:
     raise ConfigError(f"cannot listen on {path}: another server listens there; give another --uds")
 
 
-def tls_options(config: ServerConfig) -> dict[str, Any]:
-    """Return uvicorn's options for HTTPS, or an empty dict without a certificate.
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """Return what handshakes of HTTPS need, or None without a certificate.
 
     Raises ConfigError for files that cannot be read, do not belong together, or need a password.
     """
     if config.ssl_certfile is None:
-        return {}
+        return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     key = config.ssl_keyfile or config.ssl_certfile
     given = f"ssl_certfile={config.ssl_certfile!r}, ssl_keyfile={key!r}"
@@ -112,9 +111,5 @@ def tls_options(config: ServerConfig) -> dict[str, Any]:
     requirement = config.ssl_cert_reqs
     if requirement is None:
         requirement = ssl.CERT_NONE if config.ssl_ca_certs is None else ssl.CERT_REQUIRED
-    return {
-        "ssl_certfile": config.ssl_certfile,
-        "ssl_keyfile": key,
-        "ssl_ca_certs": config.ssl_ca_certs,
-        "ssl_cert_reqs": ssl.VerifyMode(requirement),
-    }
+    context.verify_mode = ssl.VerifyMode(requirement)
+    return context

@@ -8,6 +8,7 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +28,8 @@ from forkpoint.obs.logs import LOGGER, Reading, counted, is_idle, load_line, set
 from forkpoint.server.app import create_app
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.connections import RESERVED_FILES, Connection, Connections, raise_file_limit
-from forkpoint.server.listener import listen, tls_options, url
+from forkpoint.server.handshake import Handshake
+from forkpoint.server.listener import listen, tls_context, url
 from forkpoint.server.metrics import Metrics
 from forkpoint.server.readers import Readers
 from forkpoint.server.service import Service
@@ -43,7 +45,7 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
     Raises ConfigError if the server cannot listen at the address, or if a file for HTTPS or the chat template is wrong,
     and the errors of loading the model.
     """
-    tls_options(config)
+    tls_context(config)
     read_template(engine.chat_template)
     set_up_logging(engine.log_level)
     # prometheus_client would add to each metric a series with its time of creation, which nobody reads.
@@ -84,7 +86,7 @@ class ApiServer:
         return url(self._config, self._listener)
 
     async def run(self) -> int:
-        http = _Uvicorn(self._service, tls_options(self._config))
+        http = _Uvicorn(self._service, tls_context(self._config))
         serving = asyncio.create_task(http.serve([self._listener]))
         living = asyncio.create_task(self._live())
         reporting: list[asyncio.Task[None]] = []
@@ -200,10 +202,12 @@ async def log_load(engine: AsyncEngine, metrics: Metrics, interval_s: float) -> 
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers: `ApiServer` decides when to end."""
 
-    def __init__(self, service: Service, tls: dict[str, Any]) -> None:
+    def __init__(self, service: Service, tls: ssl.SSLContext | None) -> None:
         refused = partial(service.metrics.http_answer, "none", "other")
         connections = Connections(max(1, raise_file_limit() - RESERVED_FILES), refused)
         http: Any = partial(Connection, shared=connections)
+        if tls is not None:
+            http = partial(Handshake, shared=connections, context=tls)
         super().__init__(
             uvicorn.Config(
                 create_app(service),
@@ -215,7 +219,6 @@ class _Uvicorn(uvicorn.Server):
                 timeout_graceful_shutdown=1,
                 http=http,
                 ws="none",
-                **tls,
             )
         )
         logger = logging.getLogger("uvicorn")  # its lines go to forkpoint's own log

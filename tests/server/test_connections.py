@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -113,16 +113,15 @@ def test_head_of_what_monitors_ask_for(server: RunningServer) -> None:
             assert reply.status_code == 200 and not reply.content
 
 
-@pytest.fixture(scope="module")
-def few_files(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server that may open 250 files and has short time limits."""
-    folder = tmp_path_factory.mktemp("few")
+@contextmanager
+def server_with_few_files(tiny_model: Path, folder: Path, *flags: str) -> Iterator[RunningServer]:
+    """Run a server that may open 250 files and has short time limits."""
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (150, 250))\n"
         "from forkpoint.server import connections\n"
         "connections.HEAD_TIMEOUT_S = connections.BODY_GRACE_S = connections.DISCARD_S = 1.0\n"
         "from forkpoint.cli.main import main\n"
-        f"sys.exit(main(['serve', {str(tiny_model)!r}, '--port', '0']))"
+        f"sys.exit(main({['serve', str(tiny_model), '--port', '0', *flags]}))"
     )
     log_path = folder / "server.log"
     with log_path.open("wb") as log:
@@ -134,6 +133,12 @@ def few_files(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield running.wait_ready()
     finally:
         assert running.stop() == 0, running.log
+
+
+@pytest.fixture(scope="module")
+def few_files(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with server_with_few_files(tiny_model, tmp_path_factory.mktemp("few")) as running:
+        yield running
 
 
 def test_more_connections_than_files(few_files: RunningServer) -> None:

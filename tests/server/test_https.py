@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx2
@@ -16,8 +17,9 @@ import pytest
 from forkpoint.cli.main import main
 from forkpoint.errors import ConfigError
 from forkpoint.server.config import ServerConfig
-from forkpoint.server.listener import tls_options
+from forkpoint.server.listener import tls_context
 from tests.server.running import RunningServer, start_server
+from tests.server.test_connections import connect, read_all, server_with_few_files
 
 FILES = Path(__file__).parent / "tls"  # a certificate that signs itself, for 127.0.0.1, valid for a century
 CERTIFICATE, KEY = str(FILES / "server.pem"), str(FILES / "server.key")
@@ -61,6 +63,19 @@ def test_clients_without_a_certificate_and_without_https_are_turned_away(secure:
             client.get(f"{secure.url}/health")
     with pytest.raises(httpx2.TransportError):
         httpx2.get(secure.url.replace("https", "http") + "/health")
+
+
+def test_clients_that_begin_no_handshake_give_way_too(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ["--ssl-certfile", CERTIFICATE, "--ssl-keyfile", KEY]
+    with server_with_few_files(tiny_model, tmp_path, *flags) as running, ExitStack() as stack:
+        client = stack.enter_context(httpx2.Client(base_url=running.url, verify=client_context(), timeout=30))
+        for _ in range(300):
+            stack.enter_context(connect(running))
+        assert client.get("/health").status_code == 200
+        assert "limit of open files" in running.log
+        silent = stack.enter_context(connect(running))
+        assert not read_all(silent), "it is closed, for it has not begun in time"
+        assert "Traceback" not in running.log
 
 
 def test_forkpoints_own_client_trusts_what_the_environment_names(
@@ -116,15 +131,15 @@ def test_without_allowed_origins_nothing_is_allowed(http: httpx2.Client) -> None
 )
 def test_wrong_files_are_named(files: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        tls_options(ServerConfig(**files))  # type: ignore[arg-type]
+        tls_context(ServerConfig(**files))  # type: ignore[arg-type]
 
 
 def test_one_file_may_hold_key_and_certificate(tmp_path: Path) -> None:
     both = tmp_path / "both.pem"
     both.write_text(Path(CERTIFICATE).read_text() + Path(KEY).read_text())
-    options = tls_options(ServerConfig(ssl_certfile=str(both)))
-    assert (options["ssl_keyfile"], options["ssl_cert_reqs"]) == (str(both), ssl.CERT_NONE)
-    assert tls_options(ServerConfig()) == {}
+    context = tls_context(ServerConfig(ssl_certfile=str(both)))
+    assert context is not None and context.verify_mode == ssl.CERT_NONE
+    assert tls_context(ServerConfig()) is None
 
 
 @pytest.mark.parametrize(
