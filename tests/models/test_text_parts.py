@@ -161,6 +161,9 @@ def test_overrides_reach_the_text_model(name: str, tmp_path: Path) -> None:
         config = load_config(tmp_path, hf_overrides=overrides)
         assert config.max_model_len == 77 and 9 in config.eos_token_ids
     assert load_config(tmp_path).max_model_len > 99
+    # vLLM calls it text_config in every folder
+    usual, own = (load_config(tmp_path, hf_overrides={name: alone}) for name in ("text_config", inner))
+    assert usual == own
 
 
 def test_a_text_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
