@@ -1,4 +1,4 @@
-"""Claude Code, Codex and opencode against a server: first request, a tool that runs, and a second turn from the cache.
+"""Coding agents against a server: first request, a tool that runs, and a second turn from the cache.
 
 The released programs run where npm has installed them: on the path, globally, or in the folder that
 AGENTS_NODE_MODULES names. Requests in the form that they send are tested without them.
@@ -37,6 +37,7 @@ SCRIPTS = {
     "Bash": call("Bash", command=COMMAND, description="Make a file"),
     "exec_command": call("exec_command", cmd=COMMAND),
     "bash": call("bash", command=COMMAND, description="Make a file."),
+    "run_shell_command": call("run_shell_command", command=COMMAND, is_background="false"),
     "agents__spawn": call("agents__spawn", task="look"),
     "done": ["It is ", "done."],
 }
@@ -153,6 +154,44 @@ def test_opencode(agents_server: RunningServer, tmp_path: Path) -> None:
     config = {"model": name, "small_model": name, "provider": {"own": provider}, "permission": {"bash": "allow"}}
     (tmp_path / "opencode.json").write_text(json.dumps({**config, "share": "disabled", "autoupdate": False}))
     check_turns(agents_server, tmp_path, [*opencode, "Make a file"], [*opencode, "-c", "And again"])
+
+
+def test_qwen_code(agents_server: RunningServer, tmp_path: Path) -> None:
+    qwen = [program("qwen"), "--auth-type", "openai", "--yolo"]
+    env = {"OPENAI_BASE_URL": f"{agents_server.url}/v1", "OPENAI_API_KEY": "unused", "OPENAI_MODEL": SERVED_NAME}
+    check_turns(agents_server, tmp_path, [*qwen, "-p", "Make a file"], [*qwen, "-c", "-p", "And again"], **env)
+
+
+@pytest.mark.parametrize("wire_api", ["completions", "responses", "anthropic"])
+def test_copilot(agents_server: RunningServer, tmp_path: Path, wire_api: str) -> None:
+    copilot = [program("copilot"), "--allow-all-tools"]
+    env = {"COPILOT_OFFLINE": "true", "COPILOT_MODEL": SERVED_NAME, "COPILOT_PROVIDER_API_KEY": "unused"}
+    if wire_api == "anthropic":
+        env |= {"COPILOT_PROVIDER_TYPE": wire_api, "COPILOT_PROVIDER_BASE_URL": agents_server.url}
+    else:
+        env |= {"COPILOT_PROVIDER_WIRE_API": wire_api, "COPILOT_PROVIDER_BASE_URL": f"{agents_server.url}/v1"}
+    first, second = [*copilot, "-p", "Make a file"], [*copilot, "--continue", "-p", "And again"]
+    check_turns(agents_server, tmp_path, first, second, **env)
+
+
+@pytest.mark.parametrize("api", ["openai-completions", "openai-responses", "anthropic-messages"])
+def test_pi(agents_server: RunningServer, tmp_path: Path, api: str) -> None:
+    pi = [program("pi"), "--provider", "own", "--model", SERVED_NAME]
+    url = agents_server.url if api == "anthropic-messages" else f"{agents_server.url}/v1"
+    provider = {"baseUrl": url, "api": api, "apiKey": "unused", "models": [{"id": SERVED_NAME, "contextWindow": 16384}]}
+    (tmp_path / ".pi" / "agent").mkdir(parents=True)
+    (tmp_path / ".pi" / "agent" / "models.json").write_text(json.dumps({"providers": {"own": provider}}))
+    first, second = [*pi, "-p", "Make a file"], [*pi, "-c", "-p", "And again"]
+    check_turns(agents_server, tmp_path, first, second, PI_OFFLINE="1")
+
+
+def test_continue(agents_server: RunningServer, tmp_path: Path) -> None:
+    model = {"name": "own", "provider": "openai", "model": SERVED_NAME, "apiKey": "unused", "roles": ["chat"]}
+    model |= {"apiBase": f"{agents_server.url}/v1", "capabilities": ["tool_use"]}
+    config = {"name": "own", "version": "1.0.0", "schema": "v1", "models": [model]}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    cn = [program("cn"), "--config", "config.yaml", "--auto"]
+    check_turns(agents_server, tmp_path, [*cn, "-p", "Make a file"], [*cn, "--resume", "-p", "And again"])
 
 
 # --- requests in the form of these programs
