@@ -10,7 +10,7 @@ from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lease import StateSave
 from forkpoint.cache.policy_answers import checked_key, checked_next_change
-from forkpoint.cache.tree import INSIDE_PROMPTS, Checkpoint, Entry, Node, Origin, nearest_checkpoint
+from forkpoint.cache.tree import INSIDE_PROMPTS, Checkpoint, Entry, Origin, nearest_checkpoint
 from forkpoint.config import BLOCK_SIZE
 
 PROMPT_GOES_ON: Final = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # below such a state
@@ -26,24 +26,18 @@ class EvictionKeys:
 
     def of(self, entry: Entry) -> float:
         """Return the key of an entry as it is now."""
-        age = self._arena.turnover - entry.last_used
-        if isinstance(entry, Node):
-            num_bytes = self._block_bytes
-            saved = self._cost((entry.depth - 1) * BLOCK_SIZE, entry.depth * BLOCK_SIZE)
-            return checked_key(
-                self._policy,
-                EntryFacts(
-                    Origin.BLOCK, saved, num_bytes, num_bytes, entry.last_used, age, entry.num_hits, 0, False, False,
-                    None, entry.hash,
-                )
-            )  # fmt: skip
-        node, inside = entry.node, bool(entry.node.children)
-        saved, num_bytes, kv_bytes, above = self._worth(nearest_checkpoint(node.parent), entry.num_tokens, inside)
+        if isinstance(entry, Checkpoint):
+            node = entry.node
+            return self._of_checkpoint(
+                entry, nearest_checkpoint(node.parent), bool(node.children), entry.last_used, entry.num_expected
+            )
+        age, num_bytes = self._arena.turnover - entry.last_used, self._block_bytes
+        saved = self._cost((entry.depth - 1) * BLOCK_SIZE, entry.depth * BLOCK_SIZE)
         return checked_key(
             self._policy,
             EntryFacts(
-                entry.origin, saved, num_bytes, kv_bytes, entry.last_used, age, entry.num_hits, entry.num_expected,
-                inside, entry.superseded, above, node.hash, entry.note,
+                Origin.BLOCK, saved, num_bytes, num_bytes, entry.last_used, age, entry.num_hits, 0, False, False,
+                None, entry.hash,
             )
         )  # fmt: skip
 
@@ -66,12 +60,18 @@ class EvictionKeys:
 
         `above` is the nearest checkpoint before it here; `inside` says whether the history goes on below it here.
         """
-        saved, num_bytes, kv_bytes, kind = self._worth(above, source.num_tokens, inside)
+        return self._of_checkpoint(source, above, inside, self._arena.turnover, 0)
+
+    def _of_checkpoint(
+        self, checkpoint: Checkpoint, above: Checkpoint | None, inside: bool, last_used: float, num_expected: int
+    ) -> float:
+        saved, num_bytes, kv_bytes, kind = self._worth(above, checkpoint.num_tokens, inside)
         return checked_key(
             self._policy,
             EntryFacts(
-                source.origin, saved, num_bytes, kv_bytes, self._arena.turnover, 0.0, source.num_hits, 0,
-                inside, source.superseded, kind, source.node.hash, source.note,
+                checkpoint.origin, saved, num_bytes, kv_bytes, last_used, self._arena.turnover - last_used,
+                checkpoint.num_hits, num_expected, inside, checkpoint.superseded, kind, checkpoint.node.hash,
+                checkpoint.note,
             )
         )  # fmt: skip
 

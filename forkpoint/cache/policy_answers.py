@@ -12,7 +12,6 @@ from forkpoint.cache.hashing import BlockHash
 from forkpoint.checks import shown
 from forkpoint.errors import ConfigError
 
-KEY: Final = "key() of the eviction policy"
 NUMBERS: Final = (float, int, np.floating, np.integer)
 
 
@@ -35,19 +34,19 @@ def checked_key(policy: EvictionPolicy, facts: EntryFacts) -> float:
     try:
         key = policy.key(facts)
     except Exception as error:
-        note_policy(error, policy, KEY)
+        note_policy(error, policy, "key() of the eviction policy")
         raise
     if not isinstance(key, NUMBERS) or key != key:
-        raise wrong_answer(policy, KEY, f"returned {shown(key)}", "return a float that is not NaN")
+        raise _wrong(policy, "key", key, "return a float that is not NaN")
     return key
 
 
 def checked_next_change(policy: EvictionPolicy, age: float) -> float:
     """Return the policy's next age at which keys fall. Raises ConfigError if it is not a number above `age`."""
-    following = policy.next_change(age)
-    if not isinstance(following, NUMBERS) or not following > age:
-        raise _wrong(policy, "next_change", following, f"return a number above the age, here {age}, or math.inf")
-    return following
+    change = policy.next_change(age)
+    if not isinstance(change, NUMBERS) or not change > age:
+        raise _wrong(policy, "next_change", change, f"return a number above the age, here {age}, or math.inf")
+    return change
 
 
 def checked_missed(
