@@ -6,7 +6,7 @@ import logging
 from typing import Final
 
 from forkpoint.cache.manager import CacheManager
-from forkpoint.cache.peer_offers import WANTS_OFFER, asked_lease
+from forkpoint.cache.peer_offers import WANTS_OFFER, asked_lease, chosen_lease
 from forkpoint.cache.peers import PeerExchange
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.sched.scheduled_request import ScheduledRequest
@@ -48,9 +48,9 @@ class Handover:
 
     def offer_computed(self, scheduled: ScheduledRequest) -> None:
         """Offer what earlier plans have computed of a prompt, if its request asks for an offer."""
-        peers, lease = self._offering(scheduled), scheduled.lease
+        peers, request, lease = self._offering(scheduled), scheduled.request, scheduled.lease
         if peers is not None and lease.node is not None and not lease.detached:
-            peers.offer_computed(scheduled.request.id, lease.node, self._asked_lease(scheduled))
+            peers.offer_computed(request.id, lease.node, chosen_lease(request.params.kv_transfer_params))
 
     def offer(self, scheduled: ScheduledRequest) -> None:
         """Offer the prompt of a request that ends, if the request asks for that, in its `kv_transfer_params`."""
@@ -58,7 +58,12 @@ class Handover:
         if peers is None:
             return
         hit = self._cache.lookup(scheduled.lease, request.num_prompt_tokens)
-        offer = peers.offer(request.id, hit, self._asked_lease(scheduled))
+        lease: int | None = None
+        try:
+            lease = asked_lease(request.params.kv_transfer_params or {})
+        except ValueError as error:
+            LOGGER.warning("a prompt is offered under a lease of the engine's own: %s", error)
+        offer = peers.offer(request.id, hit, lease)
         if offer is not None:
             request.kv_transfer_params = offer.params(request.id)
 
@@ -66,7 +71,7 @@ class Handover:
         """End the offer of a request that leaves, unless it is complete."""
         peers, request = self._offering(scheduled), scheduled.request
         if peers is not None and request.kv_transfer_params is None:
-            peers.abandon(request.id, self._asked_lease(scheduled))
+            peers.abandon(request.id, chosen_lease(request.params.kv_transfer_params))
 
     def _offering(self, scheduled: ScheduledRequest) -> PeerExchange | None:
         """Return the exchange with other engines if a request asks for an offer."""
@@ -74,10 +79,3 @@ class Handover:
         if params is None or params.get(WANTS_OFFER) is not True:
             return None
         return self._cache.tiers.peers
-
-    def _asked_lease(self, scheduled: ScheduledRequest) -> int | None:
-        try:
-            return asked_lease(scheduled.request.params.kv_transfer_params or {})
-        except ValueError as error:
-            LOGGER.warning("a prompt is offered under a lease of the engine's own: %s", error)
-            return None
