@@ -6,12 +6,11 @@ import pytest
 
 from benchmarks import ops
 from forkpoint.ops.select import operator_names
-from tests.ops.cpu_table import build
+from tests.ops.cpu_table import cpp_module
 
 
 def test_it_prints_one_line_per_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    if build().module is None:
-        pytest.skip(build().reason)
+    cpp_module()
     monkeypatch.setattr(ops, "machine_rates", lambda: (1e10, 1e11))
     monkeypatch.setattr("sys.argv", ["ops", "--only", "conv_update"])
     ops.main()

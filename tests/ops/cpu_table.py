@@ -1,8 +1,9 @@
-"""The C++ table for tests, compiled once per session, or the printed reason why it cannot be."""
+"""The C++ operators for tests, compiled once per session."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 
@@ -13,14 +14,19 @@ from forkpoint.ops.table import OpTable
 
 
 @functools.cache
-def build() -> CpuBuild:
+def _build() -> CpuBuild:
     return load_operators()
 
 
-def cpp(tiles: bool | None = None) -> OpTable:
-    """Return the table. Skips the calling test module where something that a build needs is missing."""
-    built = build()
+def cpp_module() -> Any:
+    """Return the operators. Skips the calling test, or test module, where something that a build needs is missing."""
+    built = _build()
     assert "did not build or load" not in built.reason, built.reason
     if built.module is None:
         pytest.skip(built.reason, allow_module_level=True)
-    return cpp_table(built.module, torch_table(), tiles)
+    return built.module
+
+
+def cpp(deterministic: bool = False, *, tiles: bool | None = None) -> OpTable:
+    """Return the table of these operators. Skips as `cpp_module` does."""
+    return cpp_table(cpp_module(), torch_table(deterministic), tiles)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.select import torch_table
-from tests.ops.cpu_table import build
+from tests.ops.cpu_table import cpp
 from tests.ops.input_cases import SHAPES, InputCase, InputShape
 
 BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2}
@@ -17,10 +16,7 @@ BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_inputs_follow_plain_arithmetic(shape: InputShape, dtype: torch.dtype, backend: str) -> None:
-    module = build().module
-    if backend == "cpp" and module is None:
-        pytest.skip(build().reason)
-    ops = torch_table() if module is None or backend == "torch" else cpp_table(module, torch_table())
+    ops = cpp() if backend == "cpp" else torch_table()
     case = InputCase(shape, dtype)
     for got, want in zip(case.run(ops), case.wanted(), strict=True):
         assert got.dtype == dtype and got.shape == want.shape

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.parameters import Recurrence, RecurrenceInputs
 from forkpoint.ops.recurrence import reference
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
-from tests.ops.cpu_table import build
+from tests.ops.cpu_table import cpp
 from tests.ops.recurrence_cases import padded_pool, recurrence_case, rows, segments
 from tests.ops.triton_cases import DEVICE, ON_GPU, on_device, params_on_device, relative_error, triton_ops
 
@@ -24,12 +23,12 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", params=["torch", "cpp", "triton"])
+TABLES = {"torch": torch_table, "cpp": cpp, "triton": triton_ops}
+
+
+@pytest.fixture(scope="module", params=TABLES)
 def ops(request: pytest.FixtureRequest) -> OpTable:
-    if request.param == "cpp":
-        module = build().module
-        return cpp_table(module, torch_table()) if module is not None else pytest.skip(build().reason)
-    return torch_table() if request.param == "torch" else triton_ops()
+    return TABLES[request.param]()
 
 
 def compare(shape: Recurrence, run: Callable[[Tensor], Tensor]) -> None:

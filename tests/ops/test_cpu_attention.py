@@ -12,7 +12,7 @@ from benchmarks.indices import attention_index
 from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.attention.reference import kv_write
 from forkpoint.ops.select import torch_table
-from tests.ops.cpu_table import build, cpp
+from tests.ops.cpu_table import cpp, cpp_module
 from tests.ops.plain_attention import plain_attention
 from tests.ops.recurrence_cases import GATED_NORMS, ints
 
@@ -169,12 +169,12 @@ def test_gates_follow_the_reference(dtype: torch.dtype) -> None:
     _close(CPP.silu_mul(x), TORCH.silu_mul(x), 2 * ROUNDING[dtype])
     left, right = x[:, :77], x[:, 77:]
     for gate in (right, right[:, :1]):
-        _close(build().module.sigmoid_mul(left, gate), sigmoid_mul(left, gate), 2 * ROUNDING[dtype])
+        _close(cpp_module().sigmoid_mul(left, gate), sigmoid_mul(left, gate), 2 * ROUNDING[dtype])
 
 
 def test_gates_at_the_ends_of_the_range() -> None:
     x = torch.tensor([[-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, float("nan")]])
-    got = build().module.sigmoid_mul(torch.ones_like(x), x)[0]
+    got = cpp_module().sigmoid_mul(torch.ones_like(x), x)[0]
     assert got[:2].tolist() == pytest.approx([0.0, 0.0], abs=1e-38)
     assert got[3:7].tolist() == [0.5, 1.0, 1.0, 1.0]
     assert bool(got[7].isnan())

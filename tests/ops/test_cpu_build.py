@@ -18,11 +18,10 @@ import torch
 from forkpoint.errors import ConfigError
 from forkpoint.ops.cpu import build as cpu_build
 from forkpoint.ops.cpu.build import load_operators
-from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.cpu.tiles import padded_rows
 from forkpoint.ops.select import select_table, torch_table
 from forkpoint.ops.table import operator_names
-from tests.ops.cpu_table import build
+from tests.ops.cpu_table import cpp, cpp_module
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +70,7 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_a_build_works_after_one_that_failed(tmp_path: Path) -> None:
     source, library, marker = tmp_path / "one.cpp", tmp_path / "key" / f"{cpu_build.NAME}.so", tmp_path / "complete"
-    if build().module is None:
-        pytest.skip(build().reason)
+    cpp_module()
     source.write_text("#error wrong\n")
     with pytest.raises(RuntimeError, match="#error wrong"):
         cpu_build._compile([source], library, marker)
@@ -168,11 +166,8 @@ def test_a_stopped_build_stops_its_compilers(tmp_path: Path, number: signal.Sign
 
 
 def test_every_operator_is_named_and_redirects() -> None:
-    module = build().module
-    if module is None:
-        pytest.skip(build().reason)
     for deterministic in (False, True):
-        table = cpp_table(module, torch_table(deterministic), tiles=False)
+        table = cpp(deterministic, tiles=False)
         standing_in = {"store_rows", "mix_residuals", "choose_pools", "pool_attention"}  # of every table
         assert set(table.backends) == {*operator_names(), *standing_in}
         by_torch = {name for name, backend in table.backends.items() if not backend.startswith("cpp")}
@@ -184,10 +179,7 @@ def test_every_operator_is_named_and_redirects() -> None:
 
 
 def test_matrix_tiles_take_many_rows() -> None:
-    module = build().module
-    if module is None:
-        pytest.skip(build().reason)
-    table = cpp_table(module, torch_table(), tiles=True)
+    table = cpp(tiles=True)
     assert "tiles" in table.backends["linear"]
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float32):
@@ -199,7 +191,7 @@ def test_matrix_tiles_take_many_rows() -> None:
                 got = table.linear(x[:rows].contiguous() if rows <= 12 else x[:rows], packed).double()
                 assert got.shape == (rows, 48)
                 assert (got - exact[:rows]).abs().max() <= 8e-3 * exact.abs().max()
-    fixed = cpp_table(module, torch_table(True), tiles=True)
+    fixed = cpp(True, tiles=True)
     assert not fixed.backends["linear"].startswith("cpp")
     assert fixed.backends["recurrence_prefill"].startswith("cpp")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +11,11 @@ from forkpoint.ops.cpu.tiles import WIDENED_ROWS
 from forkpoint.ops.linear.packed import PackedMatrix, quantise_packed
 from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.select import torch_table
-from tests.ops.cpu_table import build, cpp
+from tests.ops.cpu_table import cpp, cpp_module
 from tests.ops.float_scales import every_scale, exact
 
 CPP, TILES, TORCH = cpp(tiles=False), cpp(tiles=True), torch_table()
-MODULE: Any = build().module
+MODULE = cpp_module()
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # as in test_cpu_linear
 
 

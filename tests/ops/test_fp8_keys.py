@@ -14,14 +14,13 @@ from benchmarks.indices import attention_index
 from forkpoint.cache.layer_spec import KVSpec
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.ops.attention.reference import kv_write
-from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.parameters import KVScales
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.table import resolve_platform
 from forkpoint.runtime.buffers import ArenaBuffer
-from tests.ops.cpu_table import build
+from tests.ops.cpu_table import cpp
 from tests.ops.plain_attention import plain_attention
 from tests.ops.triton_cases import DEVICE, ON_GPU, relative_error, sized, triton_ops
 
@@ -38,20 +37,13 @@ class Heads:
     value_dim: int
 
 
-def _cpp(deterministic: bool) -> OpTable:
-    module = build().module
-    if module is None:
-        pytest.skip(build().reason)
-    return cpp_table(module, torch_table(deterministic))
-
-
 def _triton(deterministic: bool) -> OpTable:
     from forkpoint.ops.triton_table import triton_table
 
     return triton_table(torch_table(True)) if deterministic else triton_ops()
 
 
-TABLES: dict[str, Callable[[bool], OpTable]] = {"torch": torch_table, "cpp": _cpp, "triton": _triton}
+TABLES: dict[str, Callable[[bool], OpTable]] = {"torch": torch_table, "cpp": cpp, "triton": _triton}
 
 
 @pytest.fixture(params=list(TABLES))

@@ -11,12 +11,11 @@ from torch import Tensor
 from benchmarks.indices import attention_index
 from forkpoint.ops.attention import expanded_kernel, kernel
 from forkpoint.ops.attention.reference import NO_KEYS
-from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.metadata import AttentionIndex, KeySplits
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import DeviceTraits
-from tests.ops.cpu_table import build
+from tests.ops.cpu_table import cpp
 from tests.ops.gluon_host import on_host
 from tests.ops.plain_attention import plain_attention
 from tests.ops.triton_cases import DEVICE, ON_GPU, relative_error, triton_ops
@@ -30,8 +29,7 @@ def ops(request: pytest.FixtureRequest) -> OpTable:
     if request.param == "cpp":
         if ON_GPU:
             pytest.skip("the C++ operators work on the host's memory")
-        module = build().module
-        return cpp_table(module, torch_table()) if module is not None else pytest.skip(build().reason)
+        return cpp()
     return triton_ops() if request.param == "triton" else torch_table(request.param == "torch fixed")
 
 

@@ -16,19 +16,16 @@ from forkpoint.ops.attention import pool_attention_kernel
 from forkpoint.ops.attention.reference import in_fp8
 from forkpoint.ops.metadata import AttentionIndex, AttentionWork
 from forkpoint.ops.parameters import KVScales, PoolRule
-from forkpoint.ops.select import select_table, torch_table
+from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
+from tests.ops.cpu_table import cpp
 from tests.ops.triton_cases import DEVICE, on_device, triton_ops
 
 RULE, HEADS, DIM, BLOCK = PoolRule(4, 5), 3, 8, 64
 KV_HEADS, KEY_DIM = 2, 6
 
 
-TABLES: dict[str, Callable[[], OpTable]] = {
-    "free": torch_table,
-    "fixed": lambda: torch_table(True),
-    "cpp": lambda: select_table("cpp", False, False),
-}
+TABLES: dict[str, Callable[[], OpTable]] = {"free": torch_table, "fixed": lambda: torch_table(True), "cpp": cpp}
 
 
 @pytest.fixture(scope="module", params=TABLES)

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.parameters import ScanInputs, ScanParams
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
-from tests.ops.cpu_table import build
+from tests.ops.cpu_table import cpp
 from tests.ops.recurrence_cases import padded_pool, rows, segments
 from tests.ops.triton_cases import DEVICE, ON_GPU, behind, copy_pool, on_device, padded, relative_error, triton_ops
 
@@ -21,12 +20,12 @@ CHANNELS, VALUES = 40, 12  # a whole program of channels and a part; fewer value
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if ON_GPU else 2e-2}
 
 
-@pytest.fixture(scope="module", params=["torch", "cpp", "triton"])
+TABLES = {"torch": torch_table, "cpp": cpp, "triton": triton_ops}
+
+
+@pytest.fixture(scope="module", params=TABLES)
 def ops(request: pytest.FixtureRequest) -> OpTable:
-    if request.param == "cpp":
-        module = build().module
-        return cpp_table(module, torch_table()) if module is not None else pytest.skip(build().reason)
-    return torch_table() if request.param == "torch" else triton_ops()
+    return TABLES[request.param]()
 
 
 def params(seed: int = 0) -> ScanParams:
