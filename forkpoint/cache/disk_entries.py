@@ -1,4 +1,4 @@
-"""Entries of the disk tier: their names, and the records that survive the process."""
+"""What the cache and the worker's tiers tell each other of entries: names, reports, and records that outlive both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Records: TypeAlias = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class EntryName:
-    """The name of an entry of the disk tier: the block of a hash, or the state after it.
+    """The name of an entry on the disk or in another engine: the block of a hash, or the state after it.
 
     `depth` counts blocks from the root, this one included. `parent` is the hash of the block before it. `origin` and
     `decoded` are those of a checkpoint.

@@ -129,7 +129,7 @@ class PlanBuilder:
         `flushes` and `dropped_images` (digests) go into the plan as they are.
         """
         added = tuple(self._make_row(scheduled) for scheduled in self._added)
-        replaced = tuple(self._make_replaced(scheduled) for scheduled in self._replaced)
+        replaced = tuple(ReplacedPrefix(scheduled.row, *self._sent_blocks(scheduled)) for scheduled in self._replaced)
         masks: list[tuple[int, IntArray]] = []
         rows = self._make_rows(masks)
         readers: list[Checkpoint] = []
@@ -179,9 +179,6 @@ class PlanBuilder:
             images=request.images,
             more_block_ids=more,
         )
-
-    def _make_replaced(self, scheduled: ScheduledRequest) -> ReplacedPrefix:
-        return ReplacedPrefix(scheduled.row, *self._sent_blocks(scheduled))
 
     def _sent_blocks(self, scheduled: ScheduledRequest) -> tuple[IntArray, tuple[IntArray, ...]]:
         """Return the blocks that the worker has, or gets with the row: of the first group, and of the others."""
