@@ -144,7 +144,7 @@ class DraftPlanner:
         return drafts, masks[: len(drafts)]
 
     def note_plan(self, plan: StepPlan) -> None:
-        """Note whether a step computes prompts."""
+        """Note whether a step computes no prompts although requests wait."""
         self._is_blocked = bool(self._waiting.requests) and plan.num_decodes == len(plan.rows)
 
     def count_accepted(self, issued: IssuedStep, result: StepResult, seconds: float) -> None:
