@@ -32,15 +32,6 @@ class MovingDisk(Moving):
         self.bad: set[int] = set()  # tickets that fail
         self.writes: set[int] = set()
 
-    def own(self, kind: MoveKind, unit: int, entry: tuple[EntryName, Tensor] | None) -> None:
-        """Note what a unit of the disk holds; the page's units of the other kind hold nothing any more."""
-        for other, index in list(self.disk):
-            if other is not kind and index // self.per_page(other) == unit // self.per_page(kind):
-                del self.disk[other, index]
-        self.disk.pop((kind, unit), None)
-        if entry is not None:
-            self.disk[kind, unit] = entry
-
     def move(self) -> Move:
         choice = self.random.random()
         if choice < 0.5 or (self.arrived and choice < 0.6):
@@ -61,7 +52,7 @@ class MovingDisk(Moving):
         if choice < 0.8 and known:
             source, target = self.random.choice(known), self.unit(kind, NUM_DISK_PAGES)
             if source != target:
-                self.own(kind, target, self.disk[kind, source])
+                self.keep(self.disk, kind, target, self.disk[kind, source])
                 self.disk.pop((kind, source), None)
                 return Move(kind, source, target, MoveRoute.DISK)
         if choice < 0.83 and known:
@@ -73,10 +64,10 @@ class MovingDisk(Moving):
         self.writes.add(ticket)
         if in_host and self.random.random() < 0.5:
             source = self.random.choice(in_host)
-            self.own(kind, target, (name, self.host[kind, source].clone()))
+            self.keep(self.disk, kind, target, (name, self.host[kind, source].clone()))
             return Move(kind, source, target, MoveRoute.HOST_TO_DISK, ticket, name)
         source, windows = self.in_arena(kind)
-        self.own(kind, target, (name, self.contents(kind, source, windows)))
+        self.keep(self.disk, kind, target, (name, self.contents(kind, source, windows)))
         return Move(kind, source, target, MoveRoute.ARENA_TO_DISK, ticket, name, windows=windows)
 
     def take_report(self, wait_s: float = 0.0) -> None:

@@ -7,7 +7,7 @@ import itertools
 import random
 import weakref
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ SMALL = {
     ),
 }
 Windows: TypeAlias = tuple[tuple[int, ...], ...]
+T = TypeVar("T")
 
 
 class Moving:
@@ -93,12 +94,12 @@ class Moving:
         self.last_ticket += 1
         return self.last_ticket
 
-    def keep(self, kind: MoveKind, unit: int, contents: Tensor) -> None:
-        """Note what a unit of the host holds; the page's units of the other kind hold nothing any more."""
-        for other, index in list(self.host):
+    def keep(self, room: dict[tuple[MoveKind, int], T], kind: MoveKind, unit: int, contents: T) -> None:
+        """Note what a unit of a tier holds; the page's units of the other kind hold nothing any more."""
+        for other, index in list(room):
             if other is not kind and index // self.per_page(other) == unit // self.per_page(kind):
-                del self.host[other, index]
-        self.host[kind, unit] = contents
+                del room[other, index]
+        room[kind, unit] = contents
 
     def move(self) -> Move:
         kind = self.random.choice([MoveKind.BLOCK, MoveKind.SLOT])
@@ -114,7 +115,7 @@ class Moving:
             return Move(kind, source, 0, MoveRoute.FETCH, ticket)
         if known and choice < 0.7:
             source, target = self.random.choice(known)[1], self.unit(kind, NUM_HOST_PAGES)
-            self.keep(kind, target, self.host[kind, source])
+            self.keep(self.host, kind, target, self.host[kind, source])
             return Move(kind, source, target, MoveRoute.HOST)
         if self.reads and choice < 0.75:
             ticket = self.random.choice(sorted(self.reads))
@@ -122,7 +123,7 @@ class Moving:
             self.arrived = [each for each in self.arrived if each != ticket]
             return Move(MoveKind.BLOCK, 0, 0, MoveRoute.DISCARD, ticket)
         (source, windows), target = self.in_arena(kind), self.unit(kind, NUM_HOST_PAGES)
-        self.keep(kind, target, self.contents(kind, source, windows))
+        self.keep(self.host, kind, target, self.contents(kind, source, windows))
         return Move(kind, source, target, MoveRoute.STORE, self.ticket(), windows=windows)
 
     def landing(self, kind: MoveKind, ticket: int, contents: Tensor) -> Move:
@@ -153,7 +154,7 @@ class Moving:
         while move.kind is MoveKind.BLOCK and self.random.random() < 0.6:
             src, dst = move.src + 1, move.dst + 1
             if move.route is MoveRoute.STORE and src < NUM_PAGES * own and dst < NUM_HOST_PAGES * stored:
-                self.keep(MoveKind.BLOCK, dst, self.contents(MoveKind.BLOCK, src, ()))
+                self.keep(self.host, MoveKind.BLOCK, dst, self.contents(MoveKind.BLOCK, src, ()))
                 move = Move(MoveKind.BLOCK, src, dst, MoveRoute.STORE, self.ticket())
             elif move.route is MoveRoute.FETCH and (MoveKind.BLOCK, src) in self.host:
                 move = Move(MoveKind.BLOCK, src, 0, MoveRoute.FETCH, self.ticket())
