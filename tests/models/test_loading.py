@@ -140,7 +140,6 @@ def test_config_values(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
-        ({"architectures": ["RwkvForCausalLM"]}, UnsupportedModelError, "Qwen3NextForCausalLM"),
         ({"architectures": None, "model_type": None}, ModelFolderError, "architectures"),
         ({"hidden_size": None}, ModelFolderError, "shape"),
         ({"hidden_size": "64"}, ModelFolderError, "hidden_size='64'"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forkpoint.errors import NonFiniteLogitsError, RequestTooLargeError
+from forkpoint.errors import NonFiniteLogitsError
 from forkpoint.params import FinishReason
 from tests.hash_step import InjectedFailure
 from tests.sched.harness import LAYOUTS, Harness, tokens
@@ -95,14 +95,6 @@ def test_steps_that_fail_whatever_they_carry_end_every_request() -> None:
     harness.run()
     assert all(updates[-1].finish_reason is FinishReason.ERROR for updates in harness.updates.values())
     assert harness.sched.stats().num_steps == 5
-
-
-def test_refusals_name_what_was_given_and_what_is_allowed() -> None:
-    layout = LAYOUTS["several blocks a page"]
-    harness = Harness(layout=layout, num_pages=layout.num_pages_for(500, 1) + 1)
-    with pytest.raises(RequestTooLargeError, match=r"600 prompt \+ 1 output tokens need \d+ bytes .* has \d+"):
-        harness.add("large", tokens(1, 600), 1)
-    harness.ask("fits", tokens(1, 400), 10)
 
 
 def test_copies_of_a_step_in_flight_reach_the_runner_before_its_failure_is_known() -> None:

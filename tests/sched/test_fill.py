@@ -63,7 +63,8 @@ def test_a_request_that_can_never_fit_is_refused_by_name(name: str) -> None:
         assert harness.add("any", tokens(1, 5000), 1)
         return
     largest = 64 * layout.blocks_per_page * (10 - layout.has_states)
-    with pytest.raises(RequestTooLargeError, match=r"request big: \d+ prompt \+ 2 output tokens .* raise kv_cache"):
+    says = r"request big: \d+ prompt \+ 2 output tokens need \d+ bytes .* has \d+; .* raise kv_cache"
+    with pytest.raises(RequestTooLargeError, match=says):
         harness.add("big", tokens(1, largest - 1), 2)
     harness.ask("fits", tokens(1, largest - 2), 2)
 
