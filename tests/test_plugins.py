@@ -17,9 +17,9 @@ from forkpoint.plugins import Registry
 GROUP = "forkpoint.test_things"
 
 
-def install(folder: Path, package: str, entries: str, source: str = "class Found: ...\nvalue = 3\n") -> None:
+def install(folder: Path, package: str, entries: str) -> None:
     """What an installed package leaves: a module and its metadata."""
-    (folder / f"{package}.py").write_text(source)
+    (folder / f"{package}.py").write_text("class Found: ...\nvalue = 3\n")
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")

@@ -64,7 +64,7 @@ class ThreadRanks(Ranks):
         return found
 
 
-def on_each(size: int, gathers: bool, run: Callable[[Ranks], T], context_size: int = 1) -> list[T]:
+def on_each(size: int, gathers: bool, run: Callable[[Ranks], T]) -> list[T]:
     """What `run` answers on each rank; the first error that is not another rank's."""
 
     def one(rank: ThreadRanks) -> T:
@@ -75,7 +75,7 @@ def on_each(size: int, gathers: bool, run: Callable[[Ranks], T], context_size: i
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(one, rank) for rank in ThreadRanks.all_of(size, gathers, context_size)]
+        futures = [pool.submit(one, rank) for rank in ThreadRanks.all_of(size, gathers)]
     errors = [error for error in (future.exception() for future in futures) if error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error

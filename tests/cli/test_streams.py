@@ -65,8 +65,8 @@ def test_processes_of_a_command_have_the_streams_that_it_lacks() -> None:
     assert subprocess.run([*closing, sys.executable, "-c", code], check=False).returncode == 0
 
 
-def stream_of(data: bytes, encoding: str = "utf-8") -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BytesIO(data), encoding=encoding)
+def stream_of(data: bytes) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
 
 
 def test_input_that_is_no_text_is_refused(

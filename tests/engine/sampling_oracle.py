@@ -79,7 +79,7 @@ def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
 
 
 def resample(
-    inputs: InputProcessor, logits: Tensor, request: Request, outputs: list[int], among: set[int] | None = None
+    inputs: InputProcessor, logits: Tensor, request: Request, outputs: list[int], among: set[int] | None
 ) -> int:
     """Return what a sampler that starts afresh takes from `logits[V]` after `outputs`, if need be only from `among`."""
     known = np.concatenate([request.prompt_token_ids, np.asarray(outputs, np.int32)])

@@ -39,10 +39,10 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield found
 
 
-def data_url(image: Any, kind: str = "PNG", **options: Any) -> str:
+def data_url(image: Any) -> str:
     file = io.BytesIO()
-    image.save(file, kind, **options)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+    image.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def base64_of(image: Any) -> str:

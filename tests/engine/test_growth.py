@@ -103,10 +103,10 @@ def test_no_table_of_the_engine_grows(name: str) -> None:
             while engine.has_unfinished():
                 engine.advance()
         sweep(scheduler)
-        sizes.append(container_sizes({"engine": engine}, skip=[HashRunner]))
+        sizes.append(container_sizes({"engine": engine}))
     check_flat(*sizes, NUM_REQUESTS // 2)
     core.scheduler.reset_prefix_cache()
-    left = container_sizes({"engine": engine}, skip=[HashRunner])
+    left = container_sizes({"engine": engine})
     assert left["PrefixStore._dead"] == left["PrefixTree._by_hash"] == left["ReuseModel._kinds"] == 0
 
 
@@ -175,6 +175,6 @@ def test_no_table_of_the_server_grows() -> None:
             assert all(state.finished for state in opened.states)
         del opened
         sweep(scheduler)
-        sizes.append(container_sizes({"api": api, "loop": loop}, skip=[HashRunner]))
+        sizes.append(container_sizes({"api": api, "loop": loop}))
     check_flat(*sizes, NUM_REQUESTS)
     assert sizes[1]["AsyncEngine._open"] == sizes[1]["EngineLoop._open"] == 0

@@ -42,16 +42,16 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield found
 
 
-def clip(num_frames: int, fps: int, kind: str = "mp4", codec: str = "mpeg4", size: tuple[int, int] = (96, 64)) -> bytes:
-    """A video file of moving noise."""
+def clip(num_frames: int, fps: int, kind: str = "mp4", codec: str = "mpeg4") -> bytes:
+    """A video file of moving noise, 96x64."""
     av = pytest.importorskip("av")
     file, rng = io.BytesIO(), np.random.default_rng(num_frames)
     small = rng.integers(0, 256, (8, 12 + num_frames, 3), dtype=np.uint8)
     with av.open(file, "w", format=kind) as container:
         stream = container.add_stream(codec, rate=fps)
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
         for number in range(num_frames):
-            part = small[:, number : number + 12].repeat(size[1] // 8, 0).repeat(size[0] // 12, 1)
+            part = small[:, number : number + 12].repeat(8, 0).repeat(8, 1)
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(part), format="rgb24")
             frame.pts, frame.time_base = number, Fraction(1, fps)
             container.mux(stream.encode(frame))

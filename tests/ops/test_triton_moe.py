@@ -37,9 +37,9 @@ def case(tokens: int, experts: int, inner: int, hidden: int, dtype: torch.dtype)
     return x.to(DEVICE, dtype), PackedExperts(gate_up.to(DEVICE, dtype), down.to(DEVICE, dtype))
 
 
-def routing(tokens: int, experts: int, top_k: int, num_shared: int = 1) -> tuple[Tensor, Tensor]:
-    scores = torch.randn(tokens, experts - num_shared + 1).to(DEVICE)
-    return TORCH.route(scores, RouteRule(top_k=top_k, num_shared=num_shared, shared="gated"))
+def routing(tokens: int, experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    scores = torch.randn(tokens, experts).to(DEVICE)
+    return TORCH.route(scores, RouteRule(top_k=top_k, num_shared=1, shared="gated"))
 
 
 def close(got: Tensor, want: Tensor) -> None:

@@ -44,8 +44,8 @@ def moved(case: RecurrenceCase) -> RecurrenceCase:
     return RecurrenceCase(*(x.to(DEVICE) for x in (case.mixed, case.a, case.b)), params_on_device(case.params))
 
 
-def pool_for(shape: Recurrence, slots: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
-    return copy_pool(padded_pool(slots, (shape.num_v_heads, shape.value_dim, shape.key_dim), dtype))
+def pool_for(shape: Recurrence) -> Tensor:
+    return copy_pool(padded_pool(8, (shape.num_v_heads, shape.value_dim, shape.key_dim), torch.float32))
 
 
 def compare_prefill(

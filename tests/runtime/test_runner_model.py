@@ -35,10 +35,10 @@ def one_chunk(model: Model, prompt: np.ndarray, num_outputs: int = 1) -> tuple[l
     return driver.outputs[0], driver.last.logprobs[0][0]
 
 
-def assert_same(got: TokenLogprobs, expected: TokenLogprobs, tolerance: float = 1e-4) -> None:
+def assert_same(got: TokenLogprobs, expected: TokenLogprobs) -> None:
     assert got.token_id == expected.token_id
     assert got.top_ids[:3] == expected.top_ids[:3]
-    np.testing.assert_allclose(got.top_logprobs, expected.top_logprobs, atol=tolerance)
+    np.testing.assert_allclose(got.top_logprobs, expected.top_logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -48,8 +48,8 @@ def logprobs_of(sampled: Sampled) -> dict[int, TokenLogprobs]:
     return sampled.logprobs.fetch() if sampled.logprobs is not None else {}
 
 
-def logits_of(count: int, seed: int = 0, scale: float = 3.0) -> Tensor:
-    return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+def logits_of(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3.0
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int] | None = None) -> Sampled:

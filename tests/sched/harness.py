@@ -52,7 +52,7 @@ def tokens(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, count, dtype=np.int32)
 
 
-def image_span(start: int, num_rows: int, num_columns: int, number: int = 0) -> ImageSpan:
+def image_span(start: int, num_rows: int, num_columns: int, number: int) -> ImageSpan:
     """An image that differs from those of other numbers or shapes. Nothing reads its pixels."""
     digest = bytes((number, num_rows, num_columns)).ljust(DIGEST_BYTES, b"-")
     return ImageSpan(start, num_rows, num_columns, digest, np.zeros((1, 1, 3), np.uint8))

@@ -32,10 +32,10 @@ def in_arena(harness: Harness, prompt: np.ndarray, salt: str = "") -> int:
     return cache.lookup(cache.new_lease("look", salt, prompt), len(prompt)).num_tokens
 
 
-def in_tier(harness: Harness, prompt: np.ndarray, salt: str = "") -> Node | None:
+def in_tier(harness: Harness, prompt: np.ndarray) -> Node | None:
     cache = harness.sched.cache
     assert cache.tiers.host is not None
-    return cache.tiers.host.find(cache.new_lease("look", salt, prompt).chain, len(prompt) // 64)
+    return cache.tiers.host.find(cache.new_lease("look", "", prompt).chain, len(prompt) // 64)
 
 
 def flood(harness: Harness, prompt: np.ndarray, salt: str = "") -> None:

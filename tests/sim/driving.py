@@ -43,10 +43,10 @@ def as_requests(paths: Sequence[tuple[int, ...]]) -> list[TraceRequest]:
     return made
 
 
-def take_turns(prompt_tokens: int, output_tokens: int, more_tokens: int, num_turns: int) -> list[TraceRequest]:
-    """Two conversations; each goes on after the other has."""
+def take_turns(output_tokens: int, more_tokens: int, num_turns: int) -> list[TraceRequest]:
+    """Two conversations of 20,000 tokens; each goes on after the other has."""
     requests: list[TraceRequest] = []
-    histories = [fresh(prompt_tokens), fresh(prompt_tokens)]
+    histories = [fresh(20_000), fresh(20_000)]
     for turn in range(num_turns):
         talk, answer = turn % 2, fresh(output_tokens)
         requests.append(request(f"{turn}", histories[talk], answer, arrival_s=60.0 * turn))

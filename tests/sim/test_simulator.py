@@ -226,10 +226,10 @@ def test_prompts_leave_the_time_between_tokens_within_its_limit(shape: ModelShap
     assert rate >= 0.9 * unlimited_rate
 
 
-def simulate(trace: Trace, replicas: int = 1, router: str = "round-robin", gib: int = 16) -> SimulationResult:
+def simulate(trace: Trace, replicas: int = 1, router: str = "round-robin") -> SimulationResult:
     layout = QWEN3_5_9B.layout
     scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)
-    options = EngineOptions(layout, (gib << 30) // layout.page_bytes, CacheConfig(), scheduler, COST)
+    options = EngineOptions(layout, (16 << 30) // layout.page_bytes, CacheConfig(), scheduler, COST)
     systems = [EngineReplica(options) for _ in range(replicas)]
     return Simulator(trace, systems, CostModel(QWEN3_5_9B, H200), Router(router)).run()
 
@@ -371,7 +371,7 @@ def room_beside(layout: CacheLayout, num_pages: int, running: TraceRequest) -> i
 def test_two_alternating_conversations_in_too_little_memory(shape: ModelShape) -> None:
     """In room for 60 to 95 % of both, a part stays wherever one state's distance of it can stay beside a running
     request: more than a third of all prompts is reused. Below that nothing worth a state fits."""
-    requests = take_turns(20_000, 100, 100, num_turns=14)
+    requests = take_turns(100, 100, num_turns=14)
     layout, scheduler = shape.layout, SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)
     whole = 2 * (requests[-1].prompt.num_tokens * shape.kv_token_bytes + 2 * layout.slot_bytes)
     num_fitting = 0
