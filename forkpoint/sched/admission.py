@@ -77,7 +77,9 @@ class Admission:
                 continue
             soon = self._cache.filing.longest_reusable_next(lease, usable)
             if soon < MIN_GAIN_TO_WAIT and not self._may_fit(builder, scheduled):
-                if not (self._drop_later_restore(scheduled) and self._may_fit(builder, scheduled)):
+                if not self._drop_later_restore(scheduled):
+                    return
+                if not self._may_fit(builder, scheduled):
                     return
             hit = self._restored(scheduled) if only is None else self.lookup(scheduled)
             if hit is None:
