@@ -10,6 +10,7 @@ import torch
 
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError
+from forkpoint.platforms.control_group import free_group_bytes
 from forkpoint.platforms.platform import Platform
 
 NUM_KEPT_PRODUCTS = 64  # shapes of products that libraries keep code for; large batches use about 24 (ops/cpu/tiles.py)
@@ -40,21 +41,12 @@ class CpuPlatform(Platform):
         return cpu_ops
 
     def free_bytes(self) -> int:
-        """Return available memory, within the limit of the control group (v2 or v1).
+        """Return available memory, within the limits of control groups.
 
         Raises ConfigError if `/proc/meminfo` does not say.
         """
-        free = self._available_bytes()
-        group = self._root / "sys/fs/cgroup"
-        for limit, used in (
-            (group / "memory.max", group / "memory.current"),
-            (group / "memory/memory.limit_in_bytes", group / "memory/memory.usage_in_bytes"),
-        ):
-            if limit.exists() and used.exists():
-                text = limit.read_text().strip()
-                if text != "max":
-                    free = min(free, int(text) - int(used.read_text()))
-        return max(0, free)
+        free, within = self._available_bytes(), free_group_bytes(self._root)
+        return free if within is None else max(0, min(free, within))
 
     def _available_bytes(self) -> int:
         for line in (self._root / "proc/meminfo").read_text().splitlines():

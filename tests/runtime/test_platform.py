@@ -16,6 +16,7 @@ from forkpoint.platforms.cuda import CudaPlatform
 from forkpoint.platforms.table import resolve_platform
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    500 kB\n"
+SERVICE = "sys/fs/cgroup/system.slice/forkpoint.service"
 
 
 def make_root(root: Path, files: dict[str, str]) -> CpuPlatform:
@@ -39,6 +40,44 @@ def make_root(root: Path, files: dict[str, str]) -> CpuPlatform:
                 "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
             },
             512000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/system.slice/forkpoint.service\n",
+                f"{SERVICE}/memory.max": "300000\n",
+                f"{SERVICE}/memory.current": "100000\n",
+                "sys/fs/cgroup/system.slice/memory.max": "max\n",
+                "sys/fs/cgroup/system.slice/memory.current": "400000\n",
+            },
+            200000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/system.slice/forkpoint.service\n",
+                f"{SERVICE}/memory.max": "max\n",
+                f"{SERVICE}/memory.current": "100000\n",
+                "sys/fs/cgroup/system.slice/memory.max": "410000\n",
+                "sys/fs/cgroup/system.slice/memory.current": "400000\n",
+            },
+            10000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/\n4:hugetlb,memory:/job\n0::/\n",
+                "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "300000\n",
+                "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "250000\n",
+                "sys/fs/cgroup/memory/job/memory.stat": "inactive_file 5\ntotal_inactive_file 150000\n",
+            },
+            200000,
+        ),
+        (  # a container that sees the host's path and its own group at the top
+            {
+                "proc/self/cgroup": "0::/system.slice/docker-1.scope\n",
+                "sys/fs/cgroup/memory.max": "300000\n",
+                "sys/fs/cgroup/memory.current": "250000\n",
+                "sys/fs/cgroup/memory.stat": "anon 100000\ninactive_file 150000\n",
+            },
+            200000,
         ),
     ],
 )
