@@ -157,6 +157,7 @@ def _render(texts: Texts, body: ChatBody, tools: list[dict[str, Any]] | None, pa
         shown_messages(
             body.messages,
             texts.notices.add,
+            tools=body.tools or (),
             drops_billing_lines=texts.config.drop_billing_lines,
             shows_images=texts.images is not None,
         ),

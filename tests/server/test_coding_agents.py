@@ -236,6 +236,33 @@ def test_requests_in_the_form_of_claude_code(http: httpx2.Client) -> None:
     assert second["usage"]["cache_read_input_tokens"] > second["usage"]["input_tokens"]
 
 
+def test_a_tool_that_is_found_later_leaves_the_prefix_as_it_is(http: httpx2.Client) -> None:
+    """Claude Code sends a tool once the model has searched for it, in its place in the alphabet."""
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "Make a file"}]
+    body = claude_code(turns, "1c0")
+    [bash] = body["tools"]
+    first = http.post("/v1/messages", json=body).raise_for_status().json()
+    fetch = {"name": "AFetch", "description": "Fetch a page", "input_schema": {"type": "object"}, "defer_loading": True}
+    found = [{"type": "tool_reference", "tool_name": "AFetch"}]
+    [use] = first["content"]
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": found}
+    turns += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+    later = claude_code(turns, "1c0") | {"tools": [fetch, bash]}
+    second = http.post("/v1/messages", json=later).raise_for_status().json()
+    assert second["usage"]["cache_read_input_tokens"] > first["usage"]["input_tokens"] - 64
+    searched = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    counts = [
+        count_tokens(http, later | {"tools": tools}) for tools in ([bash], [fetch, bash], [fetch, bash, searched])
+    ]
+    assert counts[1] > counts[0]  # the result has the tool's schema
+    assert counts[2] == count_tokens(http, later | {"tools": [{**fetch, "defer_loading": False}, bash]})
+
+
+def count_tokens(http: httpx2.Client, body: dict[str, Any]) -> int:
+    reply = http.post("/v1/messages/count_tokens", json=body).raise_for_status()
+    return int(reply.json()["input_tokens"])
+
+
 def codex(items: Sequence[dict[str, Any]], tool: dict[str, Any]) -> dict[str, Any]:
     """A request of Codex 0.171."""
     return {

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from forkpoint import LLM, SamplingParams
-from forkpoint.server.chat.body import ChatMessage
+from forkpoint.server.chat.body import ChatMessage, ToolSpec
 from forkpoint.server.chat.history import shown_messages
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.history import chat_messages
@@ -353,6 +353,17 @@ def test_blocks_in_results_are_texts(blocks: list[Any], shown: str) -> None:
     content = told["content"]
     joined = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
     assert joined == f"a.png\n{shown}" and len(notes) == ("cannot be shown" in shown)
+
+
+def test_a_reference_shows_a_deferred_tool() -> None:
+    message = {"role": "tool", "tool_call_id": "a", "content": [{"type": "tool_reference", "tool_name": "Fetch"}]}
+    messages = [ChatMessage.model_validate(message)]
+    spec = {"name": "Fetch", "description": "x", "parameters": {"type": "object"}}
+    for deferred, said in ((True, 'The tool Fetch is available:\n{"type": "function", "function": '), (False, "")):
+        tools = [ToolSpec.model_validate({"type": "function", "function": spec, "defer_loading": deferred})]
+        [shown] = shown_messages(messages, ignore, tools=tools, drops_billing_lines=True)
+        [part] = shown["content"]
+        assert part["text"] == (said + json.dumps(spec) + "}" if deferred else "The tool Fetch is available.")
 
 
 def test_documents_and_search_results_are_texts() -> None:

@@ -34,10 +34,14 @@ class FunctionMember(Body):
 
 
 class ToolSpec(FunctionMember):
-    """A function that the model may call. OpenAI's custom tools, which take free text, are refused."""
+    """A function that the model may call. OpenAI's custom tools, which take free text, are refused.
+
+    With `defer_loading` the model sees the tool where a result refers to it, and not before.
+    """
 
     type: Literal["function"] = "function"
     function: FunctionSpec
+    defer_loading: bool | None = None
 
 
 class NamedFunction(Body):

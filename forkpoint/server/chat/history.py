@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from forkpoint.checks import member
 from forkpoint.engine.conversation import is_image
 from forkpoint.obs.notices import Note
-from forkpoint.server.chat.body import ChatMessage
+from forkpoint.server.chat.body import ChatMessage, ToolSpec
+from forkpoint.server.chat.tools import shown_tool
 
 # Claude Code begins its system prompt with a line for billing, which differs from request to request.
 BILLING_LINES: Final = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
@@ -18,15 +20,21 @@ TEXT_TYPES: Final = ("text", "input_text", "output_text", "refusal")
 
 
 def shown_messages(
-    messages: Sequence[ChatMessage], note: Note, *, drops_billing_lines: bool, shows_images: bool = False
+    messages: Sequence[ChatMessage],
+    note: Note,
+    *,
+    tools: Sequence[ToolSpec] = (),
+    drops_billing_lines: bool,
+    shows_images: bool = False,
 ) -> list[dict[str, Any]]:
     """Return `messages` as dicts in a form that the model can read. Thinking parts of answers become their reasoning.
 
     A part of a tool's result that the model cannot read is replaced by a text that says so, and `note` receives a
     notice. Refusing it would end the conversation, as the client cannot change what its tool returned. Images right
     after a result belong to it, since some clients send results as texts. `shows_images`: the model reads images, so
-    they stay. `drops_billing_lines`: leave out billing lines at the head of the system prompt, which would keep the
-    rest of the prompt from being found in the prefix cache.
+    they stay. `tools`: those of the request; a result that refers to a deferred one shows it. `drops_billing_lines`:
+    leave out billing lines at the head of the system prompt, which would keep the rest of the prompt from being found
+    in the prefix cache.
     """
     shown = [message.model_dump(exclude_unset=True) for message in messages]
     if drops_billing_lines and shown and shown[0]["role"] in ("system", "developer"):
@@ -36,6 +44,7 @@ def shown_messages(
         elif shown[0].get("content"):
             del shown[0]
     _take_function_calls(shown)
+    deferred = {tool.function.name: tool for tool in tools if tool.defer_loading}
     follows_result = False
     for message in shown:
         role, parts = message["role"], message.get("content")
@@ -43,10 +52,10 @@ def shown_messages(
             _take_reasoning(message)
         elif isinstance(parts, list) and role == "tool":
             message["content"] = [
-                part if shows_images and is_image(part) else _result_part(part, note) for part in parts
+                part if shows_images and is_image(part) else _result_part(part, note, deferred) for part in parts
             ]
         elif isinstance(parts, list) and follows_result and not shows_images:
-            message["content"] = [_result_part(part, note) if is_image(part) else part for part in parts]
+            message["content"] = [_result_part(part, note, deferred) if is_image(part) else part for part in parts]
         follows_result = role == "tool" or (follows_result and isinstance(parts, list) and all(map(is_image, parts)))
     return shown
 
@@ -95,13 +104,18 @@ def _without_billing_lines(content: Any) -> Any:
     return [{**content[0], "text": rest}, *content[1:]]
 
 
-def _result_part(part: dict[str, Any], note: Note) -> dict[str, Any]:
+def _result_part(part: dict[str, Any], note: Note, deferred: Mapping[str, ToolSpec]) -> dict[str, Any]:
     """Return a part of a tool's result as a text part. `note` receives a notice if it has no text."""
     kind = part.get("type")
     if kind in TEXT_TYPES:
         return part
     if kind == "tool_reference":
-        return _text_part(f"The tool {part.get('tool_name')} is available.")
+        name = str(part.get("tool_name"))
+        if name not in deferred:
+            return _text_part(f"The tool {name} is available.")
+        return _text_part(
+            f"The tool {name} is available:\n{json.dumps(shown_tool(deferred[name]), ensure_ascii=False)}"
+        )
     text = part.get("text")
     if isinstance(text, str):
         return _text_part(text)

@@ -8,7 +8,7 @@ from typing import Any
 
 from forkpoint.params import StructuredOutputsParams
 from forkpoint.server.calls.schema_types import moved
-from forkpoint.server.chat.body import AllowedFunctionsChoice, AnyToolChoice, ChatBody, FunctionChoice
+from forkpoint.server.chat.body import AllowedFunctionsChoice, AnyToolChoice, ChatBody, FunctionChoice, ToolSpec
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.sampling import structured_outputs
 
@@ -41,20 +41,25 @@ def plan_tools(body: ChatBody) -> ToolPlan:
                 param="tool_choice",
             )
         return ToolPlan(None, None, structured)
-    shown = [{"type": tool.type, **tool.model_dump(exclude_unset=True)} for tool in tools]
+    shown = [shown_tool(tool) for tool in tools if not tool.defer_loading]
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
     wanted = _wanted(choice, list(schemas))
     if isinstance(choice, AllowedFunctionsChoice) and choice.allowed_tools.mode == "auto":
         shown = [tool for tool in shown if tool["function"]["name"] in wanted]
         choice = "auto"
     if choice is None or choice == "auto":
-        return ToolPlan(shown, schemas, structured, single=body.parallel_tool_calls is False)
+        return ToolPlan(shown or None, schemas, structured, single=body.parallel_tool_calls is False)
     if len(wanted) == 1:
         schema = _call_schema(wanted[0], schemas[wanted[0]], "")
     else:
         schema = {"anyOf": [_call_schema(name, schemas[name], f"/anyOf/{i}") for i, name in enumerate(wanted)]}
     call = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
-    return ToolPlan(shown, schemas, call, forced=True)
+    return ToolPlan(shown or None, schemas, call, forced=True)
+
+
+def shown_tool(tool: ToolSpec) -> dict[str, Any]:
+    """Return a tool as the chat template shows it."""
+    return {"type": tool.type, **tool.model_dump(exclude_unset=True, exclude={"defer_loading"})}
 
 
 def _wanted(choice: AnyToolChoice | None, names: list[str]) -> list[str]:

@@ -32,6 +32,7 @@ class Tool(Body):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: str | None = Field(None, description="custom")
+    defer_loading: bool | None = Field(None, description="true: the model sees the tool where a result refers to it")
 
 
 class Thinking(ThinkingOptions):
@@ -128,7 +129,9 @@ def _tools(tools: Sequence[Tool], note: Note) -> list[dict[str, Any]]:
     for kind in others:
         shown = str(kind)[:MAX_SHOWN]
         note(f"requests have tools of the type {shown!r}, which are left out: this server runs no tools")
-    return [_tool(tool) for tool in own]
+    # The model could not find a deferred tool that Anthropic's servers would search for.
+    is_found = not any(str(kind).startswith("tool_search_tool") for kind in others)
+    return [{**_tool(tool), "defer_loading": bool(tool.defer_loading) and is_found} for tool in own]
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
