@@ -22,8 +22,20 @@ struct Problem {
   const T* row(int64_t m) const { return x + (rows ? rows[m] : m) * ldx; }
 };
 
+// Whether x and the weights are multiplied as pairs of bf16; otherwise x is widened to fp32.
 template <class T>
-void widen_row(const T* x, float* out, int64_t k, int64_t padded) {
+bool in_pairs(const PackedWeight& w) {
+  return MULTIPLIES_PAIRS && std::is_same_v<T, bf16> && w.type == WeightType::bf16;
+}
+
+// out[0, padded) = x[0, k), zeros behind, in the form in which tiles read it.
+template <class T>
+void copy_row(const PackedWeight& w, const T* x, float* out, int64_t k, int64_t padded) {
+  if (in_pairs<T>(w)) {
+    std::memset(out, 0, size_t(padded) * sizeof(T));
+    std::memcpy(out, x, size_t(k) * sizeof(T));
+    return;
+  }
   int64_t i = 0;
   for (; i + LANES <= k; i += LANES) store(out + i, load(x + i));
   if (i < k) {
@@ -74,7 +86,12 @@ void few_rows(const Problem<T>& p, const float* xf, int64_t m, int64_t first, in
     } else if (p.w.type == WeightType::four_bits) {
       tile_rows_four_bits(int(m), xf, p.w.four, panel, c);
     } else {
-      tile_rows_bf16(int(m), xf, bf16_panel(p.w, panel), c, p.w.padded_k);
+      const uint32_t* source = bf16_panel(p.w, panel);
+      if (in_pairs<T>(p.w)) {
+        tile_rows_pairs(int(m), xf, source, c, p.w.padded_k, false);
+      } else {
+        tile_rows_bf16(int(m), xf, source, c, p.w.padded_k);
+      }
     }
     for (int64_t r = 0; r < m; ++r) store_row(p, c + r * PANEL, r, panel * PANEL);
   }
@@ -120,13 +137,18 @@ void block(const Problem<T>& p, int64_t m0, int64_t m1, int64_t p0, int64_t p1, 
   for (int64_t k0 = 0; k0 < p.w.padded_k; k0 += K_BLOCK) {
     const int64_t kc = std::min<int64_t>(K_BLOCK, p.w.padded_k - k0);
     const int64_t valid = std::max<int64_t>(0, std::min(kc, p.w.k - k0));
-    for (int64_t r = 0; r < rows; ++r) widen_row(p.row(m0 + r) + k0, work.x + r * ROW_STRIDE, valid, kc);
+    for (int64_t r = 0; r < rows; ++r) copy_row(p.w, p.row(m0 + r) + k0, work.x + r * ROW_STRIDE, valid, kc);
     for (int64_t panel = p0; panel < p1; ++panel) {
-      const float* w = panel_block(p.w, panel, k0, kc, work.wide);
+      const float* w = in_pairs<T>(p.w) ? nullptr : panel_block(p.w, panel, k0, kc, work.wide);
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t r0 = rows * t / tiles, r1 = rows * (t + 1) / tiles;
+        const float* x = work.x + r0 * ROW_STRIDE;
         float* c = work.c + ((panel - p0) * rows + r0) * PANEL;
-        tile_rows(int(r1 - r0), work.x + r0 * ROW_STRIDE, w, c, kc, k0 > 0);
+        if (in_pairs<T>(p.w)) {
+          tile_rows_pairs(int(r1 - r0), x, bf16_panel(p.w, panel) + k0 / 2 * PANEL, c, kc, k0 > 0);
+        } else {
+          tile_rows(int(r1 - r0), x, w, c, kc, k0 > 0);
+        }
       }
     }
   }
@@ -145,7 +167,7 @@ void run_few(const Problem<T>& p, int64_t m, bool parallel) {
   for (int64_t i = 0; i < pieces * m; ++i) {
     const int64_t k0 = i / m * K_BLOCK;
     const int64_t valid = std::clamp<int64_t>(p.w.k - k0, 0, K_BLOCK);
-    widen_row(p.row(i % m) + k0, xf + i * ROW_STRIDE, valid, std::min<int64_t>(K_BLOCK, p.w.padded_k - k0));
+    copy_row(p.w, p.row(i % m) + k0, xf + i * ROW_STRIDE, valid, std::min<int64_t>(K_BLOCK, p.w.padded_k - k0));
   }
   if (!parallel) return few_rows(p, xf, m, 0, p.w.panels());
   const int64_t grain = std::max<int64_t>(1, 16384 / (p.w.padded_k * m));

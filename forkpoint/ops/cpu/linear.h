@@ -2,6 +2,7 @@
 //
 // Each output element is one chain of fused multiply-adds over k in ascending order, in fp32, whatever M, the
 // row's position, the tile that it falls into and the thread: rows do not depend on the batch, bit for bit.
+// Where the processor can, bf16 rows and weights are multiplied by pairs of k, as exactly, in one such chain.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,9 @@
 #include "tile.h"
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 namespace forkpoint {
 
 namespace {
@@ -74,6 +78,47 @@ void tile_bf16(const float* __restrict a, const uint32_t* __restrict panel, floa
   }
 }
 
+// acc + the products of the pairs of bf16 in a and b, lane by lane.
+inline vf add_pairs(vf acc, vu a, vu b) {
+#ifdef __AVX512BF16__
+  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+  return acc;  // never called: see MULTIPLIES_PAIRS
+#endif
+}
+
+template <int R>
+void tile_pairs(const float* __restrict a, const uint32_t* __restrict panel, float* __restrict c, int64_t k,
+                bool accumulate) {
+  vf acc[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    acc[r][0] = accumulate ? load(c + r * 2 * LANES) : (vf){};
+    acc[r][1] = accumulate ? load(c + r * 2 * LANES + LANES) : (vf){};
+  }
+  for (int64_t k0 = 0; k0 < k; k0 += K_BLOCK, a += R * ROW_STRIDE) {
+    const int64_t pairs = (k - k0 < K_BLOCK ? k - k0 : K_BLOCK) / 2;
+    for (int64_t i = 0; i < pairs; ++i, panel += 2 * LANES) {
+      __builtin_prefetch(panel + 512);
+      __builtin_prefetch(panel + 512 + LANES);
+      const vu left = load_words(panel), right = load_words(panel + LANES);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        uint32_t pair;
+        __builtin_memcpy(&pair, a + r * ROW_STRIDE + i, sizeof pair);
+        const vu x = pair - (vu){};
+        acc[r][0] = add_pairs(acc[r][0], x, left);
+        acc[r][1] = add_pairs(acc[r][1], x, right);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    store(c + r * 2 * LANES, acc[r][0]);
+    store(c + r * 2 * LANES + LANES, acc[r][1]);
+  }
+}
+
 template <int R>
 void tile_fp8(const float* __restrict a, const fp8* __restrict panel, const float* __restrict scales,
               float* __restrict c, int64_t k) {
@@ -113,6 +158,12 @@ void dispatch_bf16(int rows, const float* a, const uint32_t* panel, float* c, in
 }
 
 template <int R>
+void dispatch_pairs(int rows, const float* a, const uint32_t* panel, float* c, int64_t k, bool accumulate) {
+  if (rows == R) return tile_pairs<R>(a, panel, c, k, accumulate);
+  if constexpr (R > 1) dispatch_pairs<R - 1>(rows, a, panel, c, k, accumulate);
+}
+
+template <int R>
 void dispatch_fp8(int rows, const float* a, const fp8* panel, const float* scales, float* c, int64_t k) {
   if (rows == R) return tile_fp8<R>(a, panel, scales, c, k);
   if constexpr (R > 1) dispatch_fp8<R - 1>(rows, a, panel, scales, c, k);
@@ -145,6 +196,10 @@ void tile_rows(int rows, const float* a, const float* b, float* c, int64_t k, bo
 
 void tile_rows_bf16(int rows, const float* a, const uint32_t* panel, float* c, int64_t k) {
   dispatch_bf16<FEW_ROWS>(rows, a, panel, c, k);
+}
+
+void tile_rows_pairs(int rows, const float* a, const uint32_t* panel, float* c, int64_t k, bool accumulate) {
+  dispatch_pairs<MAX_ROWS>(rows, a, panel, c, k, accumulate);
 }
 
 void tile_rows_fp8(int rows, const float* a, const fp8* panel, const float* scales, float* c, int64_t k) {

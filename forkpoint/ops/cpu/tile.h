@@ -26,6 +26,16 @@ void tile_rows(int rows, const float* a, const float* b, float* c, int64_t k, bo
 // Over a whole bf16 panel [K/2][32][2]: A is cut into [K / K_BLOCK][rows][ROW_STRIDE]; C rows are 32 apart.
 void tile_rows_bf16(int rows, const float* a, const uint32_t* panel, float* c, int64_t k);
 
+#ifdef __AVX512BF16__
+constexpr bool MULTIPLIES_PAIRS = true;  // the processor adds the products of two pairs of bf16 in one step
+#else
+constexpr bool MULTIPLIES_PAIRS = false;
+#endif
+
+// The same where A is bf16 too: row r of a piece of A has K_BLOCK / 2 pairs, from a + r * ROW_STRIDE on. Needs
+// MULTIPLIES_PAIRS. Each element is one chain of pairs.
+void tile_rows_pairs(int rows, const float* a, const uint32_t* panel, float* c, int64_t k, bool accumulate);
+
 // The same over an fp8 panel [K][32], whose columns have a scale for each K_BLOCK of K: [K / K_BLOCK][32].
 void tile_rows_fp8(int rows, const float* a, const fp8* panel, const float* scales, float* c, int64_t k);
 
