@@ -139,15 +139,16 @@ def test_a_salt_keeps_prefixes_apart(client: anthropic.Anthropic) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_and_their_results(client: anthropic.Anthropic, choice: Any, stream: bool) -> None:
     fields = ask("Weather?", tools=TOOLS, tool_choice=choice) | {"max_tokens": 80}
+    pieces = list[str]()
     if stream:
         with client.messages.stream(**fields) as opened:
-            pieces = [event.partial_json for event in opened if event.type == "input_json"]
+            pieces += [event.partial_json for event in opened if event.type == "input_json"]
             answer = opened.get_final_message()
-        assert len(pieces) > 1
     else:
         answer = client.messages.create(**fields)
     [call] = answer.content
     assert call.type == "tool_use" and answer.stop_reason == "tool_use"
+    assert not stream or json.loads("".join(pieces)) == call.input
     assert call.name in ("forecast", "history") if choice["type"] == "any" else call.name == "history"
     assert call.input in ({"days": 1}, {"days": 2}, {"days": 3})
     result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
