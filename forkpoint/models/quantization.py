@@ -180,9 +180,10 @@ def read_format(fields: Fields, folder: Path, wanted: str | None) -> WeightForma
 
 
 def _read(found: Mapping[str, Any], where: str) -> WeightFormat:
-    method = str(found.get("quant_method") or ("modelopt" if "quant_algo" in found else None))
-    if "quant_method" not in found and "group_size" in found:
+    given = found.get("quant_method") or ("modelopt" if "quant_algo" in found else None)
+    if given is None and "group_size" in found:
         raise refused(where, f"MLX's {found.get('bits')} bits")
+    method = str(given)
     readers: Mapping[str, Callable[[Mapping[str, Any], str], WeightFormat]] = {
         "fp8": _read_fp8,
         "compressed-tensors": _read_compressed,

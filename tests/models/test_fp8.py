@@ -209,6 +209,7 @@ def group(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes' 4 bits"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt's NVFP4_AWQ, which multiplies inputs"),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "modelopt's W4A16_AWQ, which multiplies inputs"),
+        ({"quant_algo": "NVFP4_AWQ", "group_size": 16}, "modelopt's NVFP4_AWQ, which multiplies inputs"),
         ({"quant_method": "mxfp4"}, "'mxfp4'"),
         ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4"}}}, "quant_method 'torchao';"),
         ({"group_size": 64, "bits": 4, "mode": "affine"}, "MLX's 4 bits"),
