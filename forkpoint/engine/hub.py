@@ -16,6 +16,7 @@ from forkpoint.checks import first_line
 from forkpoint.config import EngineConfig
 from forkpoint.engine.interrupt import DeferredInterrupt
 from forkpoint.errors import ForkpointError, ModelFolderError
+from forkpoint.foreign_files import foreign_files
 from forkpoint.obs.logs import LOGGER, set_up_logging
 
 HUB_ID: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -107,10 +108,11 @@ def _fetch(
 def _require(folder: Path, pattern: str, what: str, name: str) -> None:
     """Raise ModelFolderError if the hub's model `name` has no file of this pattern."""
     if not any(folder.glob(pattern)):
-        raise ModelFolderError(
-            f"{name} holds no {what}, which forkpoint reads; give the id of the model that was converted to GGUF or "
-            "another format"
+        why = foreign_files(folder) or (
+            " as transformers writes them; give the id of a model that does, such as the one that was converted to "
+            "GGUF or another format"
         )
+        raise ModelFolderError(f"{name} holds no {what}{why}")
 
 
 def _bar(interrupt: DeferredInterrupt, show_bar: bool) -> type[Any]:

@@ -212,12 +212,20 @@ class TestRefusals:
         for name, lost, files in (
             ("acme/quants", "safetensors files", {"config.json": config}),
             ("acme/bare", "config.json", {}),
+            ("acme/mistral", "safetensors files", {"config.json": config, "consolidated.safetensors": b"x"}),
         ):
             hub.repos[name] = Repo({"main": {"model-Q4_K_M.gguf": b"x", "README.md": b"x", **files}})
             assert fetched(name) == (
-                f"{name} holds no {lost}, which forkpoint reads; give the id of the model that was converted to "
-                "GGUF or another format"
+                f"{name} holds no {lost} as transformers writes them; give the id of a model that does, such as the "
+                "one that was converted to GGUF or another format"
             )
+
+    def test_adapters(self, hub: Hub) -> None:
+        hub.repos["acme/lora"] = Repo({"main": {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}})
+        assert fetched("acme/lora") == (
+            "acme/lora holds no config.json, only 'adapter_config.json': adapters (LoRA) do not run; merge this one "
+            "into its base model, with peft's merge_and_unload"
+        )
 
     def test_other_options_are_looked_at_first(self, hub: Hub) -> None:
         assert "max_num_seqs=0" in forkpoint(*ASK, ID, "--max-num-seqs", "0", code=2)[1]
