@@ -75,7 +75,8 @@ class Tokenizer:
                 f"tokenizer.json of {folder} is a pointer of Git LFS; run 'git lfs pull' in the folder"
             ) from None
         reason = first_line(error)
-        if (Path(folder) / "tokenizer.model").is_file() and find_spec("sentencepiece") is None:
+        names = {path.name for path in Path(folder).glob("tokenizer.*")}
+        if "tokenizer.model" in names and "tokenizer.json" not in names and find_spec("sentencepiece") is None:
             reason = "tokenizer.model is read with the packages sentencepiece and protobuf, which can be installed"
         raise ModelFolderError(
             f"no usable tokenizer in {folder}: {reason}; add tokenizer.json, name another folder with --tokenizer, or "

@@ -139,6 +139,9 @@ def test_a_missing_package_for_tokenizer_model_is_named(folder: Path) -> None:
         ModelFolderError, match=r"tokenizer\.model is read with the packages sentencepiece and protobuf"
     ):
         Tokenizer.load(str(folder))
+    (folder / "tokenizer.json").write_text("{")  # many folders hold both
+    with pytest.raises(ModelFolderError, match=r"no usable tokenizer in .*: Expecting property name"):
+        Tokenizer.load(str(folder))
 
 
 def test_templates_lose_their_byte_order_mark(folder: Path) -> None:
