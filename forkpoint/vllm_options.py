@@ -132,7 +132,7 @@ def _check(name: str, value: Any, row: VllmFlags) -> list[str]:
     """Return the log line of a given option that changes nothing, if it has one. Raises ConfigError."""
     if value in ("", [], {}, ()) or (value is False and not row.switch):  # as good as left out
         return []
-    text = json.dumps(value) if isinstance(value, Mapping) else str(value)
+    text = json.dumps(value, default=str) if isinstance(value, Mapping) else str(value)
     if isinstance(value, bool):
         text = ON if value else OFF
     if not row.takes(text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ def test_values_are_spelled_as_vllm_spells_them(given: dict[str, Any], found: di
     assert all(getattr(config, name) == value for name, value in found.items() if hasattr(config, name))
 
 
+class Mode(Enum):
+    """As vLLM's CUDAGraphMode, which JSON cannot express."""
+
+    FULL = 2
+
+
 NEUTRAL = {
     "trust_remote_code": False,
     "tokenizer_mode": "auto",
@@ -60,7 +67,7 @@ def test_a_script_for_vllm_starts(tiny_model: Path, capsys: pytest.CaptureFixtur
     noted = {
         "trust_remote_code": True,
         "swap_space": 4,
-        "compilation_config": {"level": 3},
+        "compilation_config": {"cudagraph_mode": Mode.FULL},
         "max_logprobs": 20,
         "scheduling_policy": "fcfs",
     }
