@@ -237,9 +237,14 @@ def _unlisted_files(folder: Path) -> list[str]:
 
 
 def _check_other_files(folder: Path, shards: Collection[str]) -> None:
-    """Raise ModelFolderError for shards that the index does not name, and log other safetensors files."""
+    """Raise ModelFolderError for shards besides the model's own `shards`, and log other safetensors files."""
     others = {path.name for path in folder.glob("*.safetensors")} - set(shards)
     stray = {name for name in others if name == SINGLE_NAME or re.fullmatch(r"model-.*-of-.*\.safetensors", name)}
+    if stray and not (folder / INDEX_NAME).is_file():
+        raise ModelFolderError(
+            f"{folder} holds {some(stray)} next to {some(shards)}, and no {INDEX_NAME} that says which are the "
+            "model's; remove those of the other version"
+        )
     if stray:
         raise ModelFolderError(
             f"{folder} holds {some(stray)}, which {INDEX_NAME} does not name; the index or the shards are of "

@@ -285,6 +285,11 @@ def test_wrong_shards(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
     (folder / shards[1].name).unlink()
     fails(folder, f"holds no model.safetensors.index.json, and lacks shards: '{shards[1].name}'; fetch")
+    (folder / "model-00001-of-00001.safetensors").write_bytes(shards[0].read_bytes())
+    fails(
+        folder,
+        f"'{shards[0].name}'.* next to 'model-00001-of-00001.safetensors', and no model.safetensors.index.json that",
+    )
     folder, _ = fresh("empty")
     for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
         path.unlink()
