@@ -355,12 +355,13 @@ class EngineConfig:
     def read_image_settings(self) -> ImageSettings | None:
         """Return how images are prepared, as the model folder and `mm_processor_kwargs` say.
 
-        None: prompts may have none, or the model has no vision tower that forkpoint runs. Raises
-        ModelFolderError for files that are wrong, and ConfigError for `mm_processor_kwargs` that do not fit.
+        None: prompts may have none of the media that the model reads, or it has no vision tower that forkpoint runs.
+        Raises ModelFolderError for files that are wrong, and ConfigError for `mm_processor_kwargs` that do not fit.
         """
         if self.language_model_only or self.max_images == self.max_videos == 0:
             return None
-        return read_image_settings(self.model, self.mm_processor_kwargs, self.hf_overrides, self.media_io_kwargs)
+        found = read_image_settings(self.model, self.mm_processor_kwargs, self.hf_overrides, self.media_io_kwargs)
+        return None if found is not None and found.video is None and not self.max_images else found
 
     @property
     def host_tier_bytes(self) -> int:

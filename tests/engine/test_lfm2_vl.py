@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from forkpoint import LLM, SamplingParams
+from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError, InvalidPromptError, ModelFolderError
 from forkpoint.image_families.lfm2_vl import Lfm2VlImages
 from forkpoint.image_families.settings import View
@@ -49,6 +50,12 @@ def test_tiles_are_spans_of_their_own(folder: tuple[Path, Any], tmp_path: Path, 
     assert found.cached == 192 and found.num_runs == 4, "6 tiles of 17 tokens after the intro are the same"
     assert max(each.error for each in (cold, again, found)) <= TOLERANCE
     watched.llm.close()
+
+
+def test_without_images_the_tower_is_not_loaded(folder: tuple[Path, Any]) -> None:
+    """The model reads no videos, so their limit does not matter."""
+    assert EngineConfig(model=str(folder[0]), limit_mm_per_prompt={"image": 1}).read_image_settings() is not None
+    assert EngineConfig(model=str(folder[0]), limit_mm_per_prompt={"image": 0}).read_image_settings() is None
 
 
 # Height and width of a picture; rows and columns of tiles, and the size of the whole, as transformers 5.24 has them.
