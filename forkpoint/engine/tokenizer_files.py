@@ -43,7 +43,7 @@ _FLAGS: Final = ("byte_fallback", "fuse_unk", "ignore_merges")  # of a BPE model
 
 
 def read_tokenizer(folder: str) -> Any:
-    """Return a transformers tokenizer, whose ids are those of the folder's tokenizer.json if it has one.
+    """Return a transformers tokenizer. It splits texts as the folder's tokenizer.json says, if there is one.
 
     Raises many kinds of errors.
     """
@@ -66,7 +66,7 @@ def read_tokenizer(folder: str) -> Any:
     if backend is not None and not _splits_otherwise(backend, path):
         return hf
     found = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if backend is not None:
+    if backend is not None:  # special tokens around a text stay as transformers and vLLM add them
         found.backend_tokenizer.post_processor = backend.post_processor
     return found
 

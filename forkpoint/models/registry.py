@@ -205,7 +205,7 @@ def _warn_of_float16(weights: FileWeights) -> None:
     embedding = "model.embed_tokens.weight"
     widens = weights.dtype == torch.float32 and weights.has(embedding) and weights.stored_type(embedding) == "F16"
     if widens and weights.ranks.rank == 0:
-        LOGGER.warning("the weights are in float16 and run in float32; --dtype bfloat16 takes half the memory")
+        LOGGER.warning("weights in float16 run in float32; --dtype bfloat16 halves their memory")
 
 
 def _unused_parts(config: ModelConfig, mtp: bool) -> dict[str, str]:

@@ -83,7 +83,7 @@ def test_multimodal_layout_equals_the_text_model(tmp_path: Path) -> None:
 
 def test_float16_is_widened_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_checkpoint(tmp_path, "qwen3_next", dtype=torch.float16)
-    want = "the weights are in float16 and run in float32; --dtype bfloat16 takes half the memory"
+    want = "weights in float16 run in float32; --dtype bfloat16 halves their memory"
     assert load_model(tmp_path, ops=torch_table()).config.dtype == "float32" and want in caplog.messages
     caplog.clear()
     for dtype in ("float32", "bfloat16"):
