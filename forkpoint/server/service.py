@@ -84,7 +84,7 @@ class Service:
     async def metrics_text(self) -> bytes:
         """Return the metrics in Prometheus' text format, without the engine's figures while it is not ready.
 
-        An engine amid a long step has the figures that it had when it was asked before.
+        If the engine does not answer in time, for example during a long step, the figures are those of its last answer.
         """
         if self.engine.is_ready:
             with contextlib.suppress(EngineStoppedError, TimeoutError):
