@@ -202,7 +202,8 @@ def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dic
     values, given = read_json(folder / "config.json"), dict(overrides or {})
     usual, other = TEXT_OBJECTS
     if usual not in values and isinstance(values.get(other), dict) and isinstance(given.get(usual), Mapping):
-        given[other] = {**given.pop(usual), **given.get(other, {})}  # vLLM calls it by the usual name
+        merged, own = given.pop(usual), given.get(other, {})  # vLLM calls it by the usual name
+        given[other] = {**merged, **own} if isinstance(own, Mapping) else own
     for name in TEXT_OBJECTS:
         inner, own = values.get(name), given.get(name, {})
         if isinstance(inner, dict) and isinstance(own, Mapping):

@@ -164,6 +164,8 @@ def test_overrides_reach_the_text_model(name: str, tmp_path: Path) -> None:
     # vLLM calls it text_config in every folder
     usual, own = (load_config(tmp_path, hf_overrides={name: alone}) for name in ("text_config", inner))
     assert usual == own
+    with pytest.raises(ModelFolderError, match=f"{inner}=3; an object"):
+        load_config(tmp_path, hf_overrides={"text_config": alone, inner: 3})
 
 
 def test_a_text_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
