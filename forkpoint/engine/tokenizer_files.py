@@ -138,6 +138,8 @@ def _read_kimi(folder: Path) -> Any:
         text = str(member(said, "content") or f"<|reserved_token_{token_id}|>")
         added.append(tokenizers.AddedToken(text, special=member(said, "special") is not False, normalized=False))
     backend.add_tokens(added)
+    if backend.get_vocab_size() != len(ranks) + KIMI_RESERVED:
+        raise ModelFolderError(f"{folder / TOKENIZER_CONFIG} gives a token more than one id; fetch the file again")
     with TemporaryDirectory() as place:
         backend.save(str(Path(place) / TOKENIZER))
         for name in (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja"):

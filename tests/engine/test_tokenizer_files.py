@@ -187,6 +187,18 @@ def test_kimi_sees_the_fields_of_tools_in_order(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["[EOS]", "a"])
+def test_a_special_token_of_two_ids_is_refused(text: str, tmp_path: Path) -> None:
+    """It would get its first id, and each special token after it the id of the one before."""
+    number = str(len(kimi_folder(tmp_path / "kimi")) + 3)
+    path = tmp_path / "kimi" / "tokenizer_config.json"
+    said = json.loads(path.read_text())
+    said["added_tokens_decoder"][number] = {"content": text}
+    path.write_text(json.dumps(said))
+    with pytest.raises(ModelFolderError, match=r"tokenizer_config\.json gives a token more than one id; fetch"):
+        Tokenizer.load(str(tmp_path / "kimi"))
+
+
 @pytest.mark.parametrize("line", ["no base64 3", "YQ==", "YQ== x", "YQ== 5"])
 def test_a_broken_tiktoken_file_is_named(line: str, tmp_path: Path) -> None:
     kimi_folder(tmp_path / "kimi")
