@@ -109,26 +109,30 @@ def rows_come(inbox: Tensor, rank: int, receiver: int, x: Tensor, numbers: list[
         own[2 * (SIZE - 1) * rows.MOST_ROWS * rows.WIDEST + place] = number
 
 
-@pytest.mark.parametrize("words_at_once", [0, 4096])
+@pytest.mark.parametrize("words_at_once", [0, 60, 4096])
 def test_many_rows(words_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms of sums, and gathers: rows whose programs have others behind them, in several launches, of all widths."""
-    monkeypatch.setattr(rows, "WORDS_AT_ONCE", words_at_once)
-    for module, name, value in ((exchanges, "FEW_BYTES", 0), (rows, "PROGRAMS", 2), (rows, "MOST_ROWS", 3)):
+    """Norms of sums, and gathers: rows whose programs have others behind them, in several launches, of all widths.
+
+    Programs send up to four rows: in two flags, in a full and a partly filled one, or in one."""
+    most, programs = 7, 2
+    for module, name, value in ((exchanges, "FEW_BYTES", 0), (rows, "PROGRAMS", programs), (rows, "MOST_ROWS", most)):
         monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(rows, "WORDS_AT_ONCE", words_at_once)
     inboxes = [torch.zeros(inbox_words(SIZE), dtype=torch.int64, device=DEVICE) for _ in range(SIZE)]
     ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
-    counts = [0, 0]  # of the exchanges that each program was at work in
-    for count, width in ((3, 40), (1, 50), (5, 24), (3, 40)):
+    counts = [0] * programs  # of the exchanges that each program was at work in
+    for count, width in ((most, 40), (1, 50), (12, 24), (6, 40)):
         *xs, residual = (torch.randint(-64, 64, (count, width), device=DEVICE).bfloat16() for _ in range(SIZE + 1))
         weight = torch.rand(width, device=DEVICE)
         want, total = torch_table().add_rmsnorm(xs[0] + xs[1] + xs[2], residual.clone(), weight, 1e-6)
-        for first in range(0, count, 3):
-            size = min(3, count - first)
-            counts = [counts[0] + 1, counts[1] + (size > 1)]
+        for first in range(0, count, most):
+            size = min(most, count - first)
+            counts = [number + (size > program) for program, number in enumerate(counts)]
             for rank, later in itertools.combinations(range(SIZE), 2):
-                rows_come(inboxes[rank], later, rank, xs[later][first:], [counts[row % 2] for row in range(size)])
+                numbers = [counts[row % programs] for row in range(size)]
+                rows_come(inboxes[rank], later, rank, xs[later][first:], numbers)
         for rank, peers in enumerate(ranks):
-            if count < 3:
+            if count == 1:
                 halves = Parts.of(torch.stack([xs[rank].float() - 0.25, torch.full_like(xs[rank], 0.25).float()], 1))
                 assert torch.equal(peers.gather(halves if rank else xs[rank]), torch.cat(xs, -1))
                 continue
