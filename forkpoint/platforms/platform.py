@@ -121,7 +121,12 @@ class Platform(Protocol):
     @property
     def hardware(self) -> str:
         """The kind of hardware: kernels may round differently on another one."""
-        return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+        found = [platform.machine(), torch.backends.cpu.get_cpu_capability()]
+        if torch.cpu._is_avx512_bf16_supported():  # the capability is AVX512 with and without these two
+            found.append("AVX512-BF16")
+        if torch.cpu._is_amx_tile_supported():
+            found.append("AMX")
+        return ", ".join(found)
 
     @abstractmethod
     def operators(self, cpu_ops: str) -> str:

@@ -121,3 +121,15 @@ def test_only_nvidias_library_is_told_to_do_without_a_workspace(
     monkeypatch.setattr(AcceleratorPlatform, "__init__", lambda self, index: None)
     CudaPlatform()
     assert os.environ.get(name) == left
+
+
+@pytest.mark.parametrize("feature", ["_is_avx512_bf16_supported", "_is_amx_tile_supported"])
+def test_cpus_that_multiply_bf16_in_other_ways_are_other_hardware(
+    feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their products have other bits, although torch's capability is AVX512 for all of them."""
+    found = set[str]()
+    for has_it in (False, True):
+        monkeypatch.setattr(torch.cpu, feature, lambda has_it=has_it: has_it)
+        found.add(CpuPlatform().hardware)
+    assert len(found) == 2
