@@ -41,6 +41,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BOOL": torch.bool,
 }
 SHARD: Final = re.compile(r"(model(?:\.safetensors)?)-(\d{1,5})-of-(\d{1,5})\.safetensors")
+LIKE_SHARDS: Final = r"model(\.safetensors)?-.*-of-.*\.safetensors"  # also of shards that somebody has renamed
 # What wrappers of training put before the names of tensors, and parts of names of adapters that are not merged.
 WRAPPERS: Final = ("base_model.model.", "_orig_mod.", "module.")
 OF_ADAPTERS: Final = re.compile(r"\.(lora_\w+|base_layer|modules_to_save)\.")
@@ -239,7 +240,7 @@ def _unlisted_files(folder: Path) -> list[str]:
 def _check_other_files(folder: Path, shards: Collection[str]) -> None:
     """Raise ModelFolderError for shards besides the model's own `shards`, and log other safetensors files."""
     others = {path.name for path in folder.glob("*.safetensors")} - set(shards)
-    stray = {name for name in others if name == SINGLE_NAME or re.fullmatch(r"model-.*-of-.*\.safetensors", name)}
+    stray = {name for name in others if name == SINGLE_NAME or re.fullmatch(LIKE_SHARDS, name)}
     if stray and not (folder / INDEX_NAME).is_file():
         raise ModelFolderError(
             f"{folder} holds {some(stray)} next to {some(shards)}, and no {INDEX_NAME} that says which are the "

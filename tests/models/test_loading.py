@@ -273,8 +273,11 @@ def test_wrong_shards(tmp_path: Path) -> None:
     shards[1].write_bytes(shards[2].read_bytes())
     fails(folder, f"{shards[1].name} lacks")
     folder, shards = fresh("extra")
-    (folder / "model-00099-of-00099.safetensors").write_bytes(shards[0].read_bytes())
-    fails(folder, "model-00099-of-00099")
+    for stem in ("model", "model.safetensors"):
+        extra = folder / f"{stem}-00099-of-00099.safetensors"
+        extra.write_bytes(shards[0].read_bytes())
+        fails(folder, extra.name)
+        extra.unlink()
     folder, shards = fresh("circle")
     shards[1].unlink()
     shards[1].symlink_to(shards[1].name)
