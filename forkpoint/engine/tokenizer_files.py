@@ -72,7 +72,7 @@ def read_tokenizer(folder: str) -> Any:
 
 
 def _splits_otherwise(backend: Any, path: Path) -> bool:
-    """Return whether the tokenizer of a class splits or decodes texts otherwise than tokenizer.json says.
+    """Return whether a class's tokenizer splits or decodes texts in another way than tokenizer.json says.
 
     Many classes of transformers 5 read only the vocabulary of the file, and bring their own normalizer and splitter.
     """
@@ -87,7 +87,7 @@ def _splits_otherwise(backend: Any, path: Path) -> bool:
 
 
 def _rule(part: Any) -> Any:
-    """Return what a part of a tokenizer does, without what changes no ids and no decoded text."""
+    """Return the settings of a tokenizer's part, apart from those that change neither ids nor decoded text."""
 
     def kept(value: Any, names: Collection[str]) -> Any:
         if isinstance(value, list):

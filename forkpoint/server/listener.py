@@ -86,7 +86,7 @@ def _remove_stale(path: str) -> None:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """Return what handshakes of HTTPS need, or None without a certificate.
+    """Return the context of TLS handshakes, or None without a certificate.
 
     Raises ConfigError for files that cannot be read, do not belong together, or need a password.
     """

@@ -38,7 +38,7 @@ class Tool(Body):
 class Thinking(ThinkingOptions):
     """Whether the model thinks, and for how many tokens at most (`budget_tokens`).
 
-    With the `display` `omitted`, thinking blocks have no text. They come back by their signatures.
+    With the `display` `omitted`, thinking blocks have their text only in the signature, which the client sends back.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]

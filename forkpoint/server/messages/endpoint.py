@@ -65,7 +65,7 @@ class MessagesErrorReply(ReplyModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedMessage(PreparedTurn):
-    """A prepared request of this API. `omits_thinking`: thinking blocks have no text, and hold it in the signature."""
+    """A prepared request of this API. `omits_thinking`: thinking blocks have their text only in the signature."""
 
     omits_thinking: bool
 
