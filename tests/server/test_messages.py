@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,11 @@ import httpx2
 import pytest
 
 from forkpoint import LLM, SamplingParams
-from forkpoint.server.chat.body import ChatMessage, ToolSpec
+from forkpoint.server.chat.body import ChatBody, ChatMessage, ToolSpec
 from forkpoint.server.chat.history import shown_messages
+from forkpoint.server.chat.tools import plan_tools
 from forkpoint.server.errors import HTTPError
+from forkpoint.server.messages.body import MessagesBody, chat_fields
 from forkpoint.server.messages.history import chat_messages
 from tests.server.running import RunningServer
 
@@ -365,6 +368,34 @@ def test_a_reference_shows_a_deferred_tool() -> None:
         [shown] = shown_messages(messages, ignore, tools=tools, drops_billing_lines=True)
         [part] = shown["content"]
         assert part["text"] == (said + json.dumps(spec) + "}" if deferred else "The tool Fetch is available.")
+
+
+ANY, FETCH = {"type": "any"}, {"type": "tool", "name": "Fetch"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "deferred", "found", "callable_", "listed"),
+    [
+        (ANY, ["Fetch"], [], ["Read"], ["Read"]),
+        (ANY, ["Fetch"], ["Fetch"], ["Fetch", "Read"], ["Read"]),
+        (ANY, ["Fetch", "Read"], [], ["Fetch", "Read"], ["Fetch", "Read"]),
+        (FETCH, ["Fetch"], [], ["Fetch"], ["Fetch", "Read"]),
+        (FETCH, ["Fetch"], ["Fetch"], ["Fetch"], ["Read"]),
+    ],
+)
+def test_a_forced_call_is_of_a_tool_in_the_prompt(
+    choice: Any, deferred: list[str], found: list[str], callable_: list[str], listed: list[str]
+) -> None:
+    references = [{"type": "tool_reference", "tool_name": name} for name in found]
+    messages = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": references}]}]
+    tools: list[Any] = [
+        {"name": name, "input_schema": {}, "defer_loading": name in deferred} for name in ("Fetch", "Read")
+    ]
+    fields = {"model": "m", "max_tokens": 9, "messages": messages, "tools": tools, "tool_choice": choice}
+    plan = plan_tools(ChatBody.model_validate(chat_fields(MessagesBody.model_validate(fields), ignore)))
+    assert plan.structured is not None and isinstance(schema := plan.structured.json, str)
+    assert re.findall(r'"const": "(\w+)"', schema) == callable_
+    assert [tool["function"]["name"] for tool in plan.shown or ()] == listed
 
 
 def test_documents_and_search_results_are_texts() -> None:

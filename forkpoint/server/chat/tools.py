@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,11 @@ def plan_tools(body: ChatBody) -> ToolPlan:
         choice = "auto"
     if choice is None or choice == "auto":
         return ToolPlan(shown or None, schemas, structured, single=body.parallel_tool_calls is False)
+    hidden = _hidden(tools, body)
+    if choice == "required":
+        wanted = [name for name in wanted if name not in hidden] or wanted
+    added = hidden.intersection(wanted)  # the model has to see what it must call
+    shown = [shown_tool(tool) for tool in tools if not tool.defer_loading or tool.function.name in added]
     if len(wanted) == 1:
         schema = _call_schema(wanted[0], schemas[wanted[0]], "")
     else:
@@ -60,6 +65,16 @@ def plan_tools(body: ChatBody) -> ToolPlan:
 def shown_tool(tool: ToolSpec) -> dict[str, Any]:
     """Return a tool as the chat template shows it."""
     return {"type": tool.type, **tool.model_dump(exclude_unset=True, exclude={"defer_loading"})}
+
+
+def _hidden(tools: Sequence[ToolSpec], body: ChatBody) -> set[str]:
+    """Return the names of the deferred tools that no message refers to."""
+    hidden = {tool.function.name for tool in tools if tool.defer_loading}
+    for message in body.messages:
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.get("type") == "tool_reference":
+                hidden.discard(str(part.get("tool_name")))
+    return hidden
 
 
 def _wanted(choice: AnyToolChoice | None, names: list[str]) -> list[str]:
