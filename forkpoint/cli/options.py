@@ -66,6 +66,10 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return self._with_file(found), unknown
 
+    def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
+        """Return what a shortened flag may stand for: flags that --help shows, and not vLLM's that change nothing."""
+        return [found for found in super()._get_option_tuples(option_string) if found[0].help != argparse.SUPPRESS]
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Raise argparse.ArgumentError, with the most similar choice, if the value is not a choice of the action."""
         try:

@@ -119,6 +119,15 @@ def test_a_script_for_vllms_batches_is_taken() -> None:
     ]
 
 
+def test_no_flag_is_taken_for_the_start_of_a_hidden_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """run-batch has no --reasoning-parser, which argparse read as --reasoning-parser-plugin: it changes nothing."""
+    with pytest.raises(SystemExit):
+        parse("run-batch -i a.jsonl -o b.jsonl --model MODEL --reasoning-parser none")
+    assert "unrecognized arguments: --reasoning-parser none" in capsys.readouterr().err
+    shortened = parse("run-batch -i a.jsonl -o b.jsonl --model MODEL --max-model 4k")
+    assert engine_options(shortened)["max_model_len"] == 4000
+
+
 @pytest.mark.parametrize("name", recipes())
 def test_recipes_of_served_families_start(name: str) -> None:
     options = parse(f"serve MODEL {recipes()[name]}")
