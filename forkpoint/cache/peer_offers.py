@@ -193,9 +193,9 @@ class Fetch:
 class FetchReport:
     """The tickets of fetches that have ended since the last report, and how far others have come.
 
-    `unreachable` are failed ones whose peer did not answer in time, or not as a peer does. `arrived` has the tickets of
-    fetches that go on, each with the number of its first entries that have arrived. These entries stay in the worker's
-    buffers until the scheduler forgets the fetch, even if the fetch fails later.
+    `unreachable` are failed ones whose peer sent nothing in time, stopped, or did not answer as a peer does. `arrived`
+    has the tickets of fetches that go on, each with the number of its first entries that have arrived. These entries
+    stay in the worker's buffers until the scheduler forgets the fetch, even if the fetch fails later.
     """
 
     done: tuple[int, ...] = ()

@@ -234,6 +234,8 @@ class Fetching:
     def _end(self, running: _Running, failure: Exception | None) -> bool:
         """Note the end of a fetch, and the error if it failed. Returns whether its lease has to be ended."""
         fetch, is_unreachable = running.fetch, isinstance(failure, (OSError, PeerError, _UnwantedError))
+        if isinstance(failure, TimeoutError) and time.monotonic() >= running.until_s and any(running.arrived):
+            is_unreachable = False  # the peer sends, too slowly for this fetch
         if failure is not None and not isinstance(failure, _UnwantedError):
             port = fetch.ports[self._rank]
             LOGGER.warning("the prompt at %s port %d is computed instead of fetched: %s", fetch.host, port, failure)

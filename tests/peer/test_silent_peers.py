@@ -12,7 +12,7 @@ import pytest
 from forkpoint.cache.peer_offers import Fetch
 from forkpoint.peer.link import PeerLink
 from forkpoint.peer.protocol import HEAD, MAGIC, SENT, PartHead
-from tests.peer.links import HOST, LEASES, NAMES, fetch, offer
+from tests.peer.links import HOST, LEASES, NAMES, contents, fetch, offer
 
 AGREES = HEAD.pack(MAGIC, 2) + b"\x91\xa0"  # HeldEntries without a refusal
 
@@ -85,3 +85,15 @@ def test_a_peer_that_says_nothing_is_given_up(decode: PeerLink) -> None:
         decode.fetching.start(Fetch(1, HOST, (listener.getsockname()[1],), "p", 1, NAMES, 0.2))
         report = decode.fetching.next_report(5.0)
     assert report is not None and report.failed == report.unreachable == (1,)
+
+
+def test_a_peer_that_sends_too_slowly_has_answered(prefill: PeerLink, decode: PeerLink) -> None:
+    """Its prompt is late, but its other prompts may come in time."""
+    fetching, lease = decode.fetching, next(LEASES)
+    prefill.offered.add(NAMES[0], contents(NAMES[0]), lease)  # the others are still computed
+    fetching.start(Fetch(1, HOST, (prefill.facts.port,), "p", lease, NAMES, 0.5))
+    report = fetching.next_report(5.0)
+    while report is None or not report.failed:
+        assert report is None or report.arrived == ((1, 1),)
+        report = fetching.next_report(5.0)
+    assert report.failed == (1,) and not report.unreachable
