@@ -68,7 +68,10 @@ class Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
         """Return what a shortened flag may stand for: flags that --help shows, and not vLLM's that change nothing."""
-        return [found for found in super()._get_option_tuples(option_string) if found[0].help != argparse.SUPPRESS]
+        found = super()._get_option_tuples(option_string)
+        if not option_string.startswith("--"):
+            return found  # a flag of one letter with its value, such as -O3
+        return [each for each in found if each[0].help != argparse.SUPPRESS]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Raise argparse.ArgumentError, with the most similar choice, if the value is not a choice of the action."""
