@@ -22,7 +22,7 @@ from forkpoint.quick_imports import import_transformers
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 TIKTOKEN: Final = "tiktoken.model"
-KIMI_CLASS: Final = "TikTokenTokenizer"  # of the code in Moonshot's folders, which reads tiktoken.model
+KIMI_CLASS: Final = "TikTokenTokenizer"  # the class in the code of Moonshot's folders
 # Moonshot's pieces of a text: runs of Chinese characters, words with or without capitals, up to three digits, others.
 _LETTERS: Final = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _SHORTENED: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -39,7 +39,7 @@ KIMI_PIECES: Final = "|".join(
     )
 )
 KIMI_RESERVED: Final = 256  # ids after those of tiktoken.model, each of which is a special token
-_FLAGS: Final = ("byte_fallback", "fuse_unk", "ignore_merges")  # of a BPE model
+_FLAGS: Final = ("byte_fallback", "fuse_unk", "ignore_merges")  # fields of a BPE model
 
 
 def read_tokenizer(folder: str) -> Any:

@@ -25,7 +25,7 @@ SUPPORTED: Final = (
     "models are also published as one of these"
 )
 MODELOPT_NAME: Final = "hf_quant_config.json"
-ASCEND_NAME: Final = "quant_model_description.json"  # of msModelSlim, for Ascend NPUs
+ASCEND_NAME: Final = "quant_model_description.json"  # msModelSlim writes it for Ascend NPUs
 # Small matrices that matter much for quality. Published FP8 models leave them unquantised.
 KEPT_PLAIN: Final = ("lm_head", r"re:.*\.gate$", r"re:.*_gate$", r"re:.*\.(in_proj_(ba|b|a)|[ab]_proj)$")
 Scales = Literal["block", "row", "tensor"]
