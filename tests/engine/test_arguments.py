@@ -108,7 +108,7 @@ def test_options_are_taken_or_refused_by_name(options: dict[str, Any], model: An
     [
         ({"enforce_eager": "false"}, "enforce_eager='false' is not allowed; give True or False"),
         ({"enable_prefix_caching": 0}, "enable_prefix_caching=0 is not allowed; give True or False"),
-        ({"max_model_len": "512"}, "max_model_len='512' is not allowed; give an integer"),
+        ({"max_num_seqs": "512"}, "max_num_seqs='512' is not allowed; give an integer"),
         ({"max_num_seqs": 2**64}, "max_num_seqs=.* is not allowed; give an integer"),
         ({"dtype": 16}, "dtype=16 is not allowed; give one of 'auto'"),
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization='0.9' is not allowed; give a number"),
