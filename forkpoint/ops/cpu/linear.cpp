@@ -32,8 +32,9 @@ bool in_pairs(const PackedWeight& w) {
 template <class T>
 void copy_row(const PackedWeight& w, const T* x, float* out, int64_t k, int64_t padded) {
   if (in_pairs<T>(w)) {
-    std::memset(out, 0, size_t(padded) * sizeof(T));
-    std::memcpy(out, x, size_t(k) * sizeof(T));
+    T* pairs = reinterpret_cast<T*>(out);
+    std::memcpy(pairs, x, size_t(k) * sizeof(T));
+    std::memset(pairs + k, 0, size_t(padded - k) * sizeof(T));
     return;
   }
   int64_t i = 0;

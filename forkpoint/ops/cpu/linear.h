@@ -2,7 +2,8 @@
 //
 // Each output element is one chain of fused multiply-adds over k in ascending order, in fp32, whatever M, the
 // row's position, the tile that it falls into and the thread: rows do not depend on the batch, bit for bit.
-// Where the processor can, bf16 rows and weights are multiplied by pairs of k, as exactly, in one such chain.
+// Processors with AVX512-BF16 add the products of two neighbours in k at once, for bf16 rows and weights: the chain has
+// half as many links.
 #pragma once
 
 #include <cstdint>

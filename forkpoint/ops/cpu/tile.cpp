@@ -83,7 +83,7 @@ inline vf add_pairs(vf acc, vu a, vu b) {
 #ifdef __AVX512BF16__
   return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
 #else
-  return acc;  // never called: see MULTIPLIES_PAIRS
+  __builtin_trap();  // callers ask MULTIPLIES_PAIRS first
 #endif
 }
 
