@@ -43,7 +43,7 @@ def test_values_are_spelled_as_vllm_spells_them(given: dict[str, Any], found: di
 
 
 class Mode(Enum):
-    """As vLLM's CUDAGraphMode, which JSON cannot express."""
+    """Stands for vLLM's CUDAGraphMode, which JSON cannot express."""
 
     FULL = 2
 

@@ -207,7 +207,7 @@ class TestRefusals:
         assert not any(name.endswith(".safetensors") for name in hub.fetched())
 
     def test_no_safetensors(self, hub: Hub, tiny_model: Path) -> None:
-        """As in the repositories of GGUF files, some of which have the original's config.json."""
+        """Repositories of GGUF files look so; some have the original's config.json."""
         config = (tiny_model / "config.json").read_bytes()
         for name, lost, files in (
             ("acme/quants", "safetensors files", {"config.json": config}),

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import regex
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from forkpoint.engine.token_bytes import BYTE_OF_CHARACTER
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ModelFolderError
-from tests.engine.tokenizers import CORPUS, SPECIALS, metaspace
+from tests.engine.tokenizers import CORPUS, SPECIALS, bytes_trainer, metaspace
 
 # Words keep the character before them, digits are split in threes, and a run of punctuation keeps its line breaks.
 WORDS = (
@@ -38,13 +38,7 @@ def split_words() -> Backend:
         ]
     )
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=SPECIALS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([*CORPUS, *[TEXT] * 8], trainer)
+    backend.train_from_iterator([*CORPUS, *[TEXT] * 8], bytes_trainer(600))
     return backend
 
 
@@ -99,7 +93,7 @@ def test_a_class_of_another_library_makes_way_for_tokenizer_json(
     assert found.encode(TEXT, add_special_tokens=False) == backend.encode(TEXT, add_special_tokens=False).ids
 
 
-KIMI_PIECES = (  # of the code in Moonshot's folders
+KIMI_PIECES = (  # the pattern in the code of Moonshot's folders
     r"[\p{Han}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -175,7 +169,7 @@ def test_a_tiktoken_file_is_read_as_moonshots_code_reads_it(tmp_path: Path) -> N
 
 
 def test_kimi_sees_the_fields_of_tools_in_order(tmp_path: Path) -> None:
-    """As Moonshot's code sorts them, also inside of lists."""
+    """Moonshot's code sorts the fields, also inside of lists."""
     kimi_folder(tmp_path / "kimi")
     (tmp_path / "kimi" / "chat_template.jinja").write_text("{{ messages[0] | tojson }}{{ tools | tojson }}")
     hf = Tokenizer.load(str(tmp_path / "kimi")).hf

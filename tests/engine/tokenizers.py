@@ -23,14 +23,16 @@ def byte_level() -> Tokenizer:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=SPECIALS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(CORPUS, trainer)
+    backend.train_from_iterator(CORPUS, bytes_trainer(400))
     return _wrap(backend)
+
+
+def bytes_trainer(vocab_size: int) -> trainers.BpeTrainer:
+    """A trainer of byte-level BPE with the special tokens of these tests."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
 
 
 def metaspace() -> Tokenizer:

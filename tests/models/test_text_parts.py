@@ -152,7 +152,7 @@ def test_other_text_models_are_read_or_refused(
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_overrides_reach_the_text_model(name: str, tmp_path: Path) -> None:
-    """By their names alone too, which vLLM's scripts use; what names the whole folder stays outside."""
+    """vLLM's scripts give fields by their names alone. Fields that name the whole folder stay outside."""
     FOLDERS[name][0](tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     inner = next(name for name in ("text_config", "llm_config") if name in values)

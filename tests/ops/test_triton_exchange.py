@@ -120,7 +120,7 @@ def test_many_rows(words_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "WORDS_AT_ONCE", words_at_once)
     inboxes = [torch.zeros(inbox_words(SIZE), dtype=torch.int64, device=DEVICE) for _ in range(SIZE)]
     ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
-    counts = [0] * programs  # of the exchanges that each program was at work in
+    counts = [0] * programs  # exchanges that each program was at work in
     for count, width in ((most, 40), (1, 50), (12, 24), (6, 40)):
         *xs, residual = (torch.randint(-64, 64, (count, width), device=DEVICE).bfloat16() for _ in range(SIZE + 1))
         weight = torch.rand(width, device=DEVICE)
