@@ -14,46 +14,29 @@ from forkpoint.cache.disk_entries import DiskFacts, Records
 from forkpoint.sched.plan import TierReport
 
 
-class Reports:
+class TierTickets:
     """Counts which tickets all ranks have reported. A ticket has failed if it failed on one of them."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._reported = Counter[int]()
         self._failed = set[int]()
-
-    def add(self, done: Sequence[int], failed: Sequence[int]) -> None:
-        """Take in a report of one rank."""
-        self._reported.update((*done, *failed))
-        self._failed.update(failed)
-
-    def take(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return, once, the tickets that are done and that have failed."""
-        complete = [ticket for ticket, count in self._reported.items() if count == self._num_ranks]
-        failed = tuple(ticket for ticket in complete if ticket in self._failed)
-        done = tuple(ticket for ticket in complete if ticket not in self._failed)
-        for ticket in complete:
-            del self._reported[ticket]
-        self._failed.difference_update(failed)
-        return done, failed
-
-
-class TierTickets:
-    """Collects the ranks' reports of their tiers."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._reports = Reports(num_ranks)
         self._writes = True
 
     def merge(self, reports: Sequence[TierReport]) -> TierReport | None:
         """Return the tickets that all ranks have reported by now, each once. None: there are none."""
         for each in reports:
             self._writes = self._writes and each.writes
-            self._reports.add(each.done, each.failed)
-        done, failed = self._reports.take()
-        if not done and not failed:
+            self._reported.update((*each.done, *each.failed))
+            self._failed.update(each.failed)
+        complete = [ticket for ticket, count in self._reported.items() if count == self._num_ranks]
+        if not complete:
             return None
-        return TierReport(done, failed, self._writes)
+        for ticket in complete:
+            del self._reported[ticket]
+        failed = tuple(ticket for ticket in complete if ticket in self._failed)
+        self._failed.difference_update(failed)
+        return TierReport(tuple(ticket for ticket in complete if ticket not in failed), failed, self._writes)
 
 
 def common_disk(disks: Sequence[DiskFacts | None]) -> DiskFacts | None:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.sched.plan import FetchReport
-from forkpoint.worker.disk_ranks import Reports
 
 ALL: Final = 1 << 62  # entries of a fetch that is done
-MOST_ARRIVING: Final = 4096  # fetches whose progress is known; those that nobody waits for any more report no end
+MOST_OPEN: Final = 4096  # fetches that have not ended on all ranks; a rank does not report the end of a dropped one
+
+
+@dataclass(slots=True)
+class RankedFetch:
+    """What the ranks have reported of one fetch."""
+
+    counts: list[int]  # each rank's entries
+    num_reported: int = 0  # entries of all ranks that `merge` has returned
+    num_ended: int = 0  # ranks on which it is done or failed
+    failed: bool = False
+    unreachable: bool = False
 
 
 class FetchTickets:
@@ -21,36 +31,45 @@ class FetchTickets:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._reports = Reports(num_ranks)
-        self._unreachable = set[int]()
-        self._arrived: dict[int, list[int]] = {}  # ticket -> each rank's entries, and those that all have reported
         self._num_ranks = num_ranks
+        self._open: dict[int, RankedFetch] = {}  # by ticket
 
     def merge(self, reports: Sequence[FetchReport | None]) -> FetchReport | None:
         """Return what all ranks have reported by now; `reports` has one of each rank. None: nothing is new."""
-        grown: list[tuple[int, int]] = []
         for rank, each in enumerate(reports):
-            if each is None:
-                continue
-            self._reports.add(each.done, each.failed)
-            self._unreachable.update(each.unreachable)
-            for ticket, count in (*each.arrived, *((ticket, ALL) for ticket in each.done)):
-                counts = self._arrived.setdefault(ticket, [0] * (self._num_ranks + 1))
-                counts[rank] = count
-        done, failed = self._reports.take()
-        for ticket in (*done, *failed):
-            self._arrived.pop(ticket, None)
-        for ticket, (*counts, reported) in self._arrived.items():
-            if min(counts) > reported:
-                self._arrived[ticket][-1] = min(counts)
-                grown.append((ticket, min(counts)))
-        while len(self._arrived) > MOST_ARRIVING:
-            del self._arrived[next(iter(self._arrived))]
-        if not done and not failed and not grown:
+            if each is not None:
+                self._add(rank, each)
+        ended = {ticket: fetch for ticket, fetch in self._open.items() if fetch.num_ended == self._num_ranks}
+        for ticket in ended:
+            del self._open[ticket]
+        grown: list[tuple[int, int]] = []
+        for ticket, fetch in self._open.items():
+            if min(fetch.counts) > fetch.num_reported:
+                fetch.num_reported = min(fetch.counts)
+                grown.append((ticket, fetch.num_reported))
+        while len(self._open) > MOST_OPEN:
+            del self._open[next(iter(self._open))]
+        if not ended and not grown:
             return None
-        unreachable = tuple(ticket for ticket in failed if ticket in self._unreachable)
-        self._unreachable.difference_update(unreachable)
-        return FetchReport(done, failed, unreachable, tuple(grown))
+        return FetchReport(
+            done=tuple(ticket for ticket, fetch in ended.items() if not fetch.failed),
+            failed=tuple(ticket for ticket, fetch in ended.items() if fetch.failed),
+            unreachable=tuple(ticket for ticket, fetch in ended.items() if fetch.unreachable),
+            arrived=tuple(grown),
+        )
+
+    def _add(self, rank: int, report: FetchReport) -> None:
+        for ticket, count in (*report.arrived, *((ticket, ALL) for ticket in report.done)):
+            self._fetch(ticket).counts[rank] = count
+        for ticket in (*report.done, *report.failed):
+            self._fetch(ticket).num_ended += 1
+        for ticket in report.failed:
+            self._fetch(ticket).failed = True
+        for ticket in report.unreachable:
+            self._fetch(ticket).unreachable = True
+
+    def _fetch(self, ticket: int) -> RankedFetch:
+        return self._open.setdefault(ticket, RankedFetch([0] * self._num_ranks))
 
 
 def common_peers(links: Sequence[PeerFacts | None]) -> PeerFacts | None:

@@ -7,7 +7,7 @@ import numpy as np
 from forkpoint.cache.disk_entries import RECORD, DiskFacts, Records
 from forkpoint.sched.plan import FetchReport, TierReport
 from forkpoint.worker.disk_ranks import TierTickets, common_disk
-from forkpoint.worker.peer_ranks import FetchTickets
+from forkpoint.worker.peer_ranks import MOST_OPEN, FetchTickets
 
 
 def test_a_ticket_counts_once_all_ranks_have_reported_it() -> None:
@@ -32,7 +32,15 @@ def test_an_entry_has_arrived_once_all_ranks_have_their_share() -> None:
     assert tickets.merge([FetchReport((1,)), None]) is None, "nothing new of the second rank"
     assert tickets.merge([None, FetchReport(arrived=((1, 5),))]) == FetchReport(arrived=((1, 5),))
     assert tickets.merge([None, FetchReport((1,))]) == FetchReport((1,))
-    assert not tickets._arrived
+    assert not tickets._open
+
+
+def test_fetches_that_end_on_one_rank_alone_are_dropped_in_time() -> None:
+    tickets = FetchTickets(2)
+    for ticket in range(MOST_OPEN + 9):
+        assert tickets.merge([FetchReport(failed=(ticket,), unreachable=(ticket,)), None]) is None
+    assert len(tickets._open) == MOST_OPEN
+    assert tickets.merge([None, FetchReport((0, MOST_OPEN))]) == FetchReport((), (MOST_OPEN,), (MOST_OPEN,))
 
 
 def records(*named: tuple[int, bytes, bytes]) -> Records:
