@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 
 from forkpoint.platforms.platform import MARK_POLL_S, Mark
 from forkpoint.runtime.host_copies import CopyBatch
@@ -33,9 +33,7 @@ class AfterCopies(AtOnce):
 
     def __init__(self, name: str) -> None:
         self._added: list[tuple[Callable[[], object], CopyBatch | None]] = []
-        self._changed = threading.Condition()  # guards all below
-        self._work: deque[tuple[Callable[[], object], Mark | None]] = deque()
-        self._is_closing = False
+        self._work = SimpleQueue[tuple[Callable[[], object], Mark | None] | None]()  # None: the thread ends
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -44,27 +42,17 @@ class AfterCopies(AtOnce):
         self._added.append((run, after))
 
     def flush(self) -> None:
-        if not self._added:
-            return
-        added, self._added = self._added, []
-        with self._changed:
-            self._work += [(run, None if after is None else after.mark) for run, after in added]
-            self._changed.notify()
+        for run, after in self._added:
+            self._work.put((run, None if after is None else after.mark))
+        self._added.clear()
 
     def close(self) -> None:
         self.flush()
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
+        self._work.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._work or self._is_closing)
-                if not self._work:
-                    return
-                run, mark = self._work.popleft()
+        for run, mark in iter(self._work.get, None):
             while mark is not None and not mark.query():
                 time.sleep(MARK_POLL_S)
             run()
