@@ -185,15 +185,17 @@ class ModelRunner:
         self._failure = None
 
     def _run(self, plan: StepPlan) -> RunningStep:
+        """Issue the work of a plan. Raises what the model raises."""
         if plan.added:
             self.batch.prepare(plan.added)
         next_reports: NextReports | None = None
         if self.arena.has_late_copies:
             next_reports = partial(self.arena.next_reports, TIER_WAIT_S if plan.waits_for_tiers else 0.0)
+        rows = plan.sampled_rows
         if not plan.num_tokens:
             nothing = StepResult(plan.step, np.empty(0, np.int32))
-            return RunningStep(nothing, self.platform.mark(), plan.sampled_rows, next_reports=next_reports)
-        sampling = self.batch.sampling(plan.sampled_rows)
+            return RunningStep(nothing, self.platform.mark(), rows, next_reports=next_reports)
+        sampling = self.batch.sampling(rows)
         if self._drafts is not None:  # penalties count drafts
             plan = self._drafts.filled(plan, any(row.counts is not None for row in sampling))
         windows: Windows | None = None
@@ -201,21 +203,42 @@ class ModelRunner:
             windows = Windows.of(plan.rows)
             sampling = np.repeat(np.asarray(sampling, object), windows.sizes).tolist()
         plain = plan.masks is None and all(row.is_plain_greedy for row in sampling)
+        partial_result, outputs, prompts = self._compute(plan, plain)
+        sampled: Sampled | None = None
+        if outputs is not None:
+            sampled = self._sample(plan, outputs, sampling, plain, windows)
+        if self._records is not None:
+            self._records.issued(plan)
+        if sampled is None:
+            return RunningStep(partial_result, self.platform.mark(), rows, prompts=prompts, next_reports=next_reports)
+        verified: Verified | None = None
+        if windows is None:
+            answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
+        else:
+            answers, verified = self._finish_windows(plan, windows, sampling, sampled)
+        mark = self.platform.mark()
+        return RunningStep(partial_result, mark, rows, answers, verified, sampled.logprobs, prompts, next_reports)
+
+    def _compute(
+        self, plan: StepPlan, plain: bool
+    ) -> tuple[StepResult, StepOutputs | None, list[tuple[int, list[Scores]]]]:
+        """Run the forward pass, from a graph if one fits.
+
+        Returns the part of the step's result that the host has already, the outputs (None if no row is sampled), and
+        the scores of prompts by row. `plain`: as in `_sample`.
+        """
         exact = StepShape.of(plan, self._has_drafts and self._verifies(plan))
-        to_score: list[tuple[AddedRow, int, int, int]] = []
-        if exact.num_segments:
-            to_score = self._prompts_to_score(plan, exact.num_decodes)
+        to_score = self._prompts_to_score(plan, exact.num_decodes)
         shape: StepShape | None = None
         if self._shapes is not None and not to_score:
             shape = self._shapes.find(exact)
+        replayed = shape is not None
         images: StepImages | None = None
         if self.batch.images is not None and self._encoded is not None:
-            images = self.batch.images.step(plan.rows, recorded=shape is not None)
+            images = self.batch.images.step(plan.rows, recorded=replayed)
             self._encoded.place(images)
-        arrays = self._builder.build(plan, shape or exact, shape is not None, images)
-        copied = 0
-        if self._states.copies:
-            copied = self._states.place(arrays, self._ops, self.platform)
+        arrays = self._builder.build(plan, shape or exact, replayed, images)
+        copied = self._states.place(arrays, self._ops, self.platform)
         prompts: list[tuple[int, list[Scores]]] = []
         outputs: StepOutputs | None
         if shape is not None:
@@ -223,26 +246,10 @@ class ModelRunner:
         else:
             hidden, outputs = self._without_graph(plan, exact, arrays, plain)
             prompts = [(extent[0].row, self._prompt_scores(*extent, hidden)) for extent in to_score]
-        sampled: Sampled | None = None
-        if outputs is not None:
-            sampled = self._sample(plan, outputs, sampling, plain, windows)
-        if self._records is not None:
-            self._records.issued(plan)
-        replayed = shape is not None
-        partial_result = StepResult(
+        result = StepResult(
             plan.step, np.empty(0, np.int32), num_tokens=plan.num_tokens, slot_bytes_copied=copied, replayed=replayed
         )
-        answers: Tensor | None = None
-        verified: Verified | None = None
-        logprobs: Scores | None = None
-        if sampled is not None:
-            logprobs = sampled.logprobs
-            if windows is None:
-                answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
-            else:
-                answers, verified = self._finish_windows(plan, windows, sampling, sampled)
-        mark, rows = self.platform.mark(), plan.sampled_rows
-        return RunningStep(partial_result, mark, rows, answers, verified, logprobs, prompts, next_reports)
+        return result, outputs, prompts
 
     def _without_graph(
         self, plan: StepPlan, shape: StepShape, arrays: Arrays, plain: bool

@@ -42,6 +42,8 @@ class StateOperators:
         Returns the number of bytes. One launch serves all layers of the decode rows, another one all layers of the
         segments.
         """
+        if not self.copies:
+            return 0
         copied = 0
         for kind in KINDS:
             src, dst = arrays[f"{kind}_src"], arrays[f"{kind}_dst"]
