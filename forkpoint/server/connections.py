@@ -16,8 +16,9 @@ from http import HTTPStatus
 from typing import Any, Final, Protocol
 
 import httptools
+from starlette.types import Message, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from forkpoint.obs.logs import LOGGER, counted
 from forkpoint.server.errors import HTTPError
@@ -111,6 +112,21 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
+def _without_chunks(cycle: RequestResponseCycle) -> Send:
+    """Return the `send` of a cycle whose client speaks HTTP/1.0: without a length, an answer ends with its connection.
+
+    uvicorn would send such an answer in chunks, which HTTP/1.0 does not have.
+    """
+    send: Any = cycle.send
+    cycle.chunked_encoding = False
+
+    async def unchunked(message: Message) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))  # else uvicorn compares it with a length
+        await send(message)
+
+    return unchunked
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's connection, with the limits above. It refuses in JSON."""
 
@@ -192,6 +208,8 @@ class Connection(HttpToolsProtocol):
         self._num_silent_bytes = 0
         self._stop_waiting()
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.send = _without_chunks(self.cycle)  # type: ignore[assignment, method-assign]
         self._num_body_bytes, self._body_began_s = 0, self.loop.time()
         self._timer = self.loop.call_later(BODY_GRACE_S, self._check_body)
 

@@ -106,6 +106,25 @@ def test_many_requests_on_one_connection(server: RunningServer) -> None:
         assert read_all(one).count(b"200 OK") == 51
 
 
+def test_a_client_of_http_1_0_gets_no_chunks(server: RunningServer) -> None:
+    """It knows none: its answer ends where the connection does."""
+    body = b'{"prompt": "x", "max_tokens": 4, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with connect(server) as one:
+        one.sendall(head + body)
+        head, _, events = read_all(one).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200") and b"connection: close" in head and b"transfer-encoding" not in head
+    assert events.startswith(b"data: {") and events.endswith(b"\n\ndata: [DONE]\n\n")
+    for method in (b"GET", b"HEAD"):
+        with connect(server) as one:
+            one.sendall(method + b" /metrics HTTP/1.0\r\n\r\n")
+            answer = HTTPResponse(one, method=method.decode())
+            answer.begin()
+            length = int(answer.headers["Content-Length"])
+            assert len(answer.read()) == (length if method == b"GET" else 0)
+    assert "Traceback" not in server.log
+
+
 def test_head_of_what_monitors_ask_for(server: RunningServer) -> None:
     with server.client() as http:
         for path in ("/health", "/metrics"):
