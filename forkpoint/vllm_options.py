@@ -58,6 +58,13 @@ class VllmFlags:
         """Return whether the log says that the value, which the row takes, changes nothing."""
         return (self.is_logged or self.values == ANY) and not (self.switch and value == OFF)
 
+    def explanation(self) -> str:
+        """Return which values of vLLM's flag are accepted, and why."""
+        if not self.values:
+            return f"vLLM's; refused: {self.why}"
+        values = "any value, without effect" if self.values == ANY else " or ".join(self.values.split())
+        return f"vLLM's; accepts {values}: {self.why}"
+
     def refusal(self, value: str) -> str:
         """Return why `value` is not possible, and which values are."""
         others = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from collections.abc import Container
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from forkpoint.cli.help import nearest_flag
 from forkpoint.cli.spellings import known_name
 from forkpoint.errors import ConfigError
 
@@ -37,8 +37,8 @@ def file_arguments(path: str, flags: dict[str, argparse.Action], given: Containe
         flag = known_name("--" + str(key).replace("_", "-"), flags)
         action = flags.get(flag)
         if action is None or flag in (FLAG, "--help"):
-            near = difflib.get_close_matches(flag, flags, n=1)
-            hint = f"; did you mean {near[0].removeprefix('--')}?" if near else ""
+            near = nearest_flag(flag, flags)
+            hint = f"; did you mean {near.removeprefix('--')}?" if near else ""
             raise ConfigError(f"{path}: {key!r} is not a flag of this command{hint}")
         if action.dest not in given:
             arguments += _arguments(f"{path}: {key}", flag, action, value)

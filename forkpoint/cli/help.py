@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from collections.abc import Mapping
+from copy import copy
 from typing import Final
+
+from forkpoint.cli.vllm_flags import VllmFlag
 
 SCREEN: Final = 30  # --help of a parser with more options shows an overview
 # The options that the overview of a large parser shows, in this order.
@@ -15,6 +19,7 @@ _FIRST: Final = """
 --dataset-name --num-prompts --max-concurrency --request-rate
 """
 LIST, ALL = "listgroup", "all"
+SIMILAR, NEARLY_SAME = 0.6, 0.9  # least similarity of a flag, and of one that only --help=WORD shows (difflib's ratio)
 
 
 def overview(parser: argparse.ArgumentParser) -> str:
@@ -48,21 +53,44 @@ def about(parser: argparse.ArgumentParser, topic: str) -> str | None:
         return _rendered(parser, {title: actions})
     word = topic.lstrip("-").replace("_", "-")
     options = _options(parser)
-    exact = [action for action in options if f"--{word}" in action.option_strings]
+    of_vllm = [_with_help(action) for action in parser._actions if isinstance(action, VllmFlag)]
+    exact = [action for action in (*options, *of_vllm) if f"--{word}" in action.option_strings]
     named = [action for action in options if any(word in name for name in action.option_strings)]
     described = [action for action in options if topic in (action.help or "").lower()]
     found = exact or [action for action in options if action in named or action in described]
+    found = found or [action for action in of_vllm if any(word in name for name in action.option_strings)]
     if not found:
         return None
     return _rendered(parser, {f"options with {topic!r}": found})
 
 
+def _with_help(flag: VllmFlag) -> argparse.Action:
+    """Return a copy of the flag that help shows."""
+    shown = copy(flag)
+    shown.help = flag.explanation.replace("%", "%%")
+    return shown
+
+
 def nearest(parser: argparse.ArgumentParser, topic: str) -> str:
     """Return the error message for a topic that `about` does not know, with the most similar one."""
-    names = [LIST, ALL, *_groups(parser), *(name[2:] for name in parser._option_string_actions if name[:2] == "--")]
-    near = difflib.get_close_matches(topic.lower(), names, n=1)
+    near = difflib.get_close_matches(topic.lower(), [LIST, ALL, *_groups(parser)], n=1)
+    flag = nearest_flag(f"--{topic.lower()}", parser._option_string_actions)
+    if flag is not None:
+        near.append(flag.removeprefix("--"))
     hint = f"did you mean {near[0]}? " if near else ""
     return f"--help={topic} names no option; {hint}give {ALL}, {LIST}, a word, or one of {', '.join(_groups(parser))}"
+
+
+def nearest_flag(flag: str, known: Mapping[str, argparse.Action]) -> str | None:
+    """Return the flag in `known` that is most similar to `flag`; None if none is, and for flags of one letter.
+
+    A flag of vLLM's that help does not show is found only if it is nearly the same.
+    """
+    if not flag.startswith("--"):
+        return None
+    shown = [name for name, action in known.items() if action.help != argparse.SUPPRESS]
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=NEARLY_SAME)
+    return next(iter(near or difflib.get_close_matches(flag, shown, n=1, cutoff=SIMILAR)), None)
 
 
 def _options(parser: argparse.ArgumentParser) -> list[argparse.Action]:

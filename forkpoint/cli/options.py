@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type
 
 from forkpoint.checks import one_or_more
 from forkpoint.cli.config_file import file_arguments
-from forkpoint.cli.help import about, nearest, overview
+from forkpoint.cli.help import about, nearest, nearest_flag, overview
 from forkpoint.cli.spellings import known_arguments
 from forkpoint.config import CacheConfig, EngineConfig, SchedulerConfig
 from forkpoint.engine.generation_config import sampling_defaults
@@ -60,9 +60,9 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [each.partition("=")[0] for each in unknown if each.startswith("-")]
-            known = self._option_string_actions
-            near = [each for flag in flags for each in difflib.get_close_matches(flag, known, n=1)]
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            near = filter(None, (nearest_flag(flag, self._option_string_actions) for flag in flags))
+            hint = ", ".join(near)
+            hint = f"; did you mean {hint}?" if hint else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return self._with_file(found), unknown
 

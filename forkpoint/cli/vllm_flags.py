@@ -25,7 +25,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
                 names.append("--no-" + names[0].removeprefix("--"))
             nargs: Any = 0 if row.switch else row.nargs
             parser.add_argument(
-                *names, action=_Take, row=row, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+                *names, action=VllmFlag, row=row, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS
             )
 
 
@@ -34,12 +34,13 @@ def notice_lines(arguments: argparse.Namespace) -> list[str]:
     return [value for value in vars(arguments).values() if isinstance(value, FlagNotice)]
 
 
-class _Take(argparse.Action):
+class VllmFlag(argparse.Action):
     """Refuses values that are not allowed, and stores the others, or the log line of those that change nothing."""
 
     def __init__(self, *args: Any, row: VllmFlags, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._row = row
+        self.explanation = row.explanation()
 
     def __call__(
         self,

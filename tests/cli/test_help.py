@@ -7,6 +7,7 @@ import re
 import pytest
 
 from forkpoint.cli.parser import build_parser
+from forkpoint.vllm_options import TABLE
 
 LARGE = ("serve", "deploy", "generate", "chat", "run-batch", "bench serve")
 
@@ -66,6 +67,30 @@ def test_a_word_of_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
         build_parser().parse_args(["serve", "--help=max-modl-len"])
     told = capsys.readouterr().err
     assert ended.value.code == 2 and "did you mean max-model-len?" in told and "scheduler" in told
+
+
+def test_a_flag_of_vllm_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "refused: --max-open-requests bounds all" in shown("serve --help=max-num-queued-reqs", capsys)
+    text = " ".join(shown("run-batch --help=block_size", capsys).split())
+    assert "--block-size BLOCK_SIZE vLLM's; accepts any value, without effect: a block has 64 tokens" in text
+    assert "--mamba-block-size" not in text and "vLLM's" not in shown("serve --help=max-num", capsys)
+
+
+def test_every_flag_of_vllm_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (flag.split("/")[0] for row in TABLE for flag in row.flags.split()):
+        assert name in shown(f"serve --help={name}", capsys)
+
+
+def test_similar_flags_are_those_that_help_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag of vLLM's is named only if it is nearly the given one, and no flag of one letter is."""
+    for given, similar in (
+        ("--block-sizes", "did you mean --block-size?"),
+        ("--speculative-model", "did you mean --speculative-config?"),
+        ("-m", "arguments: -m (see"),
+    ):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args(["serve", given])
+        assert similar in capsys.readouterr().err
 
 
 def test_small_commands_show_all(capsys: pytest.CaptureFixture[str]) -> None:
