@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum, auto
 
 from forkpoint.cache.fetched import FetchedPrompts
 from forkpoint.cache.lookup import NOTHING, PrefixHit
@@ -16,6 +17,14 @@ from forkpoint.sched.scheduled_request import ScheduledRequest
 
 MIN_GAIN_TO_WAIT = 256  # tokens; a request waits one step for another's state only if that saves as much
 MAX_PASSED_OVER = 32  # waiting requests passed over in a step, so that a long queue costs no more than a short one
+
+
+class AdmissionOutcome(Enum):
+    """What became of a waiting request in a step."""
+
+    STARTED = auto()
+    PASSED_OVER = auto()  # it waits, and requests after it may start
+    NO_MEMORY = auto()  # it waits for memory, and all requests after it wait too
 
 
 class Admission:
@@ -59,39 +68,39 @@ class Admission:
         With `more_urgent_than`, start only those of a smaller priority value; with `only`, that request alone.
         """
         passed_over = 0
-        candidates = list(self._waiting.requests) if only is None else [only]
-        peers = self._tiers.fetched
-        for scheduled in candidates:
+        for scheduled in list(self._waiting.requests) if only is None else [only]:
             if not self._running.free_rows or builder.budget <= 0 or passed_over > MAX_PASSED_OVER:
                 return
             if more_urgent_than is not None and scheduled.order[0] >= more_urgent_than.order[0]:
                 return
-            request, lease = scheduled.request, scheduled.lease
-            if peers is not None and only is None and peers.is_waiting(lease):
-                self._land(scheduled, peers)
-                passed_over += 1
-                continue
-            usable = self._cache.layout.usable_prefix(request.num_tokens)
-            if builder.budget < BLOCK_SIZE and not self._may_end(builder, scheduled, usable):
-                passed_over += 1
-                continue
-            soon = self._cache.filing.longest_reusable_next(lease, usable)
-            if soon < MIN_GAIN_TO_WAIT and not self._may_fit(builder, scheduled):
-                if not self._drop_later_restore(scheduled):
-                    return
-                if not self._may_fit(builder, scheduled):
-                    return
-            hit = self._restored(scheduled) if only is None else self.lookup(scheduled)
-            if hit is None:
-                passed_over += 1
-                continue
-            start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
-            too_small = start < prefill_end and self._chunks.end(request, start, prefill_end, builder.budget) <= start
-            if soon - start >= MIN_GAIN_TO_WAIT or too_small:
-                passed_over += 1
-                continue
-            if not self._admit(builder, scheduled, hit):
+            outcome = self._try(builder, scheduled, is_alone=only is not None)
+            if outcome is AdmissionOutcome.NO_MEMORY:
                 return
+            passed_over += outcome is AdmissionOutcome.PASSED_OVER
+
+    def _try(self, builder: PlanBuilder, scheduled: ScheduledRequest, is_alone: bool) -> AdmissionOutcome:
+        """Start a request unless it has to wait: for memory, its budget, or a prefix that it will then have.
+
+        A request that `is_alone` waits for no restore and no other engine.
+        """
+        request, lease, peers = scheduled.request, scheduled.lease, self._tiers.fetched
+        if peers is not None and not is_alone and peers.is_waiting(lease):
+            self._land(scheduled, peers)
+            return AdmissionOutcome.PASSED_OVER
+        usable = self._cache.layout.usable_prefix(request.num_tokens)
+        if builder.budget < BLOCK_SIZE and not self._may_end(builder, scheduled, usable):
+            return AdmissionOutcome.PASSED_OVER
+        soon = self._cache.filing.longest_reusable_next(lease, usable)
+        fits = soon >= MIN_GAIN_TO_WAIT or self._may_fit(builder, scheduled)
+        if not fits and not (self._drop_later_restore(scheduled) and self._may_fit(builder, scheduled)):
+            return AdmissionOutcome.NO_MEMORY
+        hit = self.lookup(scheduled) if is_alone else self._restored(scheduled)
+        if hit is None or soon - hit.num_tokens >= MIN_GAIN_TO_WAIT:
+            return AdmissionOutcome.PASSED_OVER
+        start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
+        if start < prefill_end and self._chunks.end(request, start, prefill_end, builder.budget) <= start:
+            return AdmissionOutcome.PASSED_OVER
+        return AdmissionOutcome.STARTED if self._admit(builder, scheduled, hit) else AdmissionOutcome.NO_MEMORY
 
     def lookup(self, scheduled: ScheduledRequest) -> PrefixHit:
         """Return the longest prefix that the arena has of a request that waits. Changes nothing."""
