@@ -193,16 +193,23 @@ def test_padding_is_harmless() -> None:
 
 @pytest.mark.parametrize("shape", sized([SMALL], [Recurrence(16, 32, 128, 128), Recurrence(30, 30, 96, 192, True)]))
 def test_few_and_many_segments_give_the_same_bits(shape: Recurrence) -> None:
-    """They are scanned in different tiles."""
+    """They are scanned in different tiles. In a recorded step, only the device knows which are right."""
     length, others = (1000, 11) if ON_GPU else (66, 4)
     case, pool = moved(recurrence_case(length, shape, "mixed", torch.bfloat16)), pool_for(shape)
-    alone = OURS.recurrence_prefill(
-        case.inputs, case.params, pool, on_device(segments([length], [0], [1], [[(64, 2)]]))
-    )
+    own = on_device(segments([length], [0], [1], [[(64, 2)]]))
+    recorded_pool = copy_pool(pool)
+    alone = OURS.recurrence_prefill(case.inputs, case.params, pool, own)
+    recorded = OURS.recurrence_prefill(case.inputs, case.params, recorded_pool, padded(padded(own)))
+    assert torch.equal(recorded, alone) and torch.equal(recorded_pool, pool)
     more = moved(recurrence_case(others, shape, dtype=torch.bfloat16, seed=1))
     wide = [torch.cat((getattr(more, x), getattr(case, x))) for x in ("mixed", "a", "b")]
-    index = segments([1] * others + [length], [-1] * others + [0], [-1] * others + [3], [[]] * others + [[(64, 4)]])
-    together = OURS.recurrence_prefill(RecurrenceInputs(*wide), case.params, pool, on_device(index))[others:]
+    index = on_device(
+        segments([1] * others + [length], [-1] * others + [0], [-1] * others + [3], [[]] * others + [[(64, 4)]])
+    )
+    recorded_pool = copy_pool(pool)
+    together = OURS.recurrence_prefill(RecurrenceInputs(*wide), case.params, pool, index)[others:]
+    recorded = OURS.recurrence_prefill(RecurrenceInputs(*wide), case.params, recorded_pool, padded(index))[others:]
+    assert torch.equal(recorded, together) and torch.equal(recorded_pool, pool)
     if ON_GPU:
         assert torch.equal(together, alone) and torch.equal(pool[3:5], pool[1:3])
     assert relative_error(together, alone) <= 1e-2 and relative_error(pool[3:5], pool[1:3]) <= 1e-2

@@ -148,7 +148,7 @@ def _in_slot(at, col, K: tl.constexpr, TURN: tl.constexpr):
     return at[:, None] * K + col[None, :] if TURN else at[None, :] * K + col[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"])
 def _scan_kernel(
     mixed,
     systems,
@@ -163,6 +163,7 @@ def _scan_kernel(
     save_pos,
     save_dst,
     skip,
+    num_segments,
     mixed_stride,
     slot_stride,
     H: tl.constexpr,
@@ -173,13 +174,21 @@ def _scan_kernel(
     BLOCK_V: tl.constexpr,
     TURN: tl.constexpr,
     DELTA: tl.constexpr,
+    FEW: tl.constexpr,
+    FOR_FEW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Carry BLOCK_V value rows of one head's state through all chunks of one segment.
 
-    The state and everything computed from it is held as `[.., V]`, or with TURN as `[V, ..]`.
+    The state and everything computed from it is held as `[.., V]`, or with TURN as `[V, ..]`. With FEW, this launch
+    does nothing unless there are at most so many segments with tokens (FOR_FEW), or more (not FOR_FEW). Segments
+    without tokens come last.
     """
     await_inputs(OVERLAP)
+    if FEW:
+        is_few = tl.load(cu_seqlens + tl.minimum(FEW, num_segments)) == tl.load(cu_seqlens + num_segments)
+        if is_few != FOR_FEW:
+            return
     tile, head, segment = head_tile(HV, V, BLOCK_V)
     kind = systems.dtype.element_ty
     row, col, at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -259,19 +268,23 @@ def _scan_kernel(
         begin = end
 
 
-def _scan_options(mixed: Tensor, block_k: int, programs: int) -> dict[str, Any]:
-    """Return the launch options of the scan. `programs` is its number of programs with NARROW value rows each.
+def _scans(mixed: Tensor, block_k: int, num_segments: int, programs: int) -> list[dict[str, Any]]:
+    """Return the options of the scan's launches. A segment has `programs` programs with NARROW value rows each.
 
     All options give the same bits. Few programs are limited by latency, so they use narrow tiles and load far ahead.
-    Many programs are limited by their loads, so they use wide tiles.
+    Many programs are limited by their loads, so they use wide tiles. A recorded step has more segments than most steps
+    that replay it, and the number of those with tokens is only on the device. Both kinds are launched then, and one of
+    them does nothing.
     """
+    narrow = {"BLOCK_V": NARROW, "TURN": False, "num_warps": 4, "num_stages": 1, "FEW": 0, "FOR_FEW": True}
     if block_k > WIDE_KEYS or launch_table(mixed.device).narrow_scans:
-        return {"BLOCK_V": NARROW, "TURN": False, "num_warps": 4, "num_stages": 1}
-    if mixed.dtype == torch.float32:
-        return {"BLOCK_V": MIN_WIDTH, "TURN": True, "num_warps": 4, "num_stages": 1}
-    if programs <= traits_of(mixed.device).num_processors:
-        return {"BLOCK_V": NARROW, "TURN": False, "num_warps": 4, "num_stages": 3}
-    return {"BLOCK_V": MIN_WIDTH, "TURN": True, "num_warps": 4, "num_stages": 2}
+        return [narrow]
+    wide = {"BLOCK_V": MIN_WIDTH, "TURN": True, "num_warps": 4, "num_stages": 1, "FEW": 0, "FOR_FEW": False}
+    few = traits_of(mixed.device).num_processors // programs
+    if mixed.dtype == torch.float32 or not few:
+        return [wide | {"num_stages": 1 if mixed.dtype == torch.float32 else 2}]
+    scans = [narrow | {"num_stages": 3, "FEW": few}, wide | {"num_stages": 2, "FEW": few}]
+    return scans[:1] if num_segments <= few else scans
 
 
 def _chunks(
@@ -307,12 +320,12 @@ def recurrence_prefill(
     out = result(inputs, params, pool, out)
     block_k = max(MIN_WIDTH, next_power_of_2(shape.key_dim))
     scratch = _chunks(inputs, params, index, block_k)
-    programs = len(index) * shape.num_v_heads * ceil_div(shape.value_dim, NARROW)
-    options = _scan_options(mixed, block_k, programs)
-    each = shape.num_v_heads * ceil_div(shape.value_dim, options["BLOCK_V"])
-    options |= {**sizes(shape), "BLOCK_K": block_k, "DELTA": shape.delta, **overlap(mixed.device, mixed.shape[0])}
-    strides = (mixed.stride(0), pool.stride(0))
-    for count, (systems, scores, gains, *columns) in segments(index, each, scratch, shape.num_v_heads):
-        given = (mixed, systems, scores, gains, pool, out, *columns, params.D, *strides)
-        _scan_kernel[(count * each,)](*given, **options)
+    shared = {**sizes(shape), "BLOCK_K": block_k, "DELTA": shape.delta, **overlap(mixed.device, mixed.shape[0])}
+    numbers = (len(index), mixed.stride(0), pool.stride(0))
+    for options in _scans(mixed, block_k, len(index), shape.num_v_heads * ceil_div(shape.value_dim, NARROW)):
+        each = shape.num_v_heads * ceil_div(shape.value_dim, options["BLOCK_V"])
+        most = options["FEW"] if options["FOR_FEW"] and options["FEW"] else len(index)
+        for count, (systems, scores, gains, *columns) in segments(index, each, scratch, shape.num_v_heads):
+            given = (mixed, systems, scores, gains, pool, out, *columns, params.D, *numbers)
+            _scan_kernel[(min(count, most) * each,)](*given, **options, **shared)
     return out
