@@ -22,27 +22,34 @@ Outputs = TypeVar("Outputs")
 Issue: TypeAlias = Callable[[Tensors, Shape], Outputs]
 
 MAX_GRAPH_TOKENS = 1024  # tokens; longer steps of most models hide the launches of their kernels
-# On H200s, launching a layer's kernels took 1.0 ms in a dense model and up to 1.9 ms in a sparse one. Long prompts ran
-# at 3.9e14 to 5.6e14 operations a second.
-LAYER_LAUNCH_S, DEVICE_FLOPS = 1e-3, 5e14
+# On hosts of H200s, launching a layer's kernels took 1.0 ms without experts and 1.5 to 2.5 ms with them. Long prompts
+# ran at 3.9e14 to 5.6e14 operations a second.
+DENSE_LAUNCH_S, SPARSE_LAUNCH_S, DEVICE_FLOPS = 1e-3, 1.5e-3, 5e14
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _DECODE_TOKENS = (0, 8, 32, 64, 128, 256, 384, 512)  # tokens of decode rows in steps that also prefill
 _DRAFTING = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows in steps with drafts
 _WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of each row in steps with drafts
 _TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens in steps that prefill
-_LONG_TOTALS = (1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # also, if launches take longer than their work
-_LONG_DECODE_TOKENS = (0, 32, 128, 512)  # as _DECODE_TOKENS, for _LONG_TOTALS; fewer, because each graph takes memory
+# Also, if launches take longer than their work, with as many tokens of decode rows. They are few, because each graph
+# takes memory. The largest holds a prompt's part of 8,192 tokens next to 512 rows.
+_LONG_TOTALS = {
+    (1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096): (0, 32, 128, 512),
+    (5120, 6144, 7168, 8192, 8704): (0, 128, 512),
+}
 _TOKENS_PER_SEGMENT = 32  # prefill tokens of a shape for each of its segments: short chunks are common
 _MIN_SEGMENTS = 4
 _NUM_STAGED = 3  # steps whose inputs may still wait for their copy: two in flight and the one under construction
 
 
-def longest_worth_recording(flops_per_token: int, num_layers: int, max_num_batched_tokens: int) -> int:
+def longest_worth_recording(
+    flops_per_token: int, num_dense_layers: int, num_sparse_layers: int, max_num_batched_tokens: int
+) -> int:
     """Return up to how many tokens a step that prefills takes longer to launch than to run.
 
     A full step of decode rows and prompts may need a shape of a quarter more tokens, the next larger one.
     """
-    longest = int(LAYER_LAUNCH_S * num_layers * DEVICE_FLOPS / max(1, flops_per_token))
+    launch_s = DENSE_LAUNCH_S * num_dense_layers + SPARSE_LAUNCH_S * num_sparse_layers
+    longest = int(launch_s * DEVICE_FLOPS / max(1, flops_per_token))
     return min(longest, max_num_batched_tokens * 5 // 4)
 
 
@@ -65,10 +72,10 @@ def graph_shapes(
             for size in sorted(windows)
             if count * size <= max_num_tokens
         ]
-    totals = [total for total in _TOTALS if total <= max_num_tokens]
-    totals += [total for total in _LONG_TOTALS if total <= max_prefill_tokens]
-    for total in totals:
-        choices = _LONG_DECODE_TOKENS if total in _LONG_TOTALS else _DECODE_TOKENS
+    totals: dict[int, tuple[int, ...]] = {total: _DECODE_TOKENS for total in _TOTALS if total <= max_num_tokens}
+    for long_totals, choices in _LONG_TOTALS.items():
+        totals |= {total: choices for total in long_totals if total <= max_prefill_tokens}
+    for total, choices in totals.items():
         counts = sorted({min(count, max_num_rows * (1 + max_num_drafts)) for count in choices})
         for count in (count for count in counts if total - count >= total // 2):
             tokens = total - count

@@ -18,6 +18,8 @@ from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.config import GIB, EngineConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.models.decoder import Model
+from forkpoint.models.latent_attention import LatentAttentionConfig
+from forkpoint.models.moe import MoEConfig
 from forkpoint.models.registry import load_model
 from forkpoint.obs.logs import LOGGER, counted, operator_lines, operators_line
 from forkpoint.ops.compile_ahead import compiles_in_parallel, compiling_only
@@ -39,6 +41,8 @@ from forkpoint.worker.trial import run_full_step, try_graphs, try_kernels
 from forkpoint.worker.weights_progress import WeightsProgress
 from forkpoint.worker.worker import Worker, WorkerFacts
 
+# Tokens. Only launched steps compute the keys of long prompts from their latents, which takes fewer operations.
+MOST_RECORDED_OF_LATENTS = 4096
 LEAST_RECORDED = 16  # rows of a batch; in smaller ones a step that records tokens is slower than one that writes states
 
 
@@ -101,8 +105,12 @@ def _graph_shapes(config: EngineConfig, sched: SchedulerConfig, model: Model, nu
     """Return the shapes of the steps to record. Steps that gather keys are not recorded."""
     if config.enforce_eager:
         return ()
-    sizes = (model.config.flops_per_token, len(model.config.layers))
+    parts = model.config.parts
+    num_sparse = sum(isinstance(part, MoEConfig) for part in parts)
+    sizes = (model.config.flops_per_token, len(model.config.layers) - num_sparse, num_sparse)
     longest = longest_worth_recording(*sizes, sched.max_num_batched_tokens)
+    if any(isinstance(part, LatentAttentionConfig) for part in parts):
+        longest = min(longest, MOST_RECORDED_OF_LATENTS)
     shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=num_drafts, max_prefill_tokens=longest)
     if config.decode_context_parallel_size == 1:
         return shapes
