@@ -33,8 +33,8 @@ def scores(folder: Path, size: int, **options: Any) -> list[list[dict[int, float
     return [[{k: v.logprob for k, v in place.items()} for place in output.logprobs or ()] for output in outputs]
 
 
-@pytest.mark.parametrize("quantization", ["fp8", None])
-def test_two_gpus_answer_as_one(quantization: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quantization", "bound"), [("fp8", 0.4), (None, 0.2)])
+def test_two_gpus_answer_as_one(quantization: str | None, bound: float, tmp_path: Path) -> None:
     """The likeliest tokens are the same, with nearly the same log-probabilities, while the answers are."""
     config = config_of("35b")
     text = config["text_config"]
@@ -47,6 +47,6 @@ def test_two_gpus_answer_as_one(quantization: str | None, tmp_path: Path) -> Non
             both = first.keys() & other.keys()
             worst = max((abs(first[token] - other[token]) for token in both), default=math.inf)
             print(f"{quantization}, {length} tokens: {len(both)} of 20 the same, which differ by {worst:.3f}")
-            assert len(both) >= 10 and worst < 0.2, f"{length} tokens: {len(both)} of 20 the same, {worst}"
+            assert len(both) >= 10 and worst < bound, f"{length} tokens: {len(both)} of 20 the same, {worst}"
             if max(first, key=first.__getitem__) != max(other, key=other.__getitem__):
                 break
