@@ -132,30 +132,16 @@ class SparseMLP:
     """
 
     def __init__(self, build: Build, name: str, moe: MoEConfig) -> None:
-        self._ops, self._moe, source = build.ops, moe, build.weights
         if moe.latent_size:
             build = replace(build, defers=False)
-        self._all_ranks = over_ranks(build, moe.latent_size or build.config.hidden_size)
-        left = build.ops.experts_parts if build.leaves_parts else None
-        self._apply, prepare = limited(left or build.ops.experts, moe.limits), build.ops.prepare_experts
-        rows = {f"{name}.gate": moe.num_experts}
-        if moe.rule.shared == "gated":
-            rows[f"{name}.{moe.shared_name}_gate"] = 1
-        # sigmoids of large scores are close together
-        hidden, fp32 = build.config.hidden_size, torch.float32
-        self._router: Callable[[Tensor], Tensor]
-        if moe.wide_router or moe.rule.score == "sigmoid":
-            parts = [read_wide(source, f"{part}.weight", (count, hidden)) for part, count in rows.items()]
-            self._router = Projection(build.ops, torch.cat(parts)).wide
-        else:
-            joined = join_rows(source, {part: whole(count) for part, count in rows.items()}, hidden)
-            if isinstance(joined, Tensor):
-                joined = _aligned(joined)
-            self._router = Projection(build.ops, joined, linear=build.ops.linear_parts)
-        self._num_scores = sum(rows.values())
-        self._bias = None
+        self._ops, self._moe, ranks, hidden = build.ops, moe, build.ranks, build.config.hidden_size
+        self._width = moe.latent_size or hidden  # of the routed experts' inputs and outputs
+        self._all_ranks = over_ranks(build, self._width)
+        self._router = self._read_router(build, name)
+        self._num_scores = moe.num_experts + (moe.rule.shared == "gated")
+        self._bias: Tensor | None = None
         if moe.bias is not None:
-            self._bias = source.get(f"{name}.{moe.bias}", (moe.num_experts,), fp32, DUMMY_BIAS)
+            self._bias = build.weights.get(f"{name}.{moe.bias}", (moe.num_experts,), torch.float32, DUMMY_BIAS)
         self._narrow: Callable[[Tensor], Tensor] = lambda x: x
         self._widen = self._narrow
         if moe.latent_size:
@@ -163,24 +149,35 @@ class SparseMLP:
             self._widen = read_projection(build, f"{name}.fc2_latent_proj", hidden, moe.latent_size)
         self._into = ("gate", "up") if moe.gated else ("up",)  # names of an expert's input matrices
         self._in_cut, self._out_cut = Cut(-2), Cut(-1)
-        if build.ranks.gathers:
+        self._num_outputs = self._width  # of `down` on this rank
+        if ranks.gathers:
             self._in_cut = self._out_cut = WHOLE
-            if build.ranks.cuts_rows(moe.latent_size or hidden):
-                self._out_cut = Cut(-2)
+        if ranks.cuts_rows(self._width):
+            self._out_cut, self._num_outputs = Cut(-2), self._width // ranks.size
         routed, shared = self._forms(build, name)
-        joins = not moe.rule.num_shared or (routed == shared and moe.limits == moe.shared_limits)
-        self._experts: Any = prepare(*self._read_experts(build, name, routed, joins))
         # experts in two forms, or with two limits, need two operations
-        self._shared: Any = None
-        self._apply_shared = limited(build.ops.experts, moe.shared_limits)
-        if not joins:
-            self._apply = limited(build.ops.experts, moe.limits)
-            self._shared = prepare(*self._read_shared_apart(build, name, shared))
+        joins = not moe.rule.num_shared or (routed == shared and moe.limits == moe.shared_limits)
+        experts, prepare = build.ops.experts, build.ops.prepare_experts
+        self._experts: Any = prepare(*self._read_experts(build, name, routed, joins))
+        self._shared: Any = None if joins else prepare(*self._read_shared_apart(build, name, shared))
+        self._apply_shared = limited(experts, moe.shared_limits)
+        if joins and build.leaves_parts:
+            experts = build.ops.experts_parts or experts
+        self._apply = limited(experts, moe.limits)
 
-    def _given_size(self, build: Build) -> int:
-        """Return the rows of `down` on this rank. Where ranks gather, each rank has only its own."""
-        hidden = self._moe.latent_size or build.config.hidden_size
-        return hidden // build.ranks.size if build.ranks.cuts_rows(hidden) else hidden
+    def _read_router(self, build: Build, name: str) -> Callable[[Tensor], Tensor]:
+        """Read the operator of the experts' scores, which the shared expert's follows if it is gated."""
+        source, moe, hidden = build.weights, self._moe, build.config.hidden_size
+        rows = {f"{name}.gate": moe.num_experts}
+        if moe.rule.shared == "gated":
+            rows[f"{name}.{moe.shared_name}_gate"] = 1
+        if moe.wide_router or moe.rule.score == "sigmoid":  # sigmoids of large scores are close together
+            parts = [read_wide(source, f"{part}.weight", (count, hidden)) for part, count in rows.items()]
+            return Projection(build.ops, torch.cat(parts)).wide
+        joined = join_rows(source, {part: whole(count) for part, count in rows.items()}, hidden)
+        if isinstance(joined, Tensor):
+            joined = _aligned(joined)
+        return Projection(build.ops, joined, linear=build.ops.linear_parts)
 
     def _read_experts(self, build: Build, name: str, form: Form | None, joins: bool) -> tuple[Matrix, Matrix]:
         """Read `gate_up[E, 2I, H]` (`[E, I, H]` without a gate) and `down[E, H, I]` of the routed experts.
@@ -188,7 +185,7 @@ class SparseMLP:
         The shared expert's slices follow if it `joins` them. `form` is the routed experts'.
         """
         count, inner = self._moe.num_experts, self._moe.intermediate_size
-        hidden, given = self._moe.latent_size or build.config.hidden_size, self._given_size(build)
+        hidden, given = self._width, self._num_outputs
         source, total = build.weights, count + (self._moe.rule.num_shared if joins else 0)
         whole, size = inner % BLOCK == 0, len(self._into) * inner
         gate_up = JoinedMatrix(source, (total, size, hidden), form, whole)
@@ -221,7 +218,7 @@ class SparseMLP:
         into = (count, len(self._into) * inner, build.config.hidden_size)
         gate_up = JoinedMatrix(source, into, form, inner % BLOCK == 0)
         slices = within(form, inner, self._moe.shared_intermediate_size)
-        down = JoinedMatrix(source, (count, self._given_size(build), inner), slices, True)
+        down = JoinedMatrix(source, (count, self._num_outputs, inner), slices, True)
         self._read_shared(build, f"{name}.{self._moe.shared_name}", gate_up, down, 0)
         return gate_up.matrix, down.matrix
 
