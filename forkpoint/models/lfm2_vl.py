@@ -12,8 +12,7 @@ from torch import Tensor
 from forkpoint.errors import ModelFolderError
 from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.config import ModelConfig
-from forkpoint.models.field_rules import unknown_fields
-from forkpoint.models.fields import Fields, class_defaults
+from forkpoint.models.fields import Fields
 from forkpoint.models.lfm2 import Lfm2, Lfm2Moe
 from forkpoint.models.vision import (
     WITHOUT_TOWER,
@@ -21,6 +20,7 @@ from forkpoint.models.vision import (
     TowerLayer,
     TowerReader,
     VisionConfig,
+    VisionFields,
     VisionTower,
     run_layers,
 )
@@ -66,10 +66,7 @@ class Lfm2VisionConfig(VisionConfig):
     @classmethod
     def read(cls, fields: Fields, settings: ImageSettings) -> Lfm2VisionConfig:
         """Read `vision_config` and the projector's fields. Raises ModelFolderError and UnsupportedModelError."""
-        given = fields.inner("vision_config")
-        defaults, pairs = class_defaults("siglip2.Siglip2VisionConfig")
-        where = f"{fields.where}: vision_config"
-        vision = Fields(given, where).translated({}, defaults, pairs)
+        vision = VisionFields(fields, "siglip2.Siglip2VisionConfig")
         vision.require("model_type", "siglip2_vision_model")
         vision.require("hidden_act", "gelu_pytorch_tanh")
         fields.require("projector_hidden_act", "gelu")
@@ -77,8 +74,8 @@ class Lfm2VisionConfig(VisionConfig):
         side = round(places**0.5)
         if side * side != places or width % heads or vision.integer("num_channels") != 3:
             raise ModelFolderError(
-                f"{where} has num_patches={places}, hidden_size={width} and num_attention_heads={heads}; forkpoint "
-                f"needs a square of patches, equal heads and 3 channels; {WITHOUT_TOWER}"
+                f"{vision.where} has num_patches={places}, hidden_size={width} and num_attention_heads={heads}; "
+                f"forkpoint needs a square of patches, equal heads and 3 channels; {WITHOUT_TOWER}"
             )
         config = cls(
             settings=settings,
@@ -93,7 +90,7 @@ class Lfm2VisionConfig(VisionConfig):
             projector_bias=fields.flag("projector_bias", True),
             projector_norm=fields.flag("projector_use_layernorm", True),
         )
-        unknown_fields(given, {*vision.values.read, "patch_size"}, defaults, ("vision_use_head",), where)
+        vision.refuse_unknown("patch_size", "vision_use_head")
         return config
 
     def build(self, weights: WeightSource, ops: OpTable) -> VisionTower:
@@ -163,9 +160,8 @@ class Lfm2Tower(VisionTower):
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
-        patch = self.config.settings.patch_size
-        num_rows, num_columns = (length // patch for length in pixels.shape[:2])
-        cut = self.normalised(pixels).view(num_rows, patch, num_columns, patch, 3).transpose(1, 2)
+        cut = self.patches(pixels)
+        num_rows, num_columns = cut.shape[:2]
         x = self._patches(cut.reshape(num_rows * num_columns, -1).to(self.dtype))
         x = x + self._resampled_positions(num_rows, num_columns)
         joined = self.joined(run_layers(self._layers, x, self._norm), num_rows, num_columns)

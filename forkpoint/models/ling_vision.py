@@ -11,7 +11,7 @@ from forkpoint.models.config import ModelConfig
 from forkpoint.models.fields import Fields
 from forkpoint.models.qwen3_5_vision import Qwen35Tower, Qwen35VisionConfig
 from forkpoint.models.rotary import alternating_axes
-from forkpoint.models.vision import WITHOUT_TOWER, Operator, TowerReader, VisionTower
+from forkpoint.models.vision import WITHOUT_TOWER, Operator, TowerReader, VisionFields, VisionTower
 from forkpoint.models.weights import WeightSource
 from forkpoint.ops.table import OpTable
 
@@ -28,12 +28,13 @@ class LingVisionConfig(Qwen35VisionConfig):
     @classmethod
     def read_ling(cls, fields: Fields, text: ModelConfig, settings: ImageSettings) -> LingVisionConfig:
         """Read `vision_config` and the sections of positions. Raises ModelFolderError and UnsupportedModelError."""
-        sizes, _ = cls._sizes(fields, DEFAULTS, MERGER)
-        where = f"{fields.where}: vision_config"
-        if not Fields(fields.inner("vision_config"), where).flag(MERGER, False):
+        vision = VisionFields(fields, DEFAULTS)
+        if not vision.flag(MERGER, False):
             raise UnsupportedModelError(
-                f"{where} has no {MERGER}=true; forkpoint runs the tower with its projector alone; {WITHOUT_TOWER}"
+                f"{vision.where} has no {MERGER}=true; forkpoint runs the tower with its projector alone; "
+                f"{WITHOUT_TOWER}"
             )
+        sizes, _ = cls._sizes(vision)
         return cls(settings=settings, out_size=text.hidden_size, axes=_axes(fields, text), centred=True, **sizes)
 
     def build(self, weights: WeightSource, ops: OpTable) -> VisionTower:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.image_families.settings import ImageSettings
-from forkpoint.models.field_rules import ROTARY, unknown_fields
-from forkpoint.models.fields import Fields, class_defaults
+from forkpoint.models.field_rules import ROTARY
+from forkpoint.models.fields import Fields
 from forkpoint.models.rotary import Rotary, frequencies, interleaved_axes
 from forkpoint.models.vision import (
     WITHOUT_TOWER,
@@ -20,6 +20,7 @@ from forkpoint.models.vision import (
     TowerLayer,
     TowerReader,
     VisionConfig,
+    VisionFields,
     VisionTower,
     run_layers,
 )
@@ -45,7 +46,7 @@ class Qwen35VisionConfig(VisionConfig):
 
         `rotary` is the text model's. Raises ModelFolderError and UnsupportedModelError.
         """
-        sizes, out_size = cls._sizes(fields, config_class)
+        sizes, out_size = cls._sizes(VisionFields(fields, config_class))
         if out_size != fields.integer("hidden_size"):
             raise ModelFolderError(
                 f"{fields.where}: vision_config has out_hidden_size={out_size}; forkpoint needs the hidden size of the "
@@ -54,28 +55,21 @@ class Qwen35VisionConfig(VisionConfig):
         return cls(settings=settings, out_size=out_size, axes=_axes(fields, rotary), **sizes)
 
     @staticmethod
-    def _sizes(fields: Fields, config_class: str, *own: str) -> tuple[dict[str, Any], int]:
-        """Return the sizes in `vision_config`, and its `out_hidden_size`.
-
-        `own` are further fields that the family reads. Raises ModelFolderError and UnsupportedModelError.
-        """
-        given = fields.inner("vision_config")
-        defaults, pairs = class_defaults(config_class)
-        where = f"{fields.where}: vision_config"
-        vision = Fields(given, where).translated({}, defaults, pairs)
+    def _sizes(vision: VisionFields) -> tuple[dict[str, Any], int]:
+        """Return the sizes, and `out_hidden_size`. Raises ModelFolderError and UnsupportedModelError."""
         vision.require("hidden_act", "gelu_pytorch_tanh")
         if vision.indices("deepstack_visual_indexes") or vision.integer("in_channels") != 3:
             raise UnsupportedModelError(
-                f"{where} has deepstack_visual_indexes or in_channels other than 3, which forkpoint does not run; "
-                f"{WITHOUT_TOWER}"
+                f"{vision.where} has deepstack_visual_indexes or in_channels other than 3, which forkpoint does not "
+                f"run; {WITHOUT_TOWER}"
             )
         table, width = vision.integer("num_position_embeddings"), vision.integer("hidden_size")
         heads = vision.integer("num_heads")
         side = round(table**0.5)
         if side * side != table or width % heads or (width // heads) % 4:
             raise ModelFolderError(
-                f"{where} has num_position_embeddings={table}, hidden_size={width} and num_heads={heads}; forkpoint "
-                f"needs a square, and heads of a multiple of 4 dims; {WITHOUT_TOWER}"
+                f"{vision.where} has num_position_embeddings={table}, hidden_size={width} and num_heads={heads}; "
+                f"forkpoint needs a square, and heads of a multiple of 4 dims; {WITHOUT_TOWER}"
             )
         rope = vision.replaced(vision.inner("rope_parameters"))
         rope.require("rope_type", "axial", "default")
@@ -89,8 +83,7 @@ class Qwen35VisionConfig(VisionConfig):
             "theta": rope.real("rope_theta", 10000.0),
         }
         out_size = vision.integer("out_hidden_size")
-        read = {*vision.values.read, "patch_size", "spatial_merge_size", *ROTARY, *own}
-        unknown_fields(given, read, defaults, (), where)
+        vision.refuse_unknown("patch_size", "spatial_merge_size", *ROTARY)
         return sizes, out_size
 
     def build(self, weights: WeightSource, ops: OpTable) -> VisionTower:

@@ -13,14 +13,14 @@ from torch import Tensor
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.image_families.settings import ImageSettings
 from forkpoint.models.config import ModelConfig
-from forkpoint.models.field_rules import unknown_fields
-from forkpoint.models.fields import Fields, class_defaults
+from forkpoint.models.fields import Fields
 from forkpoint.models.vision import (
     WITHOUT_TOWER,
     Operator,
     TowerLayer,
     TowerReader,
     VisionConfig,
+    VisionFields,
     VisionTower,
     run_layers,
 )
@@ -59,22 +59,21 @@ class RadioVisionConfig(VisionConfig):
     @classmethod
     def read(cls, fields: Fields, text: ModelConfig, settings: ImageSettings) -> RadioVisionConfig:
         """Read `vision_config` and the projector's fields. Raises ModelFolderError and UnsupportedModelError."""
-        given = fields.inner("vision_config")
-        defaults, pairs = class_defaults("radio.RadioConfig")
-        where = f"{fields.where}: vision_config"
-        vision = Fields(given, where).translated({}, defaults, pairs)
+        vision = VisionFields(fields, "radio.RadioConfig")
         vision.require("hidden_act", "gelu")
         vision.refuse("use_swiglu_ffn")
         fields.require("ps_version", "v2")
         for name in REFUSED:
-            if given.get(name) is not None:
-                raise UnsupportedModelError(f"{where} has {name}; forkpoint runs RADIO without it; {WITHOUT_TOWER}")
+            if vision.values.get(name) is not None:
+                raise UnsupportedModelError(
+                    f"{vision.where} has {name}; forkpoint runs RADIO without it; {WITHOUT_TOWER}"
+                )
         hidden, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
         named = fields.integer("vision_hidden_size", fields.integer("vit_hidden_size", hidden))
         if hidden % heads or named != hidden or vision.integer("num_channels") != 3:
             raise ModelFolderError(
-                f"{where} has hidden_size={hidden} and num_attention_heads={heads}, and the projector reads {named} "
-                f"values a patch; forkpoint needs equal heads, as many values and 3 channels; {WITHOUT_TOWER}"
+                f"{vision.where} has hidden_size={hidden} and num_attention_heads={heads}, and the projector reads "
+                f"{named} values a patch; forkpoint needs equal heads, as many values and 3 channels; {WITHOUT_TOWER}"
             )
         config = cls(
             settings=settings,
@@ -90,8 +89,7 @@ class RadioVisionConfig(VisionConfig):
             projector_size=fields.integer("projector_hidden_size", 4096),
             final_norm=text.num_draft_layers > 0,
         )
-        own = {*vision.values.read, "patch_size", "layerscale_value"}
-        unknown_fields(given, own, defaults, UNNEEDED.split(), where)
+        vision.refuse_unknown("patch_size", "layerscale_value", *UNNEEDED.split())
         return config
 
     def build(self, weights: WeightSource, ops: OpTable) -> VisionTower:
@@ -148,9 +146,8 @@ class RadioTower(VisionTower):
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
-        patch = self.config.settings.patch_size
-        num_rows, num_columns = (length // patch for length in pixels.shape[:2])
-        cut = self.normalised(pixels).view(num_rows, patch, num_columns, patch, 3).permute(0, 2, 4, 1, 3)
+        cut = self.patches(pixels).permute(0, 1, 4, 2, 3)
+        num_rows, num_columns = cut.shape[:2]
         x = self._patches(cut.reshape(num_rows * num_columns, -1).to(self.dtype))
         x = torch.cat((self._extra, x + self._resampled_positions(num_rows, num_columns)))
         x = run_layers(self._layers, x, lambda x, added: (x if added is None else x + added, x))

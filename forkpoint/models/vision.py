@@ -14,6 +14,8 @@ from torch import Tensor
 
 from forkpoint.errors import ModelFolderError
 from forkpoint.image_families.settings import ImageSettings
+from forkpoint.models.field_rules import unknown_fields
+from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.weights import WeightSource
 from forkpoint.ops.table import ImageAttention, OpTable
 
@@ -53,6 +55,19 @@ class VisionConfig(ABC):
         """Load the tower. Raises ModelFolderError for weights that are missing or of a wrong shape."""
 
 
+class VisionFields(Fields):
+    """The object `vision_config` of a config.json, with the defaults of transformers' `config_class`."""
+
+    def __init__(self, fields: Fields, config_class: str) -> None:
+        self._given, where = fields.inner("vision_config"), f"{fields.where}: vision_config"
+        self._defaults, pairs = class_defaults(config_class)
+        super().__init__(Fields(self._given, where).translated({}, self._defaults, pairs).values, where)
+
+    def refuse_unknown(self, *unneeded: str) -> None:
+        """Raise UnsupportedModelError for a field that changes the tower and is neither read nor `unneeded`."""
+        unknown_fields(self._given, self.values.read, self._defaults, unneeded, self.where)
+
+
 class VisionTower(ABC):
     """A tower's weights. It reads one image at a time, so that the bits of an image depend on nothing else."""
 
@@ -77,6 +92,12 @@ class VisionTower(ABC):
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return pixels `[..., 3]` in fp32, normalised by channel, on the tower's device."""
         return (pixels.to(self.device).float() / 255 - self._mean) / self._std
+
+    def patches(self, pixels: Tensor) -> Tensor:
+        """Return the normalised patches `[rows, columns, patch_size, patch_size, 3]` of an image, in fp32."""
+        patch = self.config.settings.patch_size
+        height, width, _ = pixels.shape
+        return self.normalised(pixels).view(height // patch, patch, width // patch, patch, 3).transpose(1, 2)
 
     def joined(self, x: Tensor, num_rows: int, num_columns: int) -> Tensor:
         """Return patches `[rows * columns, hidden]`, row after row, as `[tokens, joined_size]`."""
