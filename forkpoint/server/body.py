@@ -168,7 +168,7 @@ def is_json(content_type: bytes) -> bool:
 def parse(model: type[B], data: bytes) -> B:
     """Return a JSON body as `model`. Raises HTTPError 400 naming the first thing that is wrong."""
     try:
-        values = json.loads(data)
+        values = json.loads(data.decode("utf-8-sig"))  # `json` itself would let lone surrogates pass
     except (ValueError, RecursionError) as error:
         raise _wrong_json(error) from None
     if isinstance(values, dict):
