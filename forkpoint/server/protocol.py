@@ -66,17 +66,19 @@ class RequestBody(Body):
     """The body of a request. The sections `apis` of fields.yaml say how fields without a meaning here are treated.
 
     A null field counts as missing. A field that this server does not know is ignored, and `unused_fields` reports it.
-    A field is refused if the answer would be wrong without it.
+    A field is refused if the answer would be wrong without it. `path` is the address that takes the body.
     """
 
+    path: ClassVar[str]
     no_effect: ClassVar[frozenset[str]]
     other_names: ClassVar[Mapping[str, str]]
     other_values: ClassVar[Mapping[str, Mapping[object, object]]]
     ignored: ClassVar[Mapping[str, str]]
     refused: ClassVar[Mapping[str, Any]]
 
-    def __init_subclass__(cls, *, apis: tuple[str, ...] = (), **options: Any) -> None:
+    def __init_subclass__(cls, *, path: str = "", apis: tuple[str, ...] = (), **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls.path = path
         if apis:
             cls.no_effect = frozenset(" ".join(RULES[api].get("no_effect", "") for api in apis).split())
             cls.ignored = {name: do for api in apis for name, do in RULES[api].get("ignored", {}).items()}
@@ -129,11 +131,11 @@ class RequestBody(Body):
     @classmethod
     def _unused(cls, name: str) -> str:
         if name in cls.ignored:
-            return f"requests have the field {name!r}, which is ignored; {cls.ignored[name]}"
+            return f"requests to {cls.path} have the field {name!r}, which is ignored; {cls.ignored[name]}"
         shown = name[:MAX_SHOWN]
         near = get_close_matches(shown, cls.model_fields, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]!r}?" if near else "/docs lists the fields that have a meaning"
-        return f"requests have the field {shown!r}, which is unknown and ignored; {hint}"
+        return f"requests to {cls.path} have the field {shown!r}, which is unknown there and ignored; {hint}"
 
     @classmethod
     def document(cls, schema: dict[str, Any]) -> None:

@@ -379,7 +379,7 @@ def test_tools_that_the_server_would_run_are_left_out_and_logged_once(
         assert reply.status_code == 200 and reply.json()["tools"][1:] == tools[1:]
     for kind in kinds:
         assert server.log.count(f"tools of the type {kind!r}, which are left out") == 1
-    assert server.log.count("requests have text.verbosity, which is ignored") == 1
+    assert server.log.count("requests to /v1/responses have text.verbosity, which is ignored") == 1
 
 
 def test_a_grammar_is_shown_and_said_not_to_be_enforced() -> None:

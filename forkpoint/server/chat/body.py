@@ -134,7 +134,7 @@ class ThinkingFields(Body):
         return variables
 
 
-class ChatBody(SamplingBody, ThinkingFields, apis=("completions", "chat")):
+class ChatBody(SamplingBody, ThinkingFields, path="/v1/chat/completions", apis=("completions", "chat")):
     """Answer a conversation. The end of each message is a breakpoint of the prefix cache."""
 
     messages: Many[ChatMessage] = Field(min_length=1)

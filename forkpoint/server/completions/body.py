@@ -13,7 +13,7 @@ from forkpoint.server.sampling import SamplingBody, bounded
 NO_LIMIT: Final = -1
 
 
-class CompletionBody(SamplingBody, apis=("completions", "text")):
+class CompletionBody(SamplingBody, path="/v1/completions", apis=("completions", "text")):
     """Complete one prompt or several. A prompt is a text or a list of token ids."""
 
     prompt: str | Many[TokenId] | Many[str] | Many[Many[TokenId]]

@@ -54,7 +54,7 @@ class Choice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class CountTokensBody(RequestBody, ThinkingFields, apis=("messages",)):
+class CountTokensBody(RequestBody, ThinkingFields, path="/v1/messages/count_tokens", apis=("messages",)):
     """Count the tokens of a conversation."""
 
     model: str | None = None
@@ -68,7 +68,7 @@ class CountTokensBody(RequestBody, ThinkingFields, apis=("messages",)):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessagesBody(CountTokensBody):
+class MessagesBody(CountTokensBody, path="/v1/messages"):
     """Answer a conversation. The end of each message is a breakpoint of the prefix cache, with or without a mark."""
 
     max_tokens: MaxTokens

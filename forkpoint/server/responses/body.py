@@ -30,7 +30,7 @@ class TextOptions(Body):
     verbosity: str | None = Field(None, description="ignored; ask for long or short texts in the instructions")
 
 
-class CountBody(SampledBody, ThinkingFields, apis=("responses",)):
+class CountBody(SampledBody, ThinkingFields, path="/v1/responses/input_tokens", apis=("responses",)):
     """Count the tokens of a conversation, which may go on from a stored response."""
 
     input: str | Many[dict[str, Any]] | None = None
@@ -47,7 +47,7 @@ class CountBody(SampledBody, ThinkingFields, apis=("responses",)):
     media_io_kwargs: dict[str, Any] | None = None
 
 
-class ResponsesBody(CountBody):
+class ResponsesBody(CountBody, path="/v1/responses"):
     """Answer a conversation, which may go on from a stored response.
 
     With `background` the server answers at once, and goes on generating the response.
@@ -137,7 +137,8 @@ def chat_fields(body: CountBody, conversation: Sequence[dict[str, Any]], tools: 
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = _response_format(body.text.format)
     if body.text is not None and body.text.verbosity not in (None, "medium"):
-        note("requests have text.verbosity, which is ignored; ask for long or short texts in the instructions")
+        ignored = "which is ignored; ask for long or short texts in the instructions"
+        note(f"requests to {body.path} have text.verbosity, {ignored}")
     if not fields["messages"]:
         if not body.input:
             raise HTTPError(400, "input is empty; give a text or at least one item", param="input")
