@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -123,14 +123,19 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         add_option_group(parser, title, kind)
 
 
-def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any], **defaults: Any) -> None:
+def add_option_group(
+    parser: argparse.ArgumentParser, title: str, kind: type[Any], only: Container[str] | None = None, **defaults: Any
+) -> None:
     """Add every option of the dataclass `kind` that has a help text; a group of its own follows the others.
 
-    `defaults` replace the dataclass's. Only these and given options end up in the namespace.
+    `only` names the options to add, None all. `defaults` replace the dataclass's. Only these and given options end up
+    in the namespace.
     """
     hints = get_type_hints(kind)
     groups = {title: parser.add_argument_group(title)}
     for field in _options(kind):
+        if only is not None and field.name not in only:
+            continue
         each = {name: value for name, value in field.metadata.items() if name not in ("bounds", "allowed")}
         name = each.pop("group", title)
         groups[name] = groups.get(name) or parser.add_argument_group(name)

@@ -13,7 +13,7 @@ from forkpoint.cli.options import Parser, add_engine_options, add_option_group, 
 from forkpoint.cli.vllm_flags import add_vllm_flags
 from forkpoint.fleet.config import FleetConfig
 from forkpoint.params import SamplingParams
-from forkpoint.server.config import ServerConfig
+from forkpoint.server.config import OF_BATCHES, ServerConfig
 from forkpoint.version import installed_version
 
 MODEL_HELP: Final = "a model folder, or an id on the Hugging Face hub; default: the demo model of the checkout"
@@ -81,7 +81,7 @@ def _add_servers(add: Callable[..., Any]) -> None:
         "serve",
         "serve:serve",
         "serve a model over HTTP, with OpenAI's and Anthropic's APIs",
-        epilog="vLLM's flags that change nothing here are accepted too: --help=FLAG explains one.",
+        epilog="vLLM's flags that change nothing here are accepted too: docs/server.md lists them.",
     )
     add_vllm_flags(serve)
 
@@ -115,10 +115,15 @@ def _add_batch(add: Callable[..., Any]) -> None:
     batch.add_argument("-i", "--input-file", type=Path, required=True, metavar="PATH", help="JSON lines of requests")
     batch.add_argument("-o", "--output-file", type=Path, required=True, metavar="PATH", help="JSON lines of answers")
     batch.add_argument(
-        "--max-concurrency", type=int, default=128, metavar="INT", help="most requests in flight (default: 128)"
+        *("--max-concurrency", "--max-inflight"),  # the second is vLLM's
+        type=int,
+        default=128,
+        metavar="INT",
+        help="most requests in flight (default: 128)",
     )
     batch.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     _add_server(batch)
+    add_option_group(batch, "answer options", ServerConfig, only=OF_BATCHES)
     add_engine_options(batch)
 
 

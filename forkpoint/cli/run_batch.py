@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,14 @@ from tqdm import tqdm
 
 from forkpoint.cli.main import INTERRUPTED
 from forkpoint.cli.model import require_no_engine_options, with_model
-from forkpoint.cli.options import engine_options
+from forkpoint.cli.options import engine_options, option_values
 from forkpoint.cli.vllm_flags import notice_lines
 from forkpoint.client.batch import BatchAnswer, BatchOutput, BatchRequest, read_batch, run_batch
 from forkpoint.client.server import Server
 from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
 from forkpoint.obs.logs import LOGGER, set_up_logging
-from forkpoint.server.config import ServerConfig
+from forkpoint.server.config import OF_BATCHES, ServerConfig
 from forkpoint.server.run import opened
 
 
@@ -35,8 +35,9 @@ def run_batch_command(options: argparse.Namespace) -> int:
     if options.max_concurrency < 1:
         raise ConfigError(f"max_concurrency={options.max_concurrency} must be 1 or more")
     engine = engine_options(options)
+    answers = {name: value for name, value in option_values(options, ServerConfig).items() if name in OF_BATCHES}
     if options.url is not None:
-        require_no_engine_options(engine)
+        require_no_engine_options({**engine, **answers})
     requests = read_batch(options.input_file)
     output = BatchOutput(options.output_file, requests)
     todo = [request for request in requests if request.custom_id not in output.done]
@@ -47,7 +48,7 @@ def run_batch_command(options: argparse.Namespace) -> int:
                 engine = with_model({"log_level": "warning", **engine})
                 for line in notice_lines(options):
                     LOGGER.info(line)
-            asyncio.run(_run(options, engine, todo, tally))
+            asyncio.run(_run(options, engine, answers, todo, tally))
     except asyncio.CancelledError:
         pass  # the second Ctrl-C
     finally:
@@ -100,12 +101,17 @@ class Tally:
 
 
 async def _run(
-    options: argparse.Namespace, engine: dict[str, Any], requests: Sequence[BatchRequest], tally: Tally
+    options: argparse.Namespace,
+    engine: dict[str, Any],
+    answers: dict[str, Any],
+    requests: Sequence[BatchRequest],
+    tally: Tally,
 ) -> None:
     where: AbstractAsyncContextManager[str] = nullcontext(options.url)
     if options.url is None:
         names = {str(request.body["model"]) for request in requests if request.body and request.body.get("model")}
-        where = local_server(EngineConfig.from_flat(**engine), sorted(names))
+        served = (*answers.get("served_model_name", ()), *sorted(names))
+        where = local_server(EngineConfig.from_flat(**engine), {**answers, "served_model_name": served})
     async with where as url, Server(url, api_key=options.api_key) as server:
         stop = _stop_at_interrupt()
         shown = not options.disable_tqdm and sys.stderr.isatty()
@@ -139,14 +145,14 @@ def _stop_at_interrupt() -> asyncio.Event:
 
 
 @asynccontextmanager
-async def local_server(engine: EngineConfig, names: Sequence[str]) -> AsyncIterator[str]:
-    """Yield the URL of a server on a free loopback port that serves `engine` under `names`.
+async def local_server(engine: EngineConfig, options: Mapping[str, Any]) -> AsyncIterator[str]:
+    """Yield the URL of a server on a free loopback port that serves `engine` with `options` of ServerConfig.
 
     Entering raises what loading the model raises, and KeyboardInterrupt after a signal in the meantime. Leaving ends
     the server and its engine.
     """
     set_up_logging(engine.log_level)
-    config = ServerConfig(host="127.0.0.1", port=0, served_model_name=tuple(names))
+    config = ServerConfig(host="127.0.0.1", port=0, **options)
     with opened(engine, config) as server:
         life, ready = asyncio.create_task(server.run()), asyncio.create_task(server.ready.wait())
         try:

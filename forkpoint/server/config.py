@@ -22,6 +22,11 @@ MEDIA_DOMAINS = "HOST, HOST:PORT or HOST:* for any port, without scheme and path
 LISTS = ("allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers", "allowed_media_domains")
 IN_ANSWERS = ("served_model_name", "response_role")
 REPORTS = "log and metrics options"
+OF_BATCHES = (  # options that say how requests are read and answered, of a server that answers one file of them
+    *("allowed_media_domains", "chat_template_content_format", "default_chat_template_kwargs", "drop_billing_lines"),
+    *("disable_log_stats", "enable_force_include_usage", "enable_prompt_tokens_details", "max_logprobs"),
+    *("reasoning_parser", "response_role", "scheduling_policy", "served_model_name", "tool_call_parser"),
+)
 PREFIX = "letters, digits, '_' and ':', not starting with a digit"
 
 

@@ -112,7 +112,11 @@ def test_a_script_for_vllm_is_taken_and_told_what_changes_nothing() -> None:
 
 
 def test_a_script_for_vllms_batches_is_taken() -> None:
-    options = parse("run-batch -i a.jsonl -o b.jsonl --model MODEL --trust-remote-code --max-model-len 4k -pp 1")
+    options = parse(
+        "run-batch -i a.jsonl -o b.jsonl --model MODEL --trust-remote-code --max-model-len 4k -pp 1 --max-inflight 7 "
+        "--served-model-name a b --reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser hermes"
+    )
+    assert (options.max_concurrency, options.served_model_name, options.reasoning_parser) == (7, ("a", "b"), "qwen3")
     assert engine_options(options) == {"model": "MODEL", "max_model_len": 4000}
     assert notice_lines(options) == [
         "--trust-remote-code changes nothing here: no code that comes with a model is ever run"
@@ -120,10 +124,10 @@ def test_a_script_for_vllms_batches_is_taken() -> None:
 
 
 def test_no_flag_is_taken_for_the_start_of_a_hidden_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """run-batch has no --reasoning-parser, which argparse read as --reasoning-parser-plugin: it changes nothing."""
+    """argparse would read --middle as --middleware, whose error does not name the flag that was given."""
     with pytest.raises(SystemExit):
-        parse("run-batch -i a.jsonl -o b.jsonl --model MODEL --reasoning-parser none")
-    assert "unrecognized arguments: --reasoning-parser none" in capsys.readouterr().err
+        parse("run-batch -i a.jsonl -o b.jsonl --model MODEL --middle none")
+    assert "unrecognized arguments: --middle none" in capsys.readouterr().err
     shortened = parse("run-batch -i a.jsonl -o b.jsonl --model MODEL --max-model 4k")
     assert engine_options(shortened)["max_model_len"] == 4000
 

@@ -200,6 +200,7 @@ def test_a_second_ctrl_c_drops_what_is_open(
         (["-i", "/nowhere", "-o", "OUT", "--url", "http://x"], "cannot be read"),
         (["-i", "IN", "-o", "OUT", "--url", "http://x", "--model", "m"], "--model is for a model loaded here"),
         (["-i", "IN", "-o", "OUT", "--url", "http://x", "--max-num-seqs", "3"], "--max-num-seqs is for a model"),
+        (["-i", "IN", "-o", "OUT", "--url", "http://x", "--reasoning-parser", "none"], "--reasoning-parser is for a"),
         (["-i", "IN", "-o", "OUT", "--url", "http://x", "--max-concurrency", "0"], "max_concurrency"),
         (["-i", "EMPTY", "-o", "OUT", "--url", "http://x"], "no lines"),
     ],

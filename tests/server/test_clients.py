@@ -57,7 +57,9 @@ def test_chat_reuses_its_conversation(
 def test_a_batch_gets_the_same_answers(
     server: RunningServer, tiny_model: Path, oracle: LLM, tmp_path: Path, local: bool
 ) -> None:
-    where = ["--model", str(tiny_model), "--max-model-len", "512"] if local else ["--url", server.url]
+    where, role = ["--url", server.url], "assistant"
+    if local:
+        where, role = ["--model", str(tiny_model), "--max-model-len", "512", "--response-role", "robot"], "robot"
     prompts = [f"question {number}" for number in range(6)]
     lines = [
         {
@@ -69,6 +71,8 @@ def test_a_batch_gets_the_same_answers(
         for prompt in prompts
     ]
     lines.append({**lines[0], "custom_id": "wrong", "body": {"model": "tiny", "prompt": "x" * 600}})
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    lines.append({"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat})
     source, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["run-batch", "-i", str(source), "-o", str(answers), *where]) == 1
@@ -77,6 +81,7 @@ def test_a_batch_gets_the_same_answers(
         assert output.prompt is not None
         body = found[output.prompt]["response"]["body"]
         assert body["choices"][0]["text"] == output.outputs[0].text
+    assert found["chat"]["response"]["body"]["choices"][0]["message"]["role"] == role
     assert found["wrong"]["response"]["status_code"] == 400 and "512" in found["wrong"]["error"]["message"]
 
 
