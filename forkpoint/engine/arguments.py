@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+from tqdm import tqdm
 
 from forkpoint.checks import Checker, shown
 from forkpoint.engine.conversation import Message
@@ -67,6 +68,31 @@ def check_chat_options(
     return listed_messages, listed_tools(tools)
 
 
+def check_unsupported(lora_request: object, tokenization_kwargs: object) -> None:
+    """Raise InvalidParamsError if one of these arguments of vLLM's asks for something; None asks for nothing."""
+    if any(each is not None for each in _listed(lora_request) or [lora_request]):
+        raise InvalidParamsError("lora_request is not allowed, because adapters are not supported; leave it out")
+    if tokenization_kwargs:
+        raise InvalidParamsError(
+            f"tokenization_kwargs={shown(tokenization_kwargs)} is not allowed; give prompts as token ids, which "
+            "get_tokenizer() can encode in any way, and truncate_prompt_tokens in SamplingParams"
+        )
+
+
+def with_image_settings(prompts: list[PromptInput], settings: Mapping[str, Any] | None) -> list[PromptInput]:
+    """Return the prompts; those that may have images get the settings as their own, unless they have others."""
+    if settings is None:
+        return prompts
+    return [{"mm_processor_kwargs": settings, **each} if isinstance(each, Mapping) else each for each in prompts]
+
+
+def bar_of(use_tqdm: bool | Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return what creates the progress bar, None for no bar. Raises InvalidParamsError."""
+    if callable(use_tqdm):
+        return use_tqdm
+    return tqdm if Checker(InvalidParamsError).flag("use_tqdm", use_tqdm) else None
+
+
 def listed_tools(tools: object) -> list[Any]:
     """Return the tools as a list, empty for None. Raises InvalidPromptError for anything else."""
     if tools is None:
@@ -92,9 +118,11 @@ def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> l
     return _of_count(items, count, "sampling parameters")
 
 
-def priorities(priority: int | Sequence[int], count: int) -> list[int]:
-    """Return a priority for each of `count` prompts: one for all, or a list's. Raises InvalidParamsError."""
+def priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
+    """Return a priority for each of `count` prompts: one for all (None: 0), or a list's. Raises InvalidParamsError."""
     items = _listed(priority)
+    if priority is None:
+        priority = 0
     if items is None:
         items = [priority] * count
     return [checked_priority(item) for item in _of_count(items, count, "priorities")]

@@ -6,11 +6,13 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from forkpoint.checks import Checker
 from forkpoint.config import EngineConfig
 from forkpoint.engine.bounded import OverLimitError, run_bounded
 from forkpoint.engine.call_writing import notation_name
@@ -35,6 +37,7 @@ RESERVED = (
     *("chat_template", "conversation", "kwargs", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
     *("return_dict", "return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation"),
 )
+ContentFormat: TypeAlias = Literal["auto", "string", "openai"]
 PROBES = ("\u2020 first probe", "\u2021 other probe")  # user texts that differ in the first character
 PROBE_TOOL = {
     "type": "function",
@@ -56,11 +59,13 @@ class ChatTemplate:
         self,
         tokenizer: Tokenizer,
         template: str | None = None,
-        content_format: Literal["auto", "string", "openai"] = "auto",
+        content_format: ContentFormat = "auto",
         tool_call_parser: str = "auto",
         images: ImageProcessor | None = None,
+        *,
+        in_fork: bool = True,
     ) -> None:
-        """Read the template, a Jinja file or its text (None: the model's own), and probe it in a fork.
+        """Read the template, a Jinja file or its text (None: the model's own), and probe it in a fork (`in_fork`).
 
         `content_format` says how the template gets content: as texts (`string`), as lists of text parts (`openai`), or
         in the form that it shows (`auto`). `tool_call_parser` names the notation of calls for a template that does not
@@ -77,9 +82,9 @@ class ChatTemplate:
         probed = _Probed(False, TemplateTraits(), TemplateTraits())
         if self.source:
             try:
-                probed = run_bounded(
-                    lambda: self._probe(content_format), cpu_s=PROBE_CPU_S, memory_bytes=PROBE_MEMORY_BYTES
-                )
+                probe = partial(self._probe, content_format)
+                limits = {"cpu_s": PROBE_CPU_S, "memory_bytes": PROBE_MEMORY_BYTES}
+                probed = run_bounded(probe, **limits) if in_fork else probe()
             except OverLimitError:
                 if self._template is not None:
                     raise ConfigError(f"the given chat_template {OVER_LIMIT}; correct it") from None
@@ -94,7 +99,21 @@ class ChatTemplate:
         }
         self._notices = Notices(logging.INFO)
 
-    def _probe(self, content_format: Literal["auto", "string", "openai"]) -> _Probed:
+    def replaced(self, template: str | None, content_format: ContentFormat) -> ChatTemplate:
+        """Return a template with another text (None: the same) and form of content. It is probed in this process.
+
+        Raises ConfigError for a text that is no template, or a file that cannot be read, and InvalidPromptError for
+        values of another type.
+        """
+        check, forms = Checker(InvalidPromptError), get_args(ContentFormat)
+        check.require(content_format in forms, "chat_template_content_format", content_format, " or ".join(forms))
+        check.require(isinstance(template, str | None), "chat_template", template, "None, a file or a Jinja template")
+        text = read_template(template)
+        if text is not None and (wrong := _syntax_error(text)):
+            raise ConfigError(f"chat_template {wrong}")
+        return ChatTemplate(self._tokenizer, text or self._template, content_format, images=self._images, in_fork=False)
+
+    def _probe(self, content_format: ContentFormat) -> _Probed:
         in_parts = content_format == "openai"
         if content_format == "auto" and not self._shows_user(in_parts=False):
             in_parts = self._shows_user(in_parts=True)

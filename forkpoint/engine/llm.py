@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from forkpoint.checks import Checker
 from forkpoint.config import EngineConfig
 from forkpoint.engine.arguments import (
     Conversations,
     ParamsInput,
+    bar_of,
     check_chat_options,
+    check_unsupported,
     listed_tools,
     one_each,
     priorities,
     split_conversations,
     split_prompts,
+    with_image_settings,
 )
-from forkpoint.engine.chat import ChatTemplate
+from forkpoint.engine.chat import ChatTemplate, ContentFormat
 from forkpoint.engine.conversation import Message
 from forkpoint.engine.generation_config import log_sampling_defaults, sampling_defaults
 from forkpoint.engine.hub import with_folders
@@ -28,7 +30,7 @@ from forkpoint.engine.interrupt import DeferredInterrupt
 from forkpoint.engine.outputs import RequestState
 from forkpoint.engine.progress import Progress
 from forkpoint.engine.shared import Caller, SharedEngine
-from forkpoint.errors import ConfigError, InvalidParamsError, QueueFullError
+from forkpoint.errors import ConfigError, QueueFullError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
@@ -64,6 +66,7 @@ class LLM:
         if tokenizer is not None:
             images = ImageProcessor.load(self.config)
             self._chat = ChatTemplate(tokenizer, self.config.chat_template, images=images)
+        self._other_chat: tuple[tuple[str | None, ContentFormat], ChatTemplate] | None = None  # of the last such call
         self._engine = Engine(*build_parts(self.config, tokenizer))
         self._metrics = self._engine.core.metrics
         self._shared = SharedEngine(self._engine)
@@ -74,8 +77,11 @@ class LLM:
         prompts: PromptInput | Sequence[PromptInput],
         sampling_params: ParamsInput = None,
         *,
-        use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt (text or token ids) or many. Outputs come in the order of the prompts.
 
@@ -85,22 +91,32 @@ class LLM:
         the open requests and raises KeyboardInterrupt.
 
         A prompt with images is a dict: `{"prompt": text, "multi_modal_data": {"image": [PIL images]}}`, or the same
-        with `prompt_token_ids`. Its n-th placeholder is the n-th image. The dict may have `mm_processor_kwargs`.
+        with `prompt_token_ids`. Its n-th placeholder is the n-th image. The dict may have `mm_processor_kwargs`, which
+        go before those of the call.
+
+        `use_tqdm` may create the progress bar, as tqdm does. `lora_request` and `tokenization_kwargs` are vLLM's, and
+        refused unless they ask for nothing.
         """
-        return self._run(split_prompts(prompts), sampling_params, priority, use_tqdm)
+        check_unsupported(lora_request, tokenization_kwargs)
+        split = with_image_settings(split_prompts(prompts), mm_processor_kwargs)
+        return self._run(split, sampling_params, priority, use_tqdm)
 
     def chat(
         self,
         messages: Conversations,
         sampling_params: ParamsInput = None,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
-        tools: Sequence[Any] | None = None,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
-        use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of `{"role", "content"}`) or many, as `generate` does for prompts.
 
@@ -108,7 +124,11 @@ class LLM:
         The content of a message may have images as parts: data URLs, as in `{"type": "image_url", "image_url":
         {"url": "data:image/png;base64,..."}}`, or PIL images, as in `{"type": "image_pil", "image_pil": image}`.
         `mm_processor_kwargs` bounds their size: `{"min_pixels": .., "max_pixels": ..}`.
+
+        `chat_template` (a file or its text) replaces the engine's for this call, and `chat_template_content_format`
+        says how it takes content. Reading another template than the call before takes about a tenth of a second.
         """
+        check_unsupported(lora_request, tokenization_kwargs)
         tools = listed_tools(tools)  # an iterator would be empty for the second conversation
         prompts = [
             self.render_chat(
@@ -118,6 +138,8 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
                 mm_processor_kwargs=mm_processor_kwargs,
+                chat_template=chat_template,
+                chat_template_content_format=chat_template_content_format,
             )
             for conversation in split_conversations(messages)
         ]
@@ -132,21 +154,33 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
     ) -> Prompt:
         """Render one conversation to a prompt with breakpoints, for `generate` and `stream`.
 
-        Raises InvalidPromptError, or ConfigError without a tokenizer.
+        Raises InvalidPromptError, or ConfigError without a tokenizer and for a template that cannot be read.
         """
-        if self._chat is None:
-            raise ConfigError("chat needs a tokenizer; start without skip_tokenizer_init")
+        template = self._template(chat_template, chat_template_content_format)
         flags: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
         messages, tools = check_chat_options(messages, tools, chat_template_kwargs, **flags)
-        return self._chat.render(
+        return template.render(
             messages, tools=tools, variables=chat_template_kwargs, mm_processor_kwargs=mm_processor_kwargs, **flags
         )
+
+    def _template(self, given: str | None, form: ContentFormat) -> ChatTemplate:
+        """Return the template of a call. The last one that is not the engine's own is kept for the next call."""
+        if self._chat is None:
+            raise ConfigError("chat needs a tokenizer; start without skip_tokenizer_init")
+        if given is None and form == "auto":
+            return self._chat
+        other = self._other_chat
+        if other is None or other[0] != (given, form):
+            other = self._other_chat = (given, form), self._chat.replaced(given, form)
+        return other[1]
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt. After each step with news, yield its whole output so far.
@@ -210,9 +244,13 @@ class LLM:
         self.close()
 
     def _run(
-        self, prompts: Sequence[PromptInput], params: ParamsInput, priority: int | Sequence[int], use_tqdm: bool
+        self,
+        prompts: Sequence[PromptInput],
+        params: ParamsInput,
+        priority: int | Sequence[int] | None,
+        use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
-        show = Checker(InvalidParamsError).flag("use_tqdm", use_tqdm)
+        make_bar = bar_of(use_tqdm)
         each = self._params_of(params, len(prompts))
         with self._shared.held() as engine:
             checked = [engine.inputs.prompt(given, params=own) for given, own in zip(prompts, each, strict=True)]
@@ -223,7 +261,7 @@ class LLM:
         order: list[str] = []
         caller = Caller()
         try:
-            with DeferredInterrupt() as interrupt, Progress(len(todo)) if show else nullcontext() as progress:
+            with DeferredInterrupt() as interrupt, _progress(len(todo), make_bar) as progress:
                 while len(done) < len(todo):
                     self._feed(caller, todo, order)
                     for output in filter(None, self._shared.next_news(caller, _finished_output)):
@@ -252,6 +290,10 @@ class LLM:
                 if not self._engine.has_unfinished():
                     raise
                 return
+
+
+def _progress(total: int, make_bar: Callable[..., Any] | None) -> AbstractContextManager[Progress | None]:
+    return nullcontext() if make_bar is None else Progress(total, make_bar)
 
 
 def _finished_output(state: RequestState) -> RequestOutput | None:

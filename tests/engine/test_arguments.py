@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from forkpoint.config import EngineConfig
 from forkpoint.engine.llm import LLM
@@ -136,11 +137,49 @@ def test_a_folder_may_be_a_path(tiny_model: Path) -> None:
         ({"prompts": "a", "priority": 2**31}, InvalidParamsError, "priority=2147483648 is not allowed"),
         ({"prompts": "a", "priority": True}, InvalidParamsError, "priority=True is not allowed"),
         ({"prompts": "a", "use_tqdm": "no"}, InvalidParamsError, "use_tqdm='no' is not allowed"),
+        ({"prompts": "a", "lora_request": [None, 1]}, InvalidParamsError, "adapters are not supported"),
+        ({"prompts": "a", "tokenization_kwargs": {"padding": 1}}, InvalidParamsError, "give prompts as token ids"),
     ],
 )
 def test_wrong_arguments_are_named(llm: LLM, arguments: dict[str, Any], error: type, text: str) -> None:
     with pytest.raises(error, match=text):
         llm.generate(**{"use_tqdm": False, **arguments})
+
+
+def test_a_call_as_vllm_takes_it(llm: LLM) -> None:
+    """lm-eval and TRL name arguments that ask for nothing, and may create the progress bar themselves."""
+    made: list[int] = []
+
+    def bar(total: int, **options: Any) -> tqdm[Any]:
+        made.append(total)
+        return tqdm(total=total, disable=True, **options)
+
+    none: dict[str, Any] = {"lora_request": None, "priority": None, "tokenization_kwargs": {}}
+    want = llm.generate(["a", "b"], SHORT, use_tqdm=False)
+    found = llm.generate(["a", {"prompt": "b"}], SHORT, use_tqdm=bar, mm_processor_kwargs={"max_pixels": 9}, **none)
+    assert made == [2] and [each.outputs for each in found] == [each.outputs for each in want]
+    conversation = [{"role": "user", "content": "x"}]
+    text = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}!{% endfor %}"
+    for template, form in ((text, "auto"), (text, "openai"), (text, "string"), (None, "string")):
+        options = {"chat_template": template, "chat_template_content_format": form, **none}
+        (answer,) = llm.chat(conversation, SHORT, False, **options)  # type: ignore[arg-type]
+        own = llm.chat(conversation, SHORT, False)[0].prompt_token_ids
+        expected = llm.get_tokenizer().encode("x!", add_special_tokens=False)
+        assert list(answer.prompt_token_ids) == (expected if template else list(own))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"chat_template": "{{ bad"}, ConfigError, "chat_template is not a Jinja template"),
+        ({"chat_template": "/nowhere.jinja"}, ConfigError, "is neither a file nor a Jinja template"),
+        ({"chat_template": 3}, InvalidPromptError, "chat_template=3 is not allowed; give None, a file or"),
+        ({"chat_template_content_format": "parts"}, InvalidPromptError, "give auto or string or openai"),
+    ],
+)
+def test_wrong_templates_of_a_call_are_named(llm: LLM, options: dict[str, Any], error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        llm.chat([{"role": "user", "content": "x"}], SHORT, use_tqdm=False, **options)
 
 
 def test_messages_and_tools_may_be_arrays_and_iterators(llm: LLM) -> None:
