@@ -46,7 +46,7 @@ class Lfm2VlImages(ImageSettings):
         merge = config.integer("downsample_factor", 2, MAX_SIDE)
         token = (patch * merge) ** 2
         found = cls(
-            image_token_id=config.integer("image_token_id", 396, 2**31 - 1, 0),
+            image_token_id=config.token_id("image_token_id", 396),
             patch_size=patch,
             merge_size=merge,
             min_pixels=processor.integer("min_image_tokens", 64, MAX_VIEW_TOKENS) * token,

@@ -51,7 +51,7 @@ class LingVlImages(ImageSettings):
         most = processor.integer("max_pixels", size.integer("longest_edge", DEFAULT_MAX_PIXELS, 2**62), 2**62)
         ids = added_tokens(folder, (START, END))
         return cls(
-            image_token_id=config.integer("image_token_id", None, 2**31 - 1, 0),
+            image_token_id=config.token_id("image_token_id"),
             patch_size=vision.integer("patch_size", 16, MAX_SIDE),
             merge_size=vision.integer("spatial_merge_size", 2, MAX_SIDE),
             min_pixels=least,

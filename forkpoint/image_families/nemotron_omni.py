@@ -59,7 +59,7 @@ class NemotronOmniImages(ImageSettings):
         # Published folders have the longer name.
         token = "image_token_id" if config.values.get("image_token_id") is not None else "img_context_token_id"
         found = cls(
-            image_token_id=config.integer(token, None, 2**31 - 1, 0),
+            image_token_id=config.token_id(token),
             patch_size=patch,
             merge_size=merge,
             min_pixels=least * patch**2,

@@ -41,7 +41,7 @@ class Qwen35Images(ImageSettings):
     def read(cls, folder: Path, config: Values, processor: Values) -> Self:
         vision, size = config.inner("vision_config"), processor.inner("size", DEFAULT_SIZE)
         found = cls(
-            image_token_id=config.integer("image_token_id", None, 2**31 - 1, 0),
+            image_token_id=config.token_id("image_token_id"),
             patch_size=vision.integer("patch_size", 16, MAX_SIDE),
             merge_size=vision.integer("spatial_merge_size", 2, MAX_SIDE),
             min_pixels=size.integer("shortest_edge", None, MAX_PIXELS),
@@ -51,7 +51,7 @@ class Qwen35Images(ImageSettings):
         )
         if any(config.values.get(name) is None for name in TOKEN_IDS):
             return found
-        token_id, start_id, end_id = (config.integer(name, None, 2**31 - 1, 0) for name in TOKEN_IDS)
+        token_id, start_id, end_id = (config.token_id(name) for name in TOKEN_IDS)
         processor = read_processor(folder, "video")
         size = processor.inner("size", DEFAULT_VIDEO_SIZE)
         video = VideoSettings(

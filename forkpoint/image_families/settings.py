@@ -209,6 +209,9 @@ class Values:
             raise ModelFolderError(f"{self.where} has {name}={shown(value)}; an integer from {low} to {high} is needed")
         return value
 
+    def token_id(self, name: str, default: int | None = None) -> int:
+        return self.integer(name, default, 2**31 - 1, 0)
+
     def number(self, name: str, default: float) -> float:
         value = self._given(name, default)
         if type(value) not in (int, float) or not 0 < value < 1e9:
