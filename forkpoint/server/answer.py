@@ -13,7 +13,7 @@ from forkpoint.server.calls.incoming import Incoming
 from forkpoint.server.calls.json_calls import HEAD, string_value
 from forkpoint.server.calls.json_text import JsonText
 from forkpoint.server.calls.reader import CallsReader, Notation
-from forkpoint.server.calls.site import Event, Named
+from forkpoint.server.calls.site import Event, Named, WithResult
 from forkpoint.server.notations import QWEN
 
 WORD_END = regex.compile(r"[\w.-]")
@@ -317,11 +317,8 @@ class AnswerParser:
 
     def _events(self, reading: Generator[Event | None, None, int], position: int) -> Generator[Piece | None, None, int]:
         """Report calls as pieces and return their number. The first one, at this position, ends the reasoning."""
-        while True:
-            try:
-                event = next(reading)
-            except StopIteration as end:
-                return int(end.value)
+        events = WithResult(reading)
+        for event in events:
             if event is None:
                 yield None
             elif isinstance(event, Named):
@@ -331,6 +328,7 @@ class AnswerParser:
                 yield CallPart(self.num_calls - 1, event.function, "")
             elif event:
                 yield CallPart(self.num_calls - 1, None, event)
+        return events.result
 
     def _forced(self, reasoning: bool) -> Iterator[Piece | None]:
         """Read reasoning, if there is any, and at most one call.

@@ -10,7 +10,7 @@ import regex
 
 from forkpoint.server.calls.incoming import END, Ending, Incoming
 from forkpoint.server.calls.schema_types import Functions
-from forkpoint.server.calls.site import Event, Named, ReadCall, Site
+from forkpoint.server.calls.site import Event, Named, ReadCall, Site, WithResult
 
 SPACE = r"\s{0,100}"
 AFTER_CALL = Ending.compile(rf"[^\S\n]{{0,100}}(?:[,;\]{{<\n]|{END})")
@@ -104,13 +104,8 @@ class CallsReader:
         """
         held: list[Event] = []
         is_certain = False
-        reading = self._notation.read(self._bare if bare else self._tagged)
-        while True:
-            try:
-                event = next(reading)
-            except StopIteration as end:
-                is_whole: bool = end.value
-                break
+        reading = WithResult(self._notation.read(self._bare if bare else self._tagged))
+        for event in reading:
             if event is None:
                 yield None
                 continue
@@ -122,7 +117,7 @@ class CallsReader:
                 held = []
         if is_certain:
             return True
-        if is_whole and held and not declared and (yield from self._source.matched(AFTER_CALL)) is not None:
+        if reading.result and held and not declared and (yield from self._source.matched(AFTER_CALL)) is not None:
             yield from held
             calls += held
             return True
@@ -158,13 +153,11 @@ class CallsReader:
 
 def _silently(reading: Generator[Event | None, None, bool]) -> Generator[None, None, bool]:
     """Run `reading` to its end without reporting its events, and return its result."""
-    while True:
-        try:
-            event = next(reading)
-        except StopIteration as end:
-            return bool(end.value)
+    events = WithResult(reading)
+    for event in events:
         if event is None:
             yield None
+    return events.result
 
 
 def joined(events: list[Event]) -> list[tuple[str, str]]:

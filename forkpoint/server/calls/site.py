@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import regex
 
@@ -24,6 +24,19 @@ Event: TypeAlias = Named | str
 # Reads one call. Yields its events, and None when it needs more text. Returns whether the call was written in full. A
 # reader that finds no call returns False without having yielded a Named.
 CallReader: TypeAlias = Generator[Event | None, None, bool]
+R = TypeVar("R")
+
+
+class WithResult(Generic[R]):
+    """Iterates over the events of a generator, and then has what the generator returned as `result`."""
+
+    result: R
+
+    def __init__(self, reading: Generator[Event | None, None, R]) -> None:
+        self._reading = reading
+
+    def __iter__(self) -> Iterator[Event | None]:
+        self.result = yield from self._reading
 
 
 @dataclass(frozen=True, slots=True)
