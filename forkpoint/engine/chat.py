@@ -17,7 +17,7 @@ from forkpoint.config import EngineConfig
 from forkpoint.engine.bounded import OverLimitError, run_bounded
 from forkpoint.engine.call_writing import notation_name
 from forkpoint.engine.chat_images import ChatImages
-from forkpoint.engine.conversation import Message, TakeImage, last_text, read_message
+from forkpoint.engine.conversation import Message, last_text, read_message
 from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt, processor_kwargs
 from forkpoint.engine.media_urls import NONE_FETCHED, num_media
@@ -154,23 +154,12 @@ class ChatTemplate:
         Raises InvalidPromptError without a template, for an empty or malformed conversation, and for one that the
         template refuses.
         """
-        if not self.source:
-            raise InvalidPromptError("the model has no chat template; give one with chat_template, or use generate")
-        if self._fault:
-            raise InvalidPromptError(self._fault)
-        reserved = sorted(name for name in variables or () if name in RESERVED)
-        if reserved:
-            raise InvalidPromptError(
-                f"chat_template_kwargs may not name {reserved[0]!r}; that is a parameter of the renderer"
-            )
-        if not messages:
-            raise InvalidPromptError("the conversation is empty; give at least one message")
+        self._check(messages, variables)
         images: ChatImages | None = None
-        take_image: TakeImage | None = None
         if self._images is not None and self._placeholder and any(num_media(messages)):
             processor = self._images.with_kwargs(processor_kwargs(mm_processor_kwargs), media_io_kwargs)
             images = ChatImages(messages, processor, self._tokenizer, fetched)
-            take_image = images.take
+        take_image = None if images is None else images.take
         read = [read_message(message, in_parts=self._in_parts, take_image=take_image) for message in messages]
         rewritten = self._rewriters[bool(tools)].rewrite(read)
         for rewrite in Rewrite:
@@ -193,6 +182,19 @@ class ChatTemplate:
         shown_cuts = [images.shown_at(text, cut) for cut in cuts]
         prompt, offsets = self._tokenised(images.shown_text(text), shown_cuts)
         return images.prompt(prompt, text, offsets)
+
+    def _check(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> None:
+        if not self.source:
+            raise InvalidPromptError("the model has no chat template; give one with chat_template, or use generate")
+        if self._fault:
+            raise InvalidPromptError(self._fault)
+        reserved = sorted(name for name in variables or () if name in RESERVED)
+        if reserved:
+            raise InvalidPromptError(
+                f"chat_template_kwargs may not name {reserved[0]!r}; that is a parameter of the renderer"
+            )
+        if not messages:
+            raise InvalidPromptError("the conversation is empty; give at least one message")
 
     def _tokenised(self, text: str, cuts: Sequence[int]) -> tuple[Prompt, Sequence[tuple[int, int]]]:
         """Return the prompt of a text, with breakpoints at the characters `cuts`, and its tokens' ranges."""
