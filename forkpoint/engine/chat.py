@@ -23,7 +23,7 @@ from forkpoint.engine.inputs import Prompt, processor_kwargs
 from forkpoint.engine.media_urls import NONE_FETCHED, num_media
 from forkpoint.engine.rewriting import Rewrite, Rewriter, Rewritten
 from forkpoint.engine.template_traits import TemplateTraits, probe_traits
-from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.engine.tokenizer import PROCESSOR_TEMPLATE, Tokenizer
 from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.obs.notices import Notices
@@ -334,8 +334,10 @@ def _own_error(tokenizer: Tokenizer) -> str | None:
 
 
 def _own_name(tokenizer: Tokenizer) -> str:
-    own = Path(tokenizer.hf.name_or_path) / "chat_template.jinja"
-    return own.name if own.is_file() else "chat_template in tokenizer_config.json"
+    folder, name = Path(tokenizer.hf.name_or_path), "chat_template.jinja"
+    if "chat_template" not in tokenizer.hf.init_kwargs and not (folder / name).is_file():
+        name = PROCESSOR_TEMPLATE
+    return name if (folder / name).is_file() else "chat_template in tokenizer_config.json"
 
 
 def _syntax_error(template: object) -> str | None:

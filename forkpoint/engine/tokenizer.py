@@ -15,6 +15,8 @@ from forkpoint.foreign_files import is_lfs_pointer
 
 # Tokens that open a tool call in the models' answers: Qwen, Granite and Nemotron; LFM2; Jamba; Kimi.
 TOOL_CALL_OPENINGS: Final = ("<tool_call>", "<|tool_call_start|>", "<tool_calls>", "<|tool_calls_section_begin|>")
+# Processors of multimodal models kept their chat template here before transformers 4.52. Tokenizers do not read it.
+PROCESSOR_TEMPLATE: Final = "chat_template.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,9 @@ class Tokenizer:
             raise
         except Exception as error:  # transformers raises many kinds here, and each means the same to the user
             cls._refuse(folder, error)
+        of_processor = Path(folder) / PROCESSOR_TEMPLATE
+        if getattr(hf, "chat_template", None) is None and of_processor.is_file():
+            hf.chat_template = read_json(of_processor).get("chat_template")
         if isinstance(getattr(hf, "chat_template", None), str):
             hf.chat_template = hf.chat_template.removeprefix("\ufeff")  # Windows begins texts with a byte order mark
         found = cls.wrap(hf)

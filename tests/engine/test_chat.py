@@ -183,7 +183,7 @@ def test_a_template_that_is_none_is_told_before_a_model_is_loaded(
                 LLM(str(tiny_model), log_level="warning", chat_template=given, skip_tokenizer_init=without)
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
 def test_a_models_own_template_that_is_none_is_told_at_start_and_to_chats_alone(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -191,6 +191,8 @@ def test_a_models_own_template_that_is_none_is_told_at_start_and_to_chats_alone(
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     values = json.loads((folder / "tokenizer_config.json").read_text())
     wrong = "{{ messages }}\n{% if %}"
+    values.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
     text = wrong if name.endswith(".jinja") else json.dumps({**values, "chat_template": wrong})
     (folder / name).write_text(text)
     says = f"{name} is not a Jinja template: Expected an expression.*, line 2; correct it"
