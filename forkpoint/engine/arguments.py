@@ -80,14 +80,14 @@ def check_unsupported(lora_request: object, tokenization_kwargs: object) -> None
 
 
 def with_image_settings(prompts: list[PromptInput], settings: Mapping[str, Any] | None) -> list[PromptInput]:
-    """Return the prompts; those that may have images get the settings as their own, unless they have others."""
+    """Return the prompts, in which each dict without settings of images gets these."""
     if settings is None:
         return prompts
     return [{"mm_processor_kwargs": settings, **each} if isinstance(each, Mapping) else each for each in prompts]
 
 
 def bar_of(use_tqdm: bool | Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return what creates the progress bar, None for no bar. Raises InvalidParamsError."""
+    """Return the function that creates the progress bar; None for no bar. Raises InvalidParamsError."""
     if callable(use_tqdm):
         return use_tqdm
     return tqdm if Checker(InvalidParamsError).flag("use_tqdm", use_tqdm) else None

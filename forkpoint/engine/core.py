@@ -129,9 +129,9 @@ class EngineCore:
             collect_garbage(plan.step)
 
     def send_copies(self) -> None:
-        """Run plans of copies alone if the last requests have ended and other engines are to get something.
+        """Run the steps that only copy prompts for other engines, after the last requests have ended.
 
-        Whoever reports a step before running the next one need not call it: these plans are steps like others.
+        A caller that runs steps until there is nothing to do need not call it.
         """
         while not self._closed and self.scheduler.has_copies_alone:
             self.step()

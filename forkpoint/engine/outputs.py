@@ -108,7 +108,7 @@ class Completion:
             self.finish_reason = FinishReason.ABORT
 
     def fail(self, error: Exception) -> None:
-        """End the completion with an error and what was reported before: converting its newest token raised `error`."""
+        """End the completion, because converting its newest token raised `error`. Earlier tokens stay in the output."""
         LOGGER.error("the output of request %s could not be converted to text", self.request.id, exc_info=error)
         self.finish_reason = FinishReason.ERROR
         if self._wants_logprobs:
@@ -202,7 +202,6 @@ class RequestState:
     arrival_s: float
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     finished_s: float | None = None
-
     _prompt_ids: tuple[int, ...] | None = None
 
     def prepare(self) -> tuple[int, ...]:

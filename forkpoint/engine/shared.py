@@ -30,7 +30,7 @@ class Caller:
 class SharedEngine:
     """Serialises calls from several threads. Threads that wait take turns.
 
-    The engine works in the process that created it alone. A forked process has neither its threads nor its locks, and
+    The engine works only in the process that created it. A forked process has neither its threads nor its locks, and
     would take answers of the ranks that its parent waits for.
     """
 
@@ -49,10 +49,8 @@ class SharedEngine:
     def held(self) -> Iterator[Engine]:
         """Give this thread exclusive use of the engine, in its turn.
 
-        After it, requests of callers that left end, and other engines get what is left for them, because nobody may
-        step again.
-
-        Raises EngineStoppedError in a forked process.
+        At the end, requests of callers that left are ended, and prompts are copied for other engines, because there may
+        be no later step. Raises EngineStoppedError in a forked process.
         """
         if not self.is_own:
             raise EngineStoppedError(

@@ -137,7 +137,7 @@ class Tokenizer:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the vocabulary has other tokens than added ones, such as special tokens."""
+        """Whether the vocabulary has tokens besides the added ones, such as special tokens."""
         added = {token.content for token in self.backend.get_added_tokens_decoder().values()}
         return not added.issuperset(self.backend.get_vocab(with_added_tokens=False))
 

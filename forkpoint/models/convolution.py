@@ -49,7 +49,7 @@ class Convolution:
 
 
 class LastInputs:
-    """Takes each token's last W inputs; earlier ones are a layer's state `window`."""
+    """Returns each token's last W inputs. Those of earlier steps are in a layer's state `window`."""
 
     def __init__(self, window: LayerState) -> None:
         self._window = window

@@ -70,7 +70,7 @@ class Part:
     length: int = 0
 
     def of(self, tensor: Any) -> Tensor:
-        """Return the part of a whole tensor, perhaps a view. With spans, safetensors' slice objects do too."""
+        """Return the part of a whole tensor, perhaps a view. With spans, it takes safetensors' slice objects too."""
         lead = (slice(None),) * self.axis
         pieces: list[Tensor] = [tensor[(*lead, slice(*span))] for span in self.spans] or [tensor]
         missing = self.length - sum(end - start for start, end in self.spans)
@@ -82,7 +82,7 @@ class Part:
         return torch.cat(pieces, self.axis)
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the part of a whole tensor, so that the rest can be freed; or all of it uncopied."""
+        """Return a copy of the part, so that the rest can be freed. Without spans, return the tensor itself."""
         if not self.spans:
             return tensor
         return self.of(tensor).clone()

@@ -61,7 +61,7 @@ class OutputHead:
         return self._of_all(ids, tops)
 
     def _of_all(self, ids: Tensor, tops: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same from each rank's likeliest ids `[R]` and their logits `[R]` fp32."""
+        """Return what `likeliest` does, from this rank's likeliest ids `[R]` and their logits `[R]` fp32."""
         own = torch.stack([tops.view(torch.int32), (ids + self._first).int()], dim=1)
         found = self._ranks.gather(own).view(len(ids), -1, 2)
         # ties go to the first rank, which has the lowest ids

@@ -104,7 +104,7 @@ class IndexedLatentConfig(PartConfig):
 class RecentLatentConfig(IndexedLatentConfig):
     """The attention of an MTP head without its index: to the newest keys, as many as the index would choose.
 
-    So drafts need neither index keys nor their states. They differ from the head's own behind that many tokens.
+    Drafts then need neither index keys nor their states. After more tokens they differ from drafts with the index.
     """
 
     def build(self, build: Build, name: str, layer: int) -> RecentLatentAttention:

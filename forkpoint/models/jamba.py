@@ -52,6 +52,6 @@ class Jamba(Model):
 
 
 def _by_turns(fields: Fields, name: str, period: int, offset: int) -> Any:
-    """Return a function that says whether a layer is one in `name_period`, counted from layer `name_offset`."""
+    """Return a function that says whether a layer's number, modulo `name_period`, is `name_offset`."""
     every, first = fields.integer(f"{name}_period", period), fields.integer(f"{name}_offset", offset, low=0)
     return lambda layer: layer % every == first

@@ -51,7 +51,7 @@ class IndexConfig:
 
     @property
     def flops_per_pair(self) -> int:
-        """The operations for one query token and one key token. Those that attend are bounded, and do not count."""
+        """The operations for one query token and one key token, without the bounded attention to chosen keys."""
         return 2 * self.num_heads * self.dim // self.rule.size
 
 

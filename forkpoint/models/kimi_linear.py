@@ -155,10 +155,7 @@ class BailingHybrid(Model):
 
 
 def _limits(fields: Fields, layer: int) -> ExpertLimits:
-    """Read a layer's limits of silu(gate(x)) and of the size of up(x), which are 0 in layers without.
-
-    Raises as Fields does.
-    """
+    """Read the limits of a layer's routed experts and of its shared one. Raises as Fields does."""
     routed = fields.limit_of_layer("expert_swiglu_limit_list", layer)
     shared = fields.limit_of_layer("share_expert_swiglu_limit_list", layer)
     return GateLimits.of_silu(routed) if routed else None, GateLimits.of_silu(shared) if shared else None

@@ -106,7 +106,7 @@ def over_ranks(build: Build, rows: int) -> Callable[[Tensor], Tensor]:
 
 
 class Unsummed(Unmade):
-    """One rank's share of a sum over ranks, which the next norm makes. It may be an `unmade.Parts`."""
+    """One rank's share of a sum over ranks that the next norm computes. It may be an `unmade.Parts`."""
 
 
 class RowParallel:

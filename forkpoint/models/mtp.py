@@ -106,7 +106,7 @@ class MTPHead(DraftHead):
 
 
 def previous_hidden(build: Build) -> Convolution:
-    """Return the function from a step's hidden states to those of the token before each; it stores the last one."""
+    """Return a function that maps each token's hidden state to that of the token before it, and stores the last one."""
     kept, *_ = build.config.draft_layer
     assert isinstance(kept, ShortConvConfig), "an MTP head keeps the hidden state of the newest token first"
     taps = torch.tensor([1.0, 0.0], dtype=build.weights.dtype).repeat(kept.channels, 1)

@@ -204,9 +204,9 @@ class RecurrentConfig(PartConfig):
 def read_group_norm(
     build: Build, name: str, inner: int, groups: int, sharing: int, eps: float | None = None, **style: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Read a norm over groups of heads; return its function of heads `[T, HV, V]` and gate `[T, inner]`.
+    """Read a norm over groups of heads: a function from heads `[T, HV, V]` and gate `[T, inner]` to `[T, inner]`.
 
-    That returns `[T, inner]`. `inner` and `groups` are this rank's. `sharing` ranks hold a group together, and call it
+    `inner` and `groups` are this rank's. `sharing` ranks hold a group together, and call it
     together. `style`: see `OpTable.gated_rmsnorm`.
     """
     ranks, size, cut, gated_rmsnorm = build.ranks, inner, ROWS, build.ops.gated_rmsnorm

@@ -133,9 +133,9 @@ class WeightSource(ABC):
         return quantise_packed(self._own(name, Part(tuple(shape)), self.dtype, None), group)
 
     def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor, bool]:
-        """Return the codes of the part of a matrix in FP8, the whole matrix's scales, and whether blocks have them.
+        """Return the codes of the part of a matrix in FP8, the whole matrix's scales, and whether each is of a block.
 
-        Otherwise rows have them. Here the matrix is quantised as a whole, so that all ranks get the same scales.
+        Otherwise each is of a row. Here the matrix is quantised as a whole, so that all ranks get the same scales.
         """
         matrix = self._own(name, Part(part.whole), self.dtype, None)
         if self.as_bytes:

@@ -131,7 +131,7 @@ class Hosts:
         self._any = not is_guarded or "*" in self._names
 
     def check(self, given: bytes | None) -> None:
-        """Raise HTTPError 403 for a Host header that names another host. Without one pass: browsers always send it."""
+        """Raise HTTPError 403 for a header that names another host. None passes, because browsers always send one."""
         if self._any or given is None:
             return
         name = _without_port(given.decode("latin-1").lower())

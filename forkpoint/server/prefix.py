@@ -17,9 +17,9 @@ PromptReader: TypeAlias = Prepare[PreparedRequest | Wanted]
 def read_prefix(prepare: PromptReader, salted: bool, texts: Texts, data: bytes) -> dict[str, list[int]]:
     """Return the hashes, as in cache events, of the prompt's blocks that the request could reuse from a cache.
 
-    `prepare` reads the body `data`. For several prompts these are the first prompt's. The list is empty if no event
-    publishes blocks that the request could reuse: it has a salt (or `salted`: all have), or goes on from a stored
-    response. Runs in a reader's process. Raises what `prepare` raises.
+    `prepare` reads the body `data`. For several prompts they are those of the first. The list is empty if events
+    publish no block that the request could reuse, because it has a salt (`salted`: all requests have one) or goes on
+    from a stored response. Runs in a reader's process. Raises what `prepare` raises.
     """
     prepared = prepare(texts, data)
     # Only the replica that stored a response can go on from it, so hashes would not help.

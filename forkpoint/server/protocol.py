@@ -198,7 +198,7 @@ class CompletionTokensDetails(ReplyModel):
 
 
 class CompletionUsage(ReplyModel):
-    """Token counts. Only chat completions tell reasoning apart, so that others have no `completion_tokens_details`."""
+    """Token counts. Only chat completions count reasoning tokens, in `completion_tokens_details`."""
 
     prompt_tokens: int
     completion_tokens: int
