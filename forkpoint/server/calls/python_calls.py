@@ -57,38 +57,26 @@ def read_python(site: Site) -> CallReader:
         yield EMPTY
         return True
     is_first = True
-    while True:
-        key = yield from source.matched(NEXT_KEY)
-        if key is None:
-            break
+    while (key := (yield from source.matched(NEXT_KEY))) is not None:
         source.at = key.end()
-        parameter = site.functions.parameter(function, key["key"])
-        opening = ("{" if is_first else ", ") + f"{dumps(key['key'])}: "
         quote = yield from source.matched(OPENING_QUOTE)
         if quote is not None:
-            if is_first:
-                yield Named(function)
-            source.at = quote.end()
-            yield opening + '"'
+            source.at, value = quote.end(), '"'
+        else:
+            value = yield from _bare_value(source, site.functions.parameter(function, key["key"]), is_first)
+            if not value:
+                return False
+        if is_first:
+            yield Named(function)
+        yield ("{" if is_first else ", ") + f"{dumps(key['key'])}: {value}"
+        is_first = False
+        if quote is not None:
             for text in _string(source, quote["quote"], raw=quote["raw"] is not None):
                 yield text and escaped(text)
             if source.final and source.is_empty:
                 yield "" if source.cut else '"}'
                 return False
             yield '"'
-        else:
-            if is_first and not source.may_hold:
-                return False
-            written = yield from _value(source)
-            value = _json(written, parameter)
-            if value is None and is_first:
-                return False
-            if source.final and source.is_empty and source.cut:
-                return False
-            if is_first:
-                yield Named(function)
-            yield opening + (value or dumps(written))
-        is_first = False
         after = yield from source.matched(AFTER_VALUE)
         if after is None:
             break
@@ -99,6 +87,17 @@ def read_python(site: Site) -> CallReader:
     if not source.is_cut_here:
         yield EMPTY if is_first else "}"
     return False
+
+
+def _bare_value(source: Incoming, parameter: Parameter, is_first: bool) -> Generator[None, None, str]:
+    """Read a value without quotes, and return its JSON; "" if it is cut off, or is the first and shows no call."""
+    if is_first and not source.may_hold:
+        return ""
+    written = yield from _value(source)
+    value = _json(written, parameter)
+    if (value is None and is_first) or (source.final and source.is_empty and source.cut):
+        return ""
+    return value or dumps(written)
 
 
 def _json(written: str, parameter: Parameter) -> str | None:
