@@ -121,8 +121,7 @@ class WeightSource(ABC):
         part = cut.part(shape, self.ranks)
         if form.kind != "fp8":
             return part.of_packed(self._packed(name, part.whole))
-        codes, scales, by_block = self._scaled(name, part)
-        return part.of_scaled(codes, scales, *_unit(by_block, part.whole[-1]), self.dtype)
+        return part.of_scaled(*self._scaled(name, part), self.dtype)
 
     def _packed(self, name: str, shape: Sequence[int]) -> PackedMatrix:
         """Return a whole matrix of this shape, quantised to 4 bits."""
@@ -132,17 +131,17 @@ class WeightSource(ABC):
         group = next((size for size in (group, 64, 32, 16, PER_WORD) if size and shape[-1] % size == 0), shape[-1])
         return quantise_packed(self._own(name, Part(tuple(shape)), self.dtype, None), group)
 
-    def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor, bool]:
-        """Return the codes of the part of a matrix in FP8, the whole matrix's scales, and whether each is of a block.
+    def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor, int, int]:
+        """Return the codes of the part of a matrix in FP8, the whole matrix's scales, and the rows and columns of one.
 
-        Otherwise each is of a row. Here the matrix is quantised as a whole, so that all ranks get the same scales.
+        Here the matrix is quantised as a whole, so that all ranks get the same scales.
         """
         matrix = self._own(name, Part(part.whole), self.dtype, None)
         if self.as_bytes:
             matrix = matrix.cpu()  # the host has FP8 even if the device has not
         found = quantise(matrix)
         codes = found.codes.view(torch.uint8).to(self.device)
-        return part.copied(codes).view(self.codes), found.scales.to(self.device), True
+        return part.copied(codes).view(self.codes), found.scales.to(self.device), found.rows, found.columns
 
     @abstractmethod
     def _own(self, name: str, part: Part, dtype: torch.dtype, span: Span | None) -> Tensor:
@@ -263,8 +262,7 @@ class FileWeights(WeightSource):
         if tensors is not None:  # such as an output head, which runs widened
             return part.copied(self._packed(name, part.whole).dense()).to(dtype)
         if len(part.whole) > 1 and self._stored_in_fp8(name):
-            codes, scales, by_block = self._scaled(name, Part(part.whole))
-            return part.copied(ScaledMatrix(codes, scales, *_unit(by_block, part.whole[-1]), dtype).dense())
+            return part.copied(ScaledMatrix(*self._scaled(name, Part(part.whole)), dtype).dense())
         if self.stored_type(name) in FP8_TYPES:
             raise ModelFolderError(
                 f"tensor {self.where(name)} is stored in FP8, where forkpoint reads bfloat16 or float32; without "
@@ -324,7 +322,7 @@ class FileWeights(WeightSource):
         whole = Part(self.shape(name))
         return self._read(name, whole) if self.stored_type(name) in CODE_TYPES else self._finite(name, whole)
 
-    def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor, bool]:
+    def _scaled(self, name: str, part: Part) -> tuple[Tensor, Tensor, int, int]:
         if self.format is None or self.format.on_load:
             return super()._scaled(name, part)
         if self.stored_type(name) != "F8_E4M3":
@@ -348,7 +346,8 @@ class FileWeights(WeightSource):
         if kind == "tensor":  # a row is the largest unit that operators know
             kind = own if own != "tensor" else "row"
             scales = scales.expand(scale_shape(kind, part.whole)).contiguous()
-        return codes, scales, kind == "block"
+        rows, columns = (BLOCK, BLOCK) if kind == "block" else (1, part.whole[-1])
+        return codes, scales, rows, columns
 
     def stored_type(self, name: str) -> str:
         return str(self._slice(name).get_dtype())
@@ -401,11 +400,6 @@ class FileWeights(WeightSource):
             )
             raise ModelFolderError(f"{self.folder} holds no tensor {name!r}; {why}")
         return self._stored[name]
-
-
-def _unit(by_block: bool, width: int) -> tuple[int, int]:
-    """Return the rows and columns that share a scale in an FP8 matrix of `width` columns."""
-    return (BLOCK, BLOCK) if by_block else (1, width)
 
 
 def _is_finite(tensor: Tensor, size: int) -> bool:
