@@ -25,11 +25,11 @@ class JoinedMatrix:
     """
 
     def __init__(self, source: WeightSource, shape: Sequence[int], form: Form | None, whole_blocks: bool) -> None:
-        if form is not None and (form.kind == "fp8" or shape[-1] % PER_WORD == 0):
-            empty = (
-                _empty_scaled(source, shape, whole_blocks) if form.kind == "fp8" else _empty_packed(source, shape, form)
-            )
-            self.matrix: Matrix = empty
+        self.matrix: Matrix
+        if form is not None and form.kind == "fp8":
+            self.matrix = _empty_scaled(source, shape, whole_blocks)
+        elif form is not None and shape[-1] % PER_WORD == 0:
+            self.matrix = _empty_packed(source, shape, form)
         else:
             self.matrix = torch.zeros(*shape, dtype=source.dtype, device=source.device)
 
