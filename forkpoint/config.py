@@ -328,8 +328,8 @@ class EngineConfig:
             import difflib
 
             near = difflib.get_close_matches(unknown[0], known, n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else "."
-            raise ConfigError(f"unknown option {unknown[0]!r}{hint} All options: {', '.join(sorted(known))}")
+            hint = f"did you mean {', '.join(near)}?" if near else f"give one of {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown option {unknown[0]!r}; {hint}")
         for kind in (StructuredOutputsConfig, SpeculativeConfig, KVEventsConfig, KVTransferConfig):
             if options.get(kind.option_name) is None:
                 options.pop(kind.option_name, None)  # use the default

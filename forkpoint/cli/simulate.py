@@ -229,7 +229,7 @@ def read_scheduler(options: argparse.Namespace) -> SchedulerConfig:
 def _trace(name: str, options: argparse.Namespace) -> Trace:
     name, given = _trace_options(name)
     path = Path(name)
-    made_up = name.partition(":")[0] in WORKLOADS and not path.exists()
+    made_up = not path.exists() and not Path(name.partition(":")[0]).suffix  # names of trace files have one
     trace = make_workload(name) if made_up else read_trace(path, given.get("limit"))
     if "max_tokens" in given:
         trace = trace.within(given["max_tokens"])

@@ -156,5 +156,7 @@ def find_shape(name: str) -> ModelShape:
     """Return the preset of that name, ignoring case. Raises ConfigError if there is none."""
     shape = SHAPES.get(name.lower())
     if shape is None:
-        raise ConfigError(f"no model shape {name!r}; give one of {', '.join(SHAPES)}, or a model folder")
+        raise ConfigError(
+            f"no model shape {name!r}; give one of {', '.join(SHAPES)}, a model folder, or an id on the hub"
+        )
     return shape
