@@ -12,7 +12,7 @@ from typing import Any, Final
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from forkpoint.config import BLOCK_SIZE
@@ -20,7 +20,7 @@ from forkpoint.fleet.handover import SPLIT, decode_half, early_offer, new_lease,
 from forkpoint.fleet.messages import ForwardedRequest, Head, RoutingHint
 from forkpoint.fleet.metrics import joined_metrics
 from forkpoint.obs.logs import LOGGER
-from forkpoint.server.errors import PROMPT_PATHS
+from forkpoint.server.errors import CLIENT_LEFT, PROMPT_PATHS
 
 MAX_TRIES: Final = 8
 MAX_STOPPED: Final = 2  # engines that stop while they have a request; it may be the cause, so no further engine gets it
@@ -34,6 +34,7 @@ LOST_ERRORS: Final = (RayError, RayServeException)  # of a replica that was lost
 SENT_TO_ALL: Final = frozenset({"/metrics", "/reset_prefix_cache", "/check_integrity"})
 STORED: Final = "/v1/responses"  # only one replica has the response that is stored under an id
 ELSEWHERE: Final = ("engine_stopped", "loading", "queue_full")  # error codes that depend on the replica
+OF_RAY: Final = frozenset({"date", "x-request-id"})  # headers that Ray's proxy adds to each answer itself
 NOT_STORED: Final = ("response_not_found", "previous_response_not_found")
 LOST: Final = "the replica that answered was lost; send the request again"
 
@@ -56,7 +57,7 @@ class ReplicaAnswer:
             return "engine_stopped" if self.head.status == 503 else None
 
     def response(self) -> Response:
-        headers = dict(self.head.headers)
+        headers = {name: value for name, value in self.head.headers if name not in OF_RAY}
         if self.head.is_stream:
             return StreamingResponse(self._pieces(), self.head.status, headers)
         return Response(self.body, self.head.status, headers)
@@ -96,7 +97,11 @@ class Gateway:
     async def __call__(self, request: Request) -> Response:
         headers = tuple(request.headers.items())
         path = request.url.path.removeprefix(request.scope.get("root_path", "")) or "/"
-        forwarded = ForwardedRequest(request.method, path, request.url.query, headers, await request.body())
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)
+        forwarded = ForwardedRequest(request.method, path, request.url.query, headers, body)
         if forwarded.path in SENT_TO_ALL:
             return await self._answer_of_all(forwarded)
         return (await self._answer(forwarded)).response()

@@ -28,12 +28,14 @@ from typing import Any, cast
 import aiohttp
 import httpx2
 import pytest
+from starlette.requests import Request
 
 from benchmarks.random_model import make_random_model
 from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError, EngineStoppedError
 from forkpoint.fleet.config import FleetConfig
 from forkpoint.server.config import ServerConfig
+from forkpoint.server.errors import CLIENT_LEFT
 from tests.conftest import TINY
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'forkpoint[ray]'")
@@ -148,7 +150,9 @@ def test_turns_go_where_their_conversation_is(deployed: Deployed) -> None:
         assert len(answered) == 2 and sum(int(count) for _, count in answered) == 16
         assert all(int(count) >= 4 for _, count in answered), "one replica had nearly all"
         assert http.post("/reset_prefix_cache").json() == {"done": True}
-        assert http.get("/v1/models").status_code == 200
+        models = http.get("/v1/models", headers={"x-request-id": "a"})
+        assert models.status_code == 200
+        assert models.headers.get_list("x-request-id") == ["a"] and len(models.headers.get_list("date")) == 1
         assert http.get("/v1/models", headers={"host": "pages.example.org"}).status_code == 403  # it asks for no key
         assert http.post("/v1/completions", json={"prompt": "text"}).status_code == 400
 
@@ -299,6 +303,17 @@ def test_a_request_that_stops_engines_is_tried_on_two() -> None:
     gateway: Any = Gateway(cast(Any, replicas), asks_prefix=False)
     answer = asyncio.run(gateway._answer(ForwardedRequest("POST", "/v1/completions", "", (), b"{}")))
     assert (answer.head.status, replicas.num_asked) == (503, 2)
+
+
+def test_a_client_that_leaves_while_it_sends_costs_no_replica() -> None:
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    replicas = Stopping()
+    gateway: Any = Gateway(cast(Any, replicas), asks_prefix=False)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    answer = asyncio.run(gateway(Request(scope, receive)))
+    assert (answer.status_code, replicas.num_asked) == (CLIENT_LEFT, 0)
 
 
 def test_a_request_to_all_does_not_wait_for_replicas_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
