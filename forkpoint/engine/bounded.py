@@ -32,7 +32,10 @@ def run_bounded(function: Callable[[], T], *, cpu_s: int, memory_bytes: int) -> 
     pid = os.fork()
     if not pid:
         try:
-            _bound(cpu_s, memory_bytes)
+            # CPU time that ran out kills the process.
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+            bound_memory(memory_bytes)
             _answer(function, sender)
         finally:
             os._exit(0)  # whatever was raised: the parent's exit handlers and buffers are not for this process
@@ -63,14 +66,13 @@ def _answer(function: Callable[[], object], sender: int) -> None:
         stream.write(answer)
 
 
-def _bound(cpu_s: int, memory_bytes: int) -> None:
-    """Limit this process's CPU time, and its memory to `memory_bytes` more. CPU time that ran out kills it."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    with contextlib.suppress(OSError, ValueError, IndexError):  # systems without /proc get no memory limit
-        used_bytes = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        wanted = used_bytes + memory_bytes
-        if hard != resource.RLIM_INFINITY:
-            wanted = min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+def bound_memory(num_more_bytes: int, stack_bytes: int | None = None) -> None:
+    """Limit this process's memory to `num_more_bytes` more than it has, and its stack to `stack_bytes` if given."""
+    with contextlib.suppress(OSError, ValueError, IndexError):  # systems without /proc get no limit
+        num_bytes = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+        limits = {resource.RLIMIT_DATA: num_bytes + num_more_bytes}
+        if stack_bytes is not None:
+            limits[resource.RLIMIT_STACK] = stack_bytes
+        for kind, wanted in limits.items():
+            hard = resource.getrlimit(kind)[1]
+            resource.setrlimit(kind, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
+from forkpoint.engine.bounded import bound_memory
 from forkpoint.errors import EngineStoppedError, ForkpointError
 from forkpoint.freed_memory import return_freed_memory
 from forkpoint.obs.logs import LOGGER
@@ -126,21 +127,13 @@ def _fork_reader(texts: Texts, channel: Connection, handle: int, niceness: int) 
     try:
         channel.close()
         os.nice(niceness)
-        _bound_memory()
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
+        bound_memory(MAX_GROWTH_BYTES, MAX_STACK_BYTES)
         with socket.socket(fileno=handle) as own:
             _read_requests(texts, own)
     finally:  # reached too if the API process ends in the middle of an answer
         os._exit(0)
-
-
-def _bound_memory() -> None:
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        now = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
-        for kind, wanted in ((resource.RLIMIT_STACK, MAX_STACK_BYTES), (resource.RLIMIT_DATA, now + MAX_GROWTH_BYTES)):
-            hard = resource.getrlimit(kind)[1]
-            resource.setrlimit(kind, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
 def _private_bytes() -> int | None:
