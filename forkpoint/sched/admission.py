@@ -140,7 +140,7 @@ class Admission:
                 return hit
             if restoring.current is not None and not self._drop_later_restore(scheduled):
                 return None
-            if not self._cache.room.fits(hit, request.num_tokens + 1, len(self._running.requests), spare_slots=1):
+            if not self._fits(scheduled, hit, spare_slots=1):
                 return hit
             restoring.begin(lease, scheduled.order, *found, hit)
         restore = restoring.current
@@ -154,14 +154,13 @@ class Admission:
 
     def _land(self, scheduled: ScheduledRequest, peers: FetchedPrompts) -> None:
         """Restore what has arrived of a prompt that another engine still sends, unless another prefix is restored."""
-        restoring, request, lease = self._tiers.restoring, scheduled.request, scheduled.lease
+        restoring, lease = self._tiers.restoring, scheduled.lease
         end = peers.arriving(lease)
         if end is None or not scheduled.restores:
             return
         if not restoring.is_for(lease):
             hit = self.lookup(scheduled)
-            has_room = self._cache.room.fits(hit, request.num_tokens + 1, len(self._running.requests), spare_slots=1)
-            if restoring.current is not None or not has_room:
+            if restoring.current is not None or not self._fits(scheduled, hit, spare_slots=1):
                 return
             peers.begin_landing(lease, hit.num_tokens)
             restoring.begin(lease, scheduled.order, peers, end, hit)
@@ -190,6 +189,11 @@ class Admission:
             return True
         return self._cache.room.may_fit(scheduled.lease, scheduled.request.num_tokens + 1, len(self._running.requests))
 
+    def _fits(self, scheduled: ScheduledRequest, hit: PrefixHit, spare_slots: int = 0) -> bool:
+        """Return whether the request could produce a token after `hit`, with a block left for each running request."""
+        num_tokens, spare_blocks = scheduled.request.num_tokens + 1, len(self._running.requests)
+        return self._cache.room.fits(hit, num_tokens, spare_blocks, spare_slots)
+
     def _admit(self, builder: PlanBuilder, scheduled: ScheduledRequest, hit: PrefixHit) -> bool:
         """Give a request a row that starts after `hit`, and plan its first tokens. Without memory for that, start at 0.
 
@@ -197,7 +201,7 @@ class Admission:
         holds none.
         """
         request, lease = scheduled.request, scheduled.lease
-        if not self._cache.room.fits(hit, request.num_tokens + 1, len(self._running.requests)):
+        if not self._fits(scheduled, hit):
             if self._drop_later_restore(scheduled):
                 return self._admit(builder, scheduled, hit)
             if self._others_hold_pages(scheduled):
