@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from starlette.requests import Request
 
@@ -18,6 +18,7 @@ from forkpoint.server.sse import DONE, EventStream, begin, encode, event, unless
 from forkpoint.server.texts import Prepare
 
 A = TypeVar("A", bound=PreparedRequest)
+NewChoices: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]  # choices, each with other fields of its chunk
 
 
 @dataclass
@@ -81,8 +82,8 @@ class CompletionAnswer(ApiAnswer[A]):
     chunk_kind: ClassVar[str]
 
     @abstractmethod
-    def choices(self) -> AsyncIterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
-        """Yield new parts of choices as they come: lists of (choice, further fields of its chunk)."""
+    def choices(self) -> AsyncIterator[NewChoices]:
+        """Yield new parts of choices as they come."""
 
     def usage(self) -> dict[str, Any]:
         return self.generation.usage()

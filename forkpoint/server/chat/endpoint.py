@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forkpoint.server.answer import CallPart, Content, Reasoning
-from forkpoint.server.api_answer import CompletionAnswer
+from forkpoint.server.api_answer import CompletionAnswer, NewChoices
 from forkpoint.server.chat.body import ChatBody
 from forkpoint.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from forkpoint.server.protocol import CacheInfo, CompletionUsage, ReplyModel, SpeculationInfo
@@ -92,7 +92,7 @@ class ChatAnswer(CompletionAnswer[PreparedChat]):
         details = {"reasoning_tokens": self._talk.num_reasoning_tokens}
         return {**super().usage(), "completion_tokens_details": details}
 
-    async def choices(self) -> AsyncIterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
+    async def choices(self) -> AsyncIterator[NewChoices]:
         delta = {"role": self._role, "content": ""}
         for index in range(self.prepared.params.n):
             first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

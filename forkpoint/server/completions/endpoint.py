@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import FinishReason, SamplingParams
-from forkpoint.server.api_answer import CompletionAnswer
+from forkpoint.server.api_answer import CompletionAnswer, NewChoices
 from forkpoint.server.completions.body import NO_LIMIT, CompletionBody
 from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, prompt_logprobs, text_logprobs
 from forkpoint.server.protocol import CacheInfo, CompletionUsage, ReplyModel, SpeculationInfo
@@ -120,7 +120,7 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
     def __post_init__(self) -> None:
         self._offsets: dict[int, int] = {}  # by choice: characters of the tokens reported so far
 
-    async def choices(self) -> AsyncIterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
+    async def choices(self) -> AsyncIterator[NewChoices]:
         async for deltas in self.generation.deltas():
             yield [(self._choice(number, delta), {}) for number, delta in deltas]
 
