@@ -110,7 +110,7 @@ class Lfm2VlImages(ImageSettings):
         for row in range(num_rows):
             for column in range(num_columns):
                 box = (column * side, row * side, (column + 1) * side, (row + 1) * side)
-                parts += self._special(_tile_token(row + 1, column + 1))
+                parts += self._special(f"<|img_row_{row + 1}_col_{column + 1}|>")
                 parts.append(View(num_rows * side, num_columns * side, box))
         return parts
 
@@ -134,10 +134,6 @@ class Lfm2VlImages(ImageSettings):
             if distance < least or (distance == least and fills):
                 best, least = (rows, columns), distance
         return best
-
-
-def _tile_token(row: int, column: int) -> str:
-    return f"<|img_row_{row}_col_{column}|>"
 
 
 def _uses_special_tokens(folder: Path) -> bool:
