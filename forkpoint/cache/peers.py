@@ -19,6 +19,7 @@ from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.peer_offers import Offer, PeerFacts
 from forkpoint.cache.tier import unit_of, windows_of
 from forkpoint.cache.tree import Entry, Node, Origin, path_below
+from forkpoint.checks import is_loopback
 from forkpoint.config import BLOCK_SIZE
 
 HAS_OFFER: Final = "do_remote_prefill"  # field of kv_transfer_params: another engine has computed this prompt
@@ -61,6 +62,11 @@ class PeerExchange:
     def offers(self) -> bool:
         """Whether other engines can fetch from this one."""
         return self._facts.port != 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only engines of this machine can fetch from this one."""
+        return is_loopback(self._facts.host)
 
     @property
     def has_unsent(self) -> bool:

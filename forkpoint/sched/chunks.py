@@ -5,6 +5,7 @@ from __future__ import annotations
 from forkpoint.cache.capture import CaptureContext, CapturePolicy
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.peer_offers import chosen_lease
+from forkpoint.cache.peers import PeerExchange
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.encoder_budget import EncoderBudget
@@ -12,10 +13,10 @@ from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduled_request import ScheduledRequest
 
-# If another engine fetches a prompt early, a chunk leaves this share of the tokens from its start to the prompt's end.
-# Its blocks are fetched while the next chunk is computed, and the last chunk has few blocks. A rest of FEW_LEFT tokens
-# is one chunk.
-LEAST_LEFT_SHARE, FEW_LEFT = 0.25, 1024
+# If another engine fetches a prompt early, a chunk leaves this share of the tokens from its start to the prompt's end:
+# less if only engines of this machine can fetch it, which takes less time. Its blocks are fetched while the next chunk
+# is computed, and the last chunk has few blocks. A rest of FEW_LEFT tokens is one chunk.
+LEAST_LEFT_SHARE, LEAST_LEFT_SHARE_HERE, FEW_LEFT = 0.25, 0.05, 1024
 
 
 class Chunks:
@@ -57,17 +58,18 @@ class Chunks:
         to wait for another step.
         """
         end, left = min(prefill_end, start + budget), prefill_end - start
-        if left > FEW_LEFT and self._is_fetched_early(request):
-            end = min(end, prefill_end - int(left * LEAST_LEFT_SHARE))
+        peers = self._cache.tiers.peers
+        if left > FEW_LEFT and peers is not None and self._is_fetched_early(request, peers):
+            share = LEAST_LEFT_SHARE_HERE if peers.is_local else LEAST_LEFT_SHARE
+            end = min(end, prefill_end - int(left * share))
         if end != prefill_end:
             end = end // BLOCK_SIZE * BLOCK_SIZE
         if self._encoder is not None and end > start:
             end = self._encoder.end(request.images, start, end)
         return end
 
-    def _is_fetched_early(self, request: Request) -> bool:
-        peers = self._cache.tiers.peers
-        return peers is not None and peers.offers and chosen_lease(request.params.kv_transfer_params) is not None
+    def _is_fetched_early(self, request: Request, peers: PeerExchange) -> bool:
+        return peers.offers and chosen_lease(request.params.kv_transfer_params) is not None
 
     def add(self, builder: PlanBuilder, scheduled: ScheduledRequest, start: int, end: int) -> None:
         """Add the chunk `[start, end)` of a running request, which has blocks for it, to the plan.
