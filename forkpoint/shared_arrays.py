@@ -72,7 +72,7 @@ class SharedMemory(mmap.mmap):
 class MemoryReader:
     """Reads shared memory of other processes without mapping it, so that memory which has shrunk is only an error.
 
-    Use it as a context manager, in one thread.
+    Use it in one thread, as a context manager or until `close`.
     """
 
     def __init__(self) -> None:
@@ -82,6 +82,9 @@ class MemoryReader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()

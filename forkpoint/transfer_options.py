@@ -14,6 +14,7 @@ from forkpoint.json_options import JsonConfig, json_object
 
 OFFLOADS: Final = "OffloadingConnector"
 LINKS: Final = "NixlConnector"
+MOST_RING_BYTES: Final = 2**30  # unless `ring_bytes` says otherwise
 EXAMPLE_OF_TRANSFER: Final = (
     '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 8589934592}}'
 )
@@ -26,6 +27,7 @@ KEYS: Final = {
         "remote_hosts",
         "kv_lease_duration",
         "fetch_timeout_s",
+        "ring_bytes",
         "backends",
         "num_threads",
     ),
@@ -59,7 +61,7 @@ class KVTransferConfig(JsonConfig):
     kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
     kv_load_failure_policy: Literal["recompute"] = "recompute"
     kv_buffer_size: float = option(1e9, bounds=Bounds(1, MAX_INTEGER))  # bytes of prompts that wait to be fetched
-    kv_buffer_device: str | None = None  # changes nothing: the buffer is in the host's memory
+    kv_buffer_device: str | None = None  # changes nothing: see `ring_bytes` of NixlConnector
     engine_id: str | None = option(None, bounds=Bounds(0, MAX_HOST_CHARS))
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -106,6 +108,13 @@ class KVTransferConfig(JsonConfig):
         return self.kv_connector == LINKS
 
     @property
+    def ring_bytes(self) -> int:
+        """Bytes of the device's memory in which the latest computed prompts also wait, of all ranks together."""
+        if not self.links_peers or self.kv_role == "kv_consumer":
+            return 0
+        return int(self.kv_connector_extra_config.get("ring_bytes", min(MOST_RING_BYTES, self.kv_buffer_size)))
+
+    @property
     def side_channel(self) -> tuple[str, int]:
         """The address and port at which other engines fetch prompts. Port 0: any free one.
 
@@ -140,6 +149,8 @@ def _check_link(name: str, extra: Mapping[str, Any]) -> None:
         _CHECK.text(f"{name}: side_channel_host", extra["side_channel_host"], MAX_HOST_CHARS, empty=False)
     if "side_channel_port" in extra:
         _CHECK.integer(f"{name}: side_channel_port", extra["side_channel_port"], 0, MAX_PORT)
+    if "ring_bytes" in extra:
+        _CHECK.integer(f"{name}: ring_bytes", extra["ring_bytes"], 0, MAX_INTEGER)
     for key in ("kv_lease_duration", "fetch_timeout_s"):
         if key in extra:
             _CHECK.number(f"{name}: {key}", extra[key], SECONDS)

@@ -31,7 +31,7 @@ class HashDisk:
     _names: dict[tuple[MoveKind, int], EntryName] = field(default_factory=dict)
     _buffers: dict[int, tuple[MoveKind, Any]] = field(default_factory=dict)
     _waiting: dict[int, tuple[int, bool]] = field(default_factory=dict)  # ticket -> results before it, whether it fails
-    _reported: set[int] = field(default_factory=set)
+    _reported: dict[int, bool] = field(default_factory=dict)  # ticket -> whether it failed
 
     def __post_init__(self) -> None:
         self._memory = HashMemory(self.layout, self.num_pages)
@@ -48,7 +48,8 @@ class HashDisk:
                 require(is_right, step, f"fetches {kind.value} {move.src}, which holds garbage")
                 self.hold(ticket, kind, room.contents(move))
             case MoveRoute.LAND:
-                require(ticket in self._reported, step, f"copies read {ticket} before it was reported")
+                arrived = self._reported.get(ticket) is False
+                require(arrived, step, f"copies read {ticket}, which failed or was not reported")
                 found, contents = self._buffers.pop(ticket)
                 require(found is kind, step, f"copies a {found.value} to a {kind.value}")
                 rooms[MoveRoute.LAND].put(step, move, contents)
@@ -65,10 +66,10 @@ class HashDisk:
             case _:
                 self._write(step, move, rooms[move.route], sound)
 
-    def hold(self, ticket: int, kind: MoveKind, contents: Any) -> None:
+    def hold(self, ticket: int, kind: MoveKind, contents: Any, fails: bool = False) -> None:
         """Put contents in a buffer of the device and report the ticket some results later."""
         self._buffers[ticket] = kind, contents
-        self.wait(ticket)
+        self.wait(ticket, fails)
 
     def _read(self, step: int, move: Move) -> None:
         assert move.name is not None
@@ -113,7 +114,7 @@ class HashDisk:
         if waits and not due:
             due = list(self._waiting)[:1]
         ended = {ticket: self._waiting.pop(ticket)[1] for ticket in due}
-        self._reported.update(due)
+        self._reported |= ended
         if not due:
             return None
         done = tuple(ticket for ticket, fails in ended.items() if not fails)

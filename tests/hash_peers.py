@@ -21,12 +21,13 @@ class HashPeers:
 
     With `engines`, by name, each has its own. Without the one that is asked, a fetch fails.
     Fetches end up to `most_delay` results later, and fail with `fail_chance`. Until then, results say how many of their
-    first entries have arrived.
+    first entries have arrived. An entry is lost with `lose_chance` while it is copied from the other device.
     """
 
     offered: dict[int, Entries] = field(default_factory=dict)
     most_delay: int = 0
     fail_chance: float = 0.0
+    lose_chance: float = 0.0
     is_stuck: bool = False  # nothing ends
     random: random.Random = field(default_factory=lambda: random.Random(0))
     buffers: dict[int, list[tuple[MoveKind, Any]]] = field(default_factory=dict)  # by ticket

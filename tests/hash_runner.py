@@ -225,7 +225,8 @@ class HashRunner:
         elif move.route is MoveRoute.HOST:
             self._host.move(step, move.kind, move.src, move.dst)
         elif move.route is MoveRoute.STAGE:
-            self.disk.hold(move.ticket, *self.peers.entry(step, move.dst, move.src))
+            lost = self.peers.random.random() < self.peers.lose_chance  # written over while it was copied
+            self.disk.hold(move.ticket, *self.peers.entry(step, move.dst, move.src), lost)
         elif move.route in PEER_ROUTES:
             self.peers.move(step, move, self._memory, sound=not self._failed)
         elif move.route is not MoveRoute.ARENA:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
+import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -131,10 +132,25 @@ class LatePlatform(CpuPlatform):
     """A CPU whose host tier streams. `chance` says how far its streams come between two steps."""
 
     has_copy_streams = True
+    shared: ClassVar[dict[bytes, Tensor]] = {}  # memory by its handle, of all these devices
 
     def __init__(self, seed: int, chance: float = 0.5) -> None:
         super().__init__()
         self.world = World(seed, chance)
+
+    def shared_memory(self, num_bytes: int) -> tuple[Tensor, bytes]:
+        memory, handle = torch.full((num_bytes,), POISON, dtype=torch.uint8), uuid.uuid4().bytes
+        self.shared[handle] = memory
+        return memory, handle
+
+    def free_shared_memory(self, memory: Tensor) -> None:
+        [handle] = [handle for handle, each in self.shared.items() if each is memory]
+        self.shared.pop(handle).fill_(POISON)
+
+    def open_shared_memory(self, handle: bytes, num_bytes: int) -> Tensor:
+        if handle not in self.shared or len(self.shared[handle]) < num_bytes:
+            raise OSError("there is no such memory")
+        return self.shared[handle]
 
     def copy_stream(self) -> CopyStream:
         return LateStream(self.world)

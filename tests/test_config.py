@@ -221,9 +221,11 @@ def test_the_exchange_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
     assert read().side_channel == ("10.0.0.1", 5600), "the variables of vLLM"
     assert read(extra={"side_channel_port": 1, "backends": ["UCX"]}).side_channel == ("10.0.0.1", 1)
+    assert read().ring_bytes == 10**9 and read(extra={"ring_bytes": 0}).ring_bytes == 0
     for bad, says in (
         ({"enable_prefix_caching": False}, "needs the prefix cache"),
         ({"extra": {"side_channel_port": 70000}}, "side_channel_port=70000"),
+        ({"extra": {"ring_bytes": -1}}, "ring_bytes=-1"),
         ({"extra": {"remote_hosts": "all"}}, "remote_hosts='all'"),
         ({"extra": {"fetch_timeout_s": 0}}, "fetch_timeout_s=0"),
     ):

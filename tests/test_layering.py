@@ -50,7 +50,16 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"ops", "cache.layer_spec"} | VALUES,
     "disk": {"cache.disk_entries"},
     "peer": {"cache.disk_entries", "cache.peer_offers", "disk.namespace", "python_process", "shared_arrays"},
-    "runtime": {"platforms", "models", "ops", "cache.layout", "cache.disk_entries", "disk.store", "peer.link"}
+    "runtime": {
+        "platforms",
+        "models",
+        "ops",
+        "cache.layout",
+        "cache.disk_entries",
+        "disk.store",
+        "peer.link",
+        "peer.ring",
+    }
     | {"cache.layer_spec", "sched.plan"}
     | VALUES,
     "obs": {"cache.layout", "cache.counters"} | VALUES,

@@ -365,10 +365,22 @@ class FetchedPrompts(RestoreSource):
         return Move(kind, self._held.places[entry], self._held.ticket, MoveRoute.STAGE, ticket)
 
     def apply_staged(self, report: TierReport) -> None:
-        """Take in which copies to buffers of the device have ended. Tickets of tiers are among them."""
-        if self._reader is not None:
-            for ticket in report.done:
-                self._reader.arrive(ticket)
+        """Take in which copies to buffers of the device have ended. Tickets of tiers are among them.
+
+        A prompt is given up if the other engine wrote over an entry while it was copied from there.
+        """
+        if self._reader is None:
+            return
+        for ticket in report.done:
+            self._reader.arrive(ticket)
+        for ticket in report.failed:
+            entry = self._reader.entry_of(ticket)
+            prompt = None if entry is None else self._prompt_of(entry)
+            if prompt is not None:
+                host, port = prompt.offer.host, prompt.offer.port
+                LOGGER.warning("a prompt at %s port %d is computed: it was written over before it came", host, port)
+                self._counters.peer_failed_fetches += 1
+                self._end(prompt)
 
     def load(self, entry: Entry, unit: int, windows: WindowRuns = ()) -> Move:
         if self._reader is not None:

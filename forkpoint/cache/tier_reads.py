@@ -134,6 +134,11 @@ class TierReads:
         self._num_arrived_bytes += read.num_bytes
         return read.num_bytes
 
+    def entry_of(self, ticket: int) -> Entry | None:
+        """Return the entry of a read; None if the ticket is of no read that is wanted."""
+        read = self._reads.get(ticket)
+        return None if read is None else read.entry
+
     def fail(self, ticket: int) -> Entry | None:
         """Forget a read that failed and return its entry; None if the ticket is of no read that is wanted."""
         if ticket not in self._reads:

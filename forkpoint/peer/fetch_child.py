@@ -17,7 +17,8 @@ from typing import Any, Final, NamedTuple
 
 from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.peer_offers import Fetch, FetchReport
-from forkpoint.peer.fetching import LOGGER, Fetching
+from forkpoint.peer.fetching import LOGGER, Fetching, _Running
+from forkpoint.peer.ring import RingFacts
 from forkpoint.shared_arrays import OpenedMemory, Place
 
 REPORT_S: Final = 0.004  # seconds between two reports of what has arrived
@@ -33,11 +34,15 @@ class Identity(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Fetch these entries to these places of the engine's memory. `shares_memory`: as in Fetching."""
+    """Fetch these entries to these places of the engine's memory. `shares_memory`: as in Fetching.
+
+    Entries of the `ring` with this handle are not fetched. The process answers with their positions, InRing.
+    """
 
     fetch: Fetch
     places: tuple[Place, ...]
     shares_memory: bool
+    ring: bytes = b""
 
 
 class Forget(NamedTuple):
@@ -50,6 +55,19 @@ class Freed(NamedTuple):
     """Nothing is written to the places of a fetch any more."""
 
     ticket: int
+
+
+class FoundRing(NamedTuple):
+    """The other engine of a fetch has a ring, which is not the one that Start named."""
+
+    ticket: int
+    ring: RingFacts
+
+
+class InRing(NamedTuple):
+    """The positions of entries in the ring, by ticket and place of the entry. Comes before they are reported."""
+
+    positions: Mapping[int, Mapping[int, int]]
 
 
 class LogLine(NamedTuple):
@@ -68,9 +86,11 @@ class _Fetching(Fetching):
         super().__init__(*identity)
         self._memory = OpenedMemory()
         self._mapped: dict[tuple[int, ...], Any] = {}  # an array of each memory, which stays mapped for later fetches
-        self._unsent: list[FetchReport | Freed | LogLine] = []  # guarded by the lock of Fetching
+        # Guarded by the lock of Fetching:
+        self._unsent: list[FetchReport | Freed | FoundRing | InRing | LogLine] = []
+        self._positions: dict[int, dict[int, int]] = {}  # for the next InRing
 
-    def add(self, message: FetchReport | Freed | LogLine) -> None:
+    def add(self, message: FetchReport | Freed | FoundRing | LogLine) -> None:
         """Let `report` send a message."""
         with self._changed:
             self._unsent.append(message)
@@ -85,7 +105,7 @@ class _Fetching(Fetching):
             LOGGER.warning("a prompt is computed instead of fetched: this engine's memory cannot be opened: %s", error)
             self.add(FetchReport(failed=(order.fetch.ticket,)))
             return
-        self.start(order.fetch, buffers)
+        self.start(order.fetch, buffers, order.ring)
 
     def _view(self, place: Place, name: EntryName) -> memoryview:
         array = self._memory.array(place, "u1", (self._unit_bytes[name.kind],))
@@ -94,6 +114,15 @@ class _Fetching(Fetching):
 
     def _give_all(self, ticket: int, entries: Iterable[memoryview | None]) -> None:
         self.add(Freed(ticket))
+
+    def _note_ring(self, fetch: Fetch, ring: RingFacts) -> None:
+        self.add(FoundRing(fetch.ticket, ring))
+
+    def _note_arrival(self, running: _Running, index: int, part: int, position: int | None) -> None:
+        if position is not None:
+            with self._changed:
+                self._positions.setdefault(running.fetch.ticket, {})[index] = position
+        super()._note_arrival(running, index, part, position)
 
     def report(self, connection: Connection) -> None:
         """Send what is to be sent for as long as the engine runs."""
@@ -104,6 +133,9 @@ class _Fetching(Fetching):
                 report = None if self._unsent else self.next_report(REPORT_S)
                 with self._changed:
                     messages, self._unsent = self._unsent, []
+                    positions, self._positions = self._positions, {}
+                if positions:
+                    messages.append(InRing(positions))
                 for message in [*messages, *([] if report is None else [report])]:
                     connection.send(message)
 

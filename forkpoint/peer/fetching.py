@@ -22,6 +22,7 @@ from forkpoint.peer.protocol import (
     COPIES_WAIT_S,
     DONE,
     GONE,
+    IN_RING,
     PART_NUMBER,
     SHARED,
     HeldEntries,
@@ -32,10 +33,12 @@ from forkpoint.peer.protocol import (
     part_of,
     part_sum,
 )
+from forkpoint.peer.ring import RingFacts
 from forkpoint.shared_arrays import CAN_SHARE, MemoryReader
 
 NUM_FETCHES: Final = 8  # fetches from a peer at the same time
 MOST_CONNECTIONS: Final = 8  # connections of a fetch; each has a thread, which also computes checksums
+RING_CONNECTIONS: Final = 2  # the same, if most entries stay in a ring and no bytes follow
 BYTES_OF_CONNECTION: Final = 2**25  # bytes for which a fetch opens another connection
 PROGRESS_BYTES: Final = 2**25  # arrived bytes that wake up a worker without other work
 # Seconds without a byte, after which a peer has stopped. One that runs sends an entry, or gives up, in COPIES_WAIT_S.
@@ -68,11 +71,12 @@ class _Ended:
 class _Running:
     """A fetch that has not ended: its buffers, and its connections, which `stop` ends."""
 
-    def __init__(self, fetch: Fetch, until_s: float, buffers: Sequence[memoryview]) -> None:
-        self.fetch, self.until_s = fetch, until_s
+    def __init__(self, fetch: Fetch, until_s: float, buffers: Sequence[memoryview], ring: bytes) -> None:
+        self.fetch, self.until_s, self.ring = fetch, until_s, ring
         self.entries: list[memoryview | None] = [*buffers] or [None] * len(fetch.names)
         # Guarded by the lock of Fetching:
         self.arrived: list[set[int]] = [set() for _ in fetch.names]  # parts of each entry
+        self.positions: dict[int, int] = {}  # of entries that are in the other engine's ring
         self.num_arrived = self.num_reported = 0  # how many of the first entries have arrived, and were reported
         self.unreported_bytes = 0  # bytes that have arrived and were not reported
         self._lock = threading.Lock()  # guards all below
@@ -140,18 +144,19 @@ class Fetching:
         self._entries: dict[int, list[memoryview | None]] = {}  # by ticket: the buffers of a fetch, until `forget`
         self._running: dict[int, _Running] = {}  # by ticket
         self._ended = _Ended()
+        self._left_rings: set[bytes] = set()  # handles of rings that no longer had most of the last prompt
 
     # --- called by the worker's thread
 
-    def start(self, fetch: Fetch, buffers: Sequence[memoryview] = ()) -> None:
-        """Start a fetch, to these buffers if they are given."""
+    def start(self, fetch: Fetch, buffers: Sequence[memoryview] = (), ring: bytes = b"") -> None:
+        """Start a fetch, to these buffers if they are given. Entries of the `ring` with this handle stay there."""
         until_s = time.monotonic() + fetch.timeout_s
         peer = fetch.host, fetch.ports[self._rank]
         if not fetch.names:
             with contextlib.suppress(RuntimeError):  # no thread: the lease ends by itself
                 self._threads.submit(peer, partial(self._end_lease, fetch))
             return
-        running = _Running(fetch, until_s, buffers)
+        running = _Running(fetch, until_s, buffers, ring)
         with self._changed:
             self._running[fetch.ticket], self._entries[fetch.ticket] = running, running.entries
             self._changed.notify_all()
@@ -260,6 +265,8 @@ class Fetching:
         sizes = [self._unit_bytes[name.kind] for name in running.fetch.names]
         parts = [(index, part) for index, size in enumerate(sizes) for part in range(num_parts(size))]
         most = min(MOST_CONNECTIONS, len(parts), max(1, (os.cpu_count() or 1) // 2))
+        if running.ring and running.ring not in self._left_rings:
+            most = min(most, RING_CONNECTIONS)
         count = max(1, min(most, sum(sizes) // BYTES_OF_CONNECTION))
         others, errors = list[Future[None]](), list[BaseException]()
         with ThreadPoolExecutor(MOST_CONNECTIONS, "fetch part") as helpers:  # it starts threads as it needs them
@@ -273,6 +280,10 @@ class Fetching:
         errors += [found for other in others if (found := other.exception()) is not None]
         if errors:
             raise min(errors, key=lambda found: isinstance(found, _UnwantedError))  # rather the cause than its effects
+        if len(running.positions) < len(sizes) / 2:
+            self._left_rings.add(running.ring)
+        else:
+            self._left_rings.discard(running.ring)
 
     def _fetch_parts(self, running: _Running, parts: Sequence[tuple[int, int]]) -> None:
         """Receive parts of entries, given as the place of an entry and the number of a part, over one connection."""
@@ -290,21 +301,34 @@ class Fetching:
         with running.connect(self._rank) as line, MemoryReader() as memory:
             keys = tuple(key_of(fetch.names[index]) + PART_NUMBER.pack(part) for index, part in parts)
             shares = may_share and line.is_local
-            line.send(WantedEntries(self._namespace, fetch.engine_id, fetch.lease, keys, shares))
+            ring = running.ring if shares else b""
+            line.send(WantedEntries(self._namespace, fetch.engine_id, fetch.lease, keys, shares, ring))
             held: HeldEntries = line.receive(HeldEntries)
             if held.refusal:
                 raise _NotHeldError(held.refusal)
+            if held.ring is not None and held.ring.handle != running.ring:
+                self._note_ring(fetch, held.ring)
             for index, part in parts:
                 name = fetch.names[index]
                 buffer = running.buffer(index, self._unit_bytes[name.kind], self.take)
-                self._receive_part(line, memory if shares else None, name, part, part_of(buffer, part))
-                self._note_arrival(running, index, part)
+                position = self._receive_part(line, memory if shares else None, name, part, part_of(buffer, part))
+                if position is not None and not ring:
+                    raise PeerError("it does not send what it was asked for")
+                self._note_arrival(running, index, part, position)
             with contextlib.suppress(OSError):  # it has sent everything; its lease ends by itself
                 line.send_bytes(DONE)
 
-    def _note_arrival(self, running: _Running, index: int, part: int) -> None:
+    def _note_ring(self, fetch: Fetch, ring: RingFacts) -> None:
+        """Note that later fetches may leave entries in the ring of this engine."""
+
+    def _note_arrival(self, running: _Running, index: int, part: int, position: int | None) -> None:
+        """Note that a part has arrived, or that its entry is in the ring. Raises _NotHeldError."""
         names = running.fetch.names
         with self._changed:
+            if running.arrived[index] and running.positions.get(index) != position:
+                raise _NotHeldError("an entry was written over while it was sent")
+            if position is not None:
+                running.positions[index] = position
             running.arrived[index].add(part)
             while running.num_arrived < len(names):
                 num_bytes = self._unit_bytes[names[running.num_arrived].kind]
@@ -317,15 +341,19 @@ class Fetching:
 
     def _receive_part(
         self, line: Line, memory: MemoryReader | None, name: EntryName, part: int, buffer: memoryview
-    ) -> None:
-        """Fill a buffer with a part, and check its checksum. Raises as `_fetch` does, and _NotSharedError.
+    ) -> int | None:
+        """Fill a buffer with a part, and check its checksum, or return the entry's position in the ring.
 
-        The checksum is that of the copy, so it does not matter what the other engine does with its memory afterwards.
+        Raises as `_fetch` does, and _NotSharedError. The checksum is that of the copy, so it does not matter what the
+        other engine does with its memory afterwards.
         """
         head = line.receive_head()
         if head.status == GONE:
             raise _NotHeldError("the lease has ended, or its entries were withdrawn")
-        if head.status == SHARED:
+        position: int | None = None
+        if head.status == IN_RING:
+            position, buffer = head.place.offset, buffer[:0]
+        elif head.status == SHARED:
             if memory is None:
                 raise PeerError("it does not send what it was asked for")
             try:
@@ -336,6 +364,7 @@ class Fetching:
             line.receive_into(buffer)
         if part_sum(self._namespace, name, part, buffer) != head.sum:
             raise _NotHeldError("the checksum of an entry is wrong")
+        return position
 
 
 @contextlib.contextmanager

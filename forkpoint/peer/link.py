@@ -9,6 +9,7 @@ from forkpoint.cache.peer_offers import PeerFacts
 from forkpoint.peer.fetching import Fetching
 from forkpoint.peer.offered import Offered
 from forkpoint.peer.process_fetching import ProcessFetching
+from forkpoint.peer.ring import RingFacts
 from forkpoint.peer.server import OfferServer
 
 
@@ -24,6 +25,15 @@ class PeerLink:
     def use_buffers(self, take: Callable[[int], memoryview], give: Callable[[memoryview], None]) -> None:
         """Fetch into buffers that `take` returns, and give these and offered ones back once nobody needs them."""
         self.fetching.take, self.fetching.give, self.offered.give = take, give, give
+
+    def use_rings(self, open_ring: Callable[[RingFacts], bool], close_ring: Callable[[bytes], None]) -> None:
+        """Leave fetched entries in rings of other engines, if a process of its own fetches. See ProcessFetching."""
+        if isinstance(self.fetching, ProcessFetching):
+            self.fetching.use_rings(open_ring, close_ring)
+
+    def in_ring(self, ticket: int, place: int) -> tuple[bytes, int] | None:
+        """Return the handle of the ring that an arrived entry is in, and its position; None if it is in a buffer."""
+        return self.fetching.in_ring(ticket, place) if isinstance(self.fetching, ProcessFetching) else None
 
     def close(self) -> None:
         self.fetching.close()

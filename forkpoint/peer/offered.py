@@ -12,6 +12,7 @@ import numpy as np
 
 from forkpoint.cache.disk_entries import EntryName
 from forkpoint.peer.protocol import part_of, part_sum
+from forkpoint.peer.ring import Ring
 from forkpoint.shared_arrays import Place, place_of
 
 Buffer: TypeAlias = bytes | memoryview
@@ -22,13 +23,15 @@ MOST_ENDED: Final = 4096  # leases that have ended and are remembered, so that n
 class OfferedEntry:
     """An entry's bytes, held by leases and by connections that send them.
 
-    `sums` has the checksums of parts that were fetched. `place` is set if the bytes are in shared memory.
+    `sums` has the checksums of parts that were fetched. `place` is set if the bytes are in shared memory, `position` if
+    they were also written to the ring.
     """
 
     name: EntryName
     data: Buffer
     num_holders: int = 0
     place: Place | None = None
+    position: int | None = None
     sums: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -52,19 +55,21 @@ class Offered:
         self._namespace, self._max_bytes, self._lease_s, self._clock = namespace, max_bytes, lease_s, clock
         self._changed = threading.Condition()  # guards all below
         self.give: Callable[[memoryview], None] = lambda data: None  # takes buffers that are not needed any more
+        self.ring: Ring | None = None
         self._entries: dict[bytes, OfferedEntry] = {}
         self._leases: dict[int, _Lease] = {}  # the oldest first
         self._ended: dict[int, None] = {}  # leases, in the order in which they ended
         self.num_bytes = 0
 
-    def add(self, name: EntryName, data: Buffer, lease: int) -> None:
+    def add(self, name: EntryName, data: Buffer, lease: int, position: int | None = None) -> None:
         """Add an entry to a lease. If the lease alone needs more than `max_bytes`, it ends.
 
-        Nobody may change `data` any more. If the entry is not kept, `data` is given back at once.
+        `position` is that of the same bytes in the ring. Nobody may change `data` any more. If the entry is not kept,
+        `data` is given back at once.
         """
         place = place_of(np.frombuffer(data, np.uint8)) if isinstance(data, memoryview) else None
         with self._changed:
-            if not self._add(OfferedEntry(name, data, place=place), lease):
+            if not self._add(OfferedEntry(name, data, place=place, position=position), lease):
                 self._give(data)
 
     def _add(self, new: OfferedEntry, lease: int) -> bool:
@@ -86,6 +91,7 @@ class Offered:
                 return False
             entry = self._entries[key] = new
             self.num_bytes += len(new.data)
+        entry.position = new.position  # the latest copy in the ring stays longest
         entry.num_holders += 1
         held.entries[key] = entry
         self._changed.notify_all()

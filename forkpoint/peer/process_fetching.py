@@ -15,8 +15,9 @@ from typing import Any, Final
 import numpy as np
 
 from forkpoint.cache.peer_offers import Fetch, FetchReport
-from forkpoint.peer.fetch_child import Forget, Freed, Identity, LogLine, Start
+from forkpoint.peer.fetch_child import Forget, FoundRing, Freed, Identity, InRing, LogLine, Start
 from forkpoint.peer.fetching import LOGGER
+from forkpoint.peer.ring import RingFacts
 from forkpoint.python_process import python_process
 from forkpoint.shared_arrays import place_of
 
@@ -58,9 +59,15 @@ class _Child:
 
 @dataclass(slots=True)
 class _Ordered:
-    """A fetch that was ordered, until `forget`. Its first `num_arrived` buffers are filled."""
+    """A fetch that was ordered, until `forget`. Its first `num_arrived` entries have arrived.
 
+    They are in the buffers, or at `positions` of the ring with this handle.
+    """
+
+    peer: tuple[str, int]
     buffers: list[memoryview]
+    ring: bytes
+    positions: dict[int, int] = field(default_factory=dict)  # by place of the entry
     num_arrived: int = 0
     is_reported: bool = False  # `next_report` has returned the fetch's end, or will do so
 
@@ -85,7 +92,8 @@ class _Unreported:
 class ProcessFetching:
     """Fetches as `Fetching` does, in a process of its own, to buffers in shared memory.
 
-    If the process ends, its fetches fail, and the next fetch starts another process. The worker's thread and those that
+    With `use_rings`, entries may also be left in the ring of the other engine's device, where `in_ring` finds them. If
+    the process ends, its fetches fail, and the next fetch starts another process. The worker's thread and those that
     follow its copies may call it.
     """
 
@@ -94,16 +102,24 @@ class ProcessFetching:
         self.take: Callable[[int], memoryview]  # `PeerLink.use_buffers` sets both
         self.give: Callable[[memoryview], None]
         self.shares_memory = True  # with other engines of this machine
+        self._rank = rank
+        self._open_ring: Callable[[RingFacts], bool] = lambda ring: False
+        self._close_ring: Callable[[bytes], None] = lambda handle: None
         self._lock = threading.Lock()  # guards all below; `contents` alone reads without it
         self._ordered: dict[int, _Ordered] = {}  # by ticket
         self._written: set[int] = set()  # tickets of fetches to whose buffers the process may write
         self._leaving: dict[int, list[memoryview]] = {}  # by ticket: such buffers of fetches that were forgotten
+        self._rings: dict[tuple[str, int], bytes] = {}  # handles of the rings that are open, by the peer's address
         self._unreported = _Unreported()
         self._child: _Child | None = None
         self._revive()  # it is ready when the first request comes
 
+    def use_rings(self, open_ring: Callable[[RingFacts], bool], close_ring: Callable[[bytes], None]) -> None:
+        """Leave entries in rings that `open_ring` opens. `close_ring` is called when a peer does not answer."""
+        self._open_ring, self._close_ring = open_ring, close_ring
+
     def start(self, fetch: Fetch) -> None:
-        buffers = list[memoryview]()
+        peer, buffers = (fetch.host, fetch.ports[self._rank]), list[memoryview]()
         try:
             for name in fetch.names:
                 buffers.append(self.take(self._identity.unit_bytes[name.kind]))
@@ -112,21 +128,29 @@ class ProcessFetching:
         found = [place_of(np.frombuffer(buffer, np.uint8)) for buffer in buffers]
         places = tuple(place for place in found if place is not None)
         with self._lock:
+            ring = self._rings.get(peer, b"") if self.shares_memory else b""
             if fetch.names:
-                self._ordered[fetch.ticket] = _Ordered(buffers)
+                self._ordered[fetch.ticket] = _Ordered(peer, buffers, ring)
             if len(places) < len(buffers):
                 LOGGER.warning("a prompt is computed instead of fetched: the system has no shared memory left for it")
             if len(places) < len(fetch.names) or not self._revive():
                 self._fail(fetch.ticket)
                 return
             self._written.update([fetch.ticket] if fetch.names else [])
-            self._send(Start(fetch, places, self.shares_memory))
+            self._send(Start(fetch, places, self.shares_memory, ring))
 
     def contents(self, ticket: int, place: int) -> memoryview:
         """Return an entry that has arrived. It is valid until `forget`."""
         ordered = self._ordered[ticket]
         assert place < ordered.num_arrived, "it has not arrived"
         return ordered.buffers[place]
+
+    def in_ring(self, ticket: int, place: int) -> tuple[bytes, int] | None:
+        """Return the handle of the ring that an arrived entry is in, and its position; None if it is in a buffer."""
+        ordered = self._ordered[ticket]
+        assert place < ordered.num_arrived, "it has not arrived"
+        position = ordered.positions.get(place)
+        return None if position is None else (ordered.ring, position)
 
     def forget(self, ticket: int) -> None:
         with self._lock:
@@ -183,6 +207,12 @@ class ProcessFetching:
         """Take in a message of the process."""
         if isinstance(message, LogLine):
             LOGGER.log(message.level, "%s", message.text)
+        elif isinstance(message, FoundRing):
+            self._use_ring(message)
+        elif isinstance(message, InRing):
+            for ticket, positions in message.positions.items():
+                if ticket in self._ordered:
+                    self._ordered[ticket].positions |= positions
         elif isinstance(message, Freed):
             self._written.discard(message.ticket)
             self._give_all(self._leaving.pop(message.ticket, []))
@@ -195,7 +225,23 @@ class ProcessFetching:
                     self._finish(ticket, self._ordered[ticket])
             for ticket in message.failed:
                 self._fail(ticket)
-            self._unreported.unreachable += [ticket for ticket in message.unreachable if ticket in self._ordered]
+            unreachable = [ticket for ticket in message.unreachable if ticket in self._ordered]
+            self._unreported.unreachable += unreachable
+            for ticket in unreachable:  # its process may have ended, whose memory the device keeps while it is open
+                self._drop_ring(self._ordered[ticket].peer)
+
+    def _use_ring(self, found: FoundRing) -> None:
+        """Open a ring for the next fetches from this peer, in place of an earlier one."""
+        ordered = self._ordered.get(found.ticket)
+        if ordered is not None and self._rings.get(ordered.peer) != found.ring.handle:
+            self._drop_ring(ordered.peer)
+            if self._open_ring(found.ring):
+                self._rings[ordered.peer] = found.ring.handle
+
+    def _drop_ring(self, peer: tuple[str, int]) -> None:
+        handle = self._rings.pop(peer, None)
+        if handle is not None:
+            self._close_ring(handle)
 
     def _finish(self, ticket: int, ordered: _Ordered) -> None:
         ordered.num_arrived, ordered.is_reported = len(ordered.buffers), True

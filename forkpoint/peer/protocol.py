@@ -3,8 +3,9 @@
 A decode engine opens one or more connections and sends `WantedEntries` over each. The prefill engine answers with
 `HeldEntries`. Unless that refuses, parts of entries follow in the order of the keys, each as soon as its entry has been
 computed: a PartHead, then the part's bytes. The bytes are left out if the decode engine can read them from shared
-memory. Both sides know each entry's size, because the namespace covers the layout. The decode engine sends one byte
-once it has everything. A message without keys ends the lease.
+memory, or from the ring of the prefill engine's device (ring.py). Both sides know each entry's size, because the
+namespace covers the layout. The decode engine sends one byte once it has everything. A message without keys ends the
+lease.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import msgspec
 
 from forkpoint.cache.disk_entries import EntryName
 from forkpoint.disk.namespace import entry_sum
+from forkpoint.peer.ring import RingFacts
 from forkpoint.shared_arrays import Place
 
-MAGIC: Final = b"FKP3"
+MAGIC: Final = b"FKP4"
 HEAD: Final = struct.Struct("<4sI")  # magic and bytes of the message
 PART: Final = struct.Struct("<B16sqqqq")  # status, checksum, place in shared memory
 MAX_MESSAGE_BYTES: Final = 2**22  # 16 bytes for each block of a prompt of 16 million tokens
@@ -29,11 +31,13 @@ MAX_MESSAGE_BYTES: Final = 2**22  # 16 bytes for each block of a prompt of 16 mi
 PIECE_BYTES: Final = 2**24
 # Bytes of an entry that travel together. Several connections carry a state, which is the last entry to be computed.
 PART_BYTES: Final = 2**22
+HEADS_BYTES: Final = 2**14  # bytes that are read ahead for heads
 PART_NUMBER: Final = struct.Struct("<I")
 COPIES_WAIT_S: Final = 10.0  # longest wait for the next entry of a prompt, which may still be computed
 LEAST_WAIT_S: Final = 0.001  # timeout of a system call; 0 would mean to wait for ever
 DONE: Final = b"D"
-GONE, SENT, SHARED = range(3)  # status of a part: there is none, its bytes follow, or they are in shared memory
+# Status of a part: there is none, its bytes follow, or they are in shared memory or in the ring.
+GONE, SENT, SHARED, IN_RING = range(4)
 NO_PLACE: Final = Place(0, 0, 0, 0)
 
 
@@ -41,7 +45,7 @@ class WantedEntries(msgspec.Struct, array_like=True, frozen=True):
     """Asks for entries of a lease. Without keys the lease ends.
 
     `keys[i]` is the kind of an entry, one byte, its hash, and the number of a part. With `shares_memory`, entries may
-    be read from the prefill engine's memory.
+    be read from the prefill engine's memory. `ring` is the handle of its ring if that has been opened.
     """
 
     namespace: bytes
@@ -49,16 +53,21 @@ class WantedEntries(msgspec.Struct, array_like=True, frozen=True):
     lease: int
     keys: tuple[bytes, ...]
     shares_memory: bool = False
+    ring: bytes = b""
 
 
 class HeldEntries(msgspec.Struct, array_like=True, frozen=True):
-    """The answer to WantedEntries. `refusal` says why no entries follow; "": they do."""
+    """The answer to WantedEntries. `refusal` says why no entries follow; "": they do. `ring` can be opened."""
 
     refusal: str = ""
+    ring: RingFacts | None = None
 
 
 class PartHead(NamedTuple):
-    """Comes before a part of an entry: its checksum, and its place in shared memory if its bytes do not follow."""
+    """Comes before a part of an entry: its checksum, and its place in shared memory if its bytes do not follow.
+
+    Of an entry in the ring, `place` is `in_ring` of its position, and the checksum is that of no bytes.
+    """
 
     status: int
     sum: bytes = b""
@@ -75,6 +84,11 @@ class PartHead(NamedTuple):
 
 class PeerError(Exception):
     """The peer broke the protocol."""
+
+
+def in_ring(position: int) -> Place:
+    """Return the place of an entry at a position of the ring."""
+    return Place(1, 0, 0, position)
 
 
 def num_parts(num_bytes: int) -> int:
@@ -106,6 +120,7 @@ class Line:
     def __init__(self, connection: socket.socket, until_s: float, silence_s: float = math.inf) -> None:
         self._socket = connection
         self._until_s, self._silence_s = until_s, silence_s
+        self._ahead = b""  # what has come behind the last message
         connection.settimeout(None)  # the system watches the time: Python would wake up for every packet
 
     @property
@@ -137,9 +152,15 @@ class Line:
             raise PeerError(f"it sent a message that cannot be read: {error}") from error
 
     def receive_head(self) -> PartHead:
-        """Return the head of the next part."""
+        """Return the head of the next part. Read all heads that have come by one call of the system."""
+        if len(self._ahead) < PART.size:
+            self._limit(socket.SO_RCVTIMEO)
+            try:
+                self._ahead += self._socket.recv(HEADS_BYTES)
+            except BlockingIOError as error:
+                raise TimeoutError("it took too long") from error
         head = PartHead.unpack(self._receive(PART.size))
-        if head.status not in (GONE, SENT, SHARED) or (head.status == SHARED) == (head.place == NO_PLACE):
+        if head.status > IN_RING or (head.status in (SHARED, IN_RING)) == (head.place == NO_PLACE):
             raise PeerError("it does not speak this protocol")
         return head
 
@@ -149,6 +170,11 @@ class Line:
         return data
 
     def receive_into(self, view: memoryview) -> None:
+        if len(view) <= len(self._ahead):
+            view[:], self._ahead = self._ahead[: len(view)], self._ahead[len(view) :]
+            return
+        view[: len(self._ahead)] = self._ahead
+        view, self._ahead = view[len(self._ahead) :], b""
         while view:
             self._limit(socket.SO_RCVTIMEO)
             try:

@@ -14,6 +14,7 @@ from forkpoint.peer.protocol import (
     COPIES_WAIT_S,
     DONE,
     GONE,
+    IN_RING,
     PART_NUMBER,
     SENT,
     SHARED,
@@ -22,8 +23,10 @@ from forkpoint.peer.protocol import (
     PartHead,
     PeerError,
     WantedEntries,
+    in_ring,
     part_of,
     part_start,
+    part_sum,
 )
 
 MAX_CONNECTIONS: Final = 128  # at once; more are closed, and their engines compute
@@ -94,17 +97,31 @@ class OfferServer:
         if not wanted.keys:
             self._offered.end(wanted.lease)
             return
-        line.send(HeldEntries())
-        entries: list[OfferedEntry] = []
+        ring = self._offered.ring
+        line.send(HeldEntries(ring=None if ring is None or not wanted.shares_memory else ring.facts))
+        shares_ring = ring is not None and wanted.ring == ring.facts.handle
+        entries, unsent = list[OfferedEntry](), list[bytes]()
         try:
             for key in wanted.keys:
-                entry = self._offered.wait_for(wanted.lease, key[: -PART_NUMBER.size], COPIES_WAIT_S)
+                name = key[: -PART_NUMBER.size]
+                entry = self._offered.wait_for(wanted.lease, name, 0.0) if unsent else None
+                if entry is None:
+                    line.send_bytes(b"".join(unsent))
+                    unsent.clear()
+                    entry = self._offered.wait_for(wanted.lease, name, COPIES_WAIT_S)
                 if entry is None:
                     line.send_bytes(PartHead(GONE).pack())
                     return
                 entries.append(entry)
                 (part,) = PART_NUMBER.unpack(key[-PART_NUMBER.size :])  # an entry was found, so the key is long enough
+                if ring is not None and shares_ring and entry.position is not None and ring.holds(entry.position):
+                    known = part_sum(self._namespace, entry.name, part, memoryview(b""))
+                    unsent.append(PartHead(IN_RING, known, in_ring(entry.position)).pack())
+                    continue
+                line.send_bytes(b"".join(unsent))
+                unsent.clear()
                 self._send(line, entry, part, wanted.shares_memory)
+            line.send_bytes(b"".join(unsent))
             line.receive_into(memoryview(bytearray(len(DONE))))
         finally:
             self._offered.sent(entries)

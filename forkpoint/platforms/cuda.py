@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forkpoint.platforms.accelerator import AcceleratorPlatform
 from forkpoint.platforms.copy_stream import DeviceCopyStream
+from forkpoint.platforms.device_memory import DeviceMemory
 from forkpoint.platforms.platform import CopyStream, DeviceTraits
 
 
@@ -63,6 +64,23 @@ class CudaPlatform(AcceleratorPlatform):
 
     def unpin(self, memory: Tensor) -> None:
         self._torch.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def shared_memory(self, num_bytes: int) -> tuple[Tensor, bytes]:
+        return self._device_memory().allocate(num_bytes)
+
+    def free_shared_memory(self, memory: Tensor) -> None:
+        self._device_memory().free(memory)
+
+    def open_shared_memory(self, handle: bytes, num_bytes: int) -> Tensor:
+        return self._device_memory().open(handle, num_bytes)
+
+    def close_shared_memory(self, memory: Tensor) -> None:
+        self._device_memory().close(memory)
+
+    def _device_memory(self) -> DeviceMemory:
+        if torch.version.cuda is None:
+            raise OSError("processes cannot share memory of this kind of GPU")
+        return DeviceMemory(self.device)
 
     def operators(self, cpu_ops: str) -> str:
         return "triton"

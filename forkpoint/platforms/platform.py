@@ -186,6 +186,25 @@ class Platform(Protocol):
         """Undo `pin` for memory that starts at the same address."""
         return
 
+    def shared_memory(self, num_bytes: int) -> tuple[Tensor, bytes]:
+        """Return new memory of the device, and a handle with which other processes of this machine can open it.
+
+        Raises OSError where the device has no such memory, or no room for it.
+        """
+        raise OSError(f"processes cannot share memory of {self.device}")
+
+    def free_shared_memory(self, memory: Tensor) -> None:
+        """Free memory that `shared_memory` returned."""
+        return
+
+    def open_shared_memory(self, handle: bytes, num_bytes: int) -> Tensor:
+        """Return the memory of another process, which has so many bytes. Raises OSError if it cannot be read here."""
+        raise OSError(f"processes cannot share memory of {self.device}")
+
+    def close_shared_memory(self, memory: Tensor) -> None:
+        """Close memory that `open_shared_memory` returned. Nothing may use it any more."""
+        return
+
     @abstractmethod
     def free_bytes(self) -> int:
         """Return the bytes of device memory that can be allocated now. Cached memory is returned first."""

@@ -77,14 +77,17 @@ class ArenaBuffer:
         else:
             self._disk_copies = StreamedDisk(self._memory, disk, *streams)
 
-    def use_peers(self, link: PeerLink) -> None:
-        """Let moves concern a link to other engines, which `close` closes."""
+    def use_peers(self, link: PeerLink, ring_bytes: int = 0) -> None:
+        """Let moves concern a link to other engines, which `close` closes.
+
+        With copy streams, offered units also go to a ring of `ring_bytes`.
+        """
         streams, self.peers, self.has_late_copies = self._streams(), link, True
-        if streams is None:
+        if streams is None or self._platform is None:
             self._pinned = PinnedBuffers(self._platform)
             self._peer_copies = DirectPeers(self._memory, link, self._pinned)
         else:
-            self._peer_copies = StreamedPeers(self._memory, link, *streams)
+            self._peer_copies = StreamedPeers(self._memory, link, *streams, self._platform, ring_bytes)
 
     def _streams(self) -> tuple[StreamCopies, PinnedBuffers] | None:
         """Return the streams for copies, and buffers of the host for them, which are made when they are first needed.

@@ -106,7 +106,7 @@ class StreamedDisk(DirectDisk):
         for ticket in arrived:
             kind, buffer = self._disk.take(ticket)
             contents = as_tensor(buffer)[: self._disk.unit_bytes(kind)]
-            batch = self._copies.copy_in(contents, ticket)
+            batch = self._copies.copy_in(Stretch.of(contents), ticket)
             self._after_copies.add(partial(self._disk.give_back, kind, buffer), batch)
         if arrived:
             self._copies.issue()

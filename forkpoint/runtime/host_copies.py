@@ -179,6 +179,7 @@ class CopyBatch:
     """Copies that were issued together. Their tensors stay alive until `mark`, the point after the last copy."""
 
     tickets: list[int] = field(default_factory=list)
+    checks: dict[int, Callable[[], bool]] = field(default_factory=dict)  # ticket -> whether its source was still there
     pages: set[int] = field(default_factory=set)
     copies: list[tuple[Stretch, Stretch]] = field(default_factory=list)  # target and source
     tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the same, as they were issued
@@ -230,16 +231,18 @@ class CopyLane:
         batch = self._last.get(page)
         return None if batch is None else batch.mark
 
-    def take_done(self) -> list[int]:
-        """Return the tickets of the batches that have ended since the last call."""
-        tickets: list[int] = []
+    def take_done(self) -> tuple[list[int], list[int]]:
+        """Return the tickets of copies that have ended since the last call, and of those whose source was lost."""
+        done, lost = list[int](), list[int]()
         while self._running and (mark := self._running[0].mark) is not None and mark.query():
             batch = self._running.popleft()
-            tickets += batch.tickets
+            for ticket in batch.tickets:
+                check = batch.checks.get(ticket)
+                (done if check is None or check() else lost).append(ticket)
             for page in batch.pages:
                 if self._last[page] is batch:
                     del self._last[page]
-        return tickets
+        return done, lost
 
 
 class StreamCopies(DirectCopies):
@@ -258,7 +261,9 @@ class StreamCopies(DirectCopies):
         self._fetched: dict[int, Stretch] = {}  # by ticket
         self._buffers_in, self._buffers_out = (DeviceBuffers(BATCH_BYTES, memory.padding) for _ in range(2))
         self._unfilled: list[tuple[Stretch, Stretch]] = []  # copies from the arena to buffers, not issued yet
+        self._unfilled_beside: list[tuple[Stretch, Stretch]] = []  # the same to other memory of the device
         self._done: list[int] = []  # tickets of copies that were made at once
+        self._lost: list[int] = []  # tickets of copies whose source was lost
         self._is_closing = False
         self._num_pinned_bytes = 0
         self._ready = threading.Event()
@@ -311,13 +316,15 @@ class StreamCopies(DirectCopies):
     def next_report(self, wait_s: float = 0.0) -> TierReport | None:
         until = time.monotonic() + wait_s
         while True:
-            done = self._done + self._out.take_done() + self._in.take_done()
-            self._done = []
+            done, lost = self._in.take_done()
+            done += self._done + self._out.take_done()[0]
+            lost += self._lost
+            self._done, self._lost = [], []
             if self._ready.is_set():
                 self._ready.clear()
                 done.append(HOST_READY)
-            if done:
-                return TierReport(tuple(done))
+            if done or lost:
+                return TierReport(tuple(done), tuple(lost))
             if not self._in.is_busy or time.monotonic() >= until:
                 return None
             time.sleep(MARK_POLL_S)
@@ -352,29 +359,47 @@ class StreamCopies(DirectCopies):
     def _new_buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.arena.device)
 
+    def copy_beside(self, move: Move, target: Stretch) -> None:
+        """Copy the unit `move.src` of the arena to other memory of the device, before `copy_out` of it is done."""
+        self._unfilled_beside += self._memory.copies_out(move, target)
+
     def fill(self) -> None:
-        unfilled, self._unfilled = self._unfilled, []
-        for target, source in joined(unfilled, self._memory.padding):
-            target.bytes.copy_(source.bytes)
+        for unfilled in (self._unfilled, self._unfilled_beside):
+            for target, source in joined(unfilled, self._memory.padding):
+                target.bytes.copy_(source.bytes)
+        self._unfilled, self._unfilled_beside = [], []
 
-    def copy_in(self, contents: Tensor, ticket: int) -> CopyBatch | None:
-        """Copy contents from memory of the host to a buffer that LAND finds under the ticket.
+    def copy_in(self, source: Stretch, ticket: int, check: Callable[[], bool] | None = None) -> CopyBatch | None:
+        """Copy contents from other memory to a buffer that LAND finds under the ticket.
 
-        `next_report` reports the ticket when they have arrived. Returns as `copy_out` does.
+        `next_report` reports the ticket when they have arrived. If `check` then returns False, they are reported as
+        failed. Returns as `copy_out` does.
         """
-        self._fetched[ticket], batch = self._copy_in(Stretch.of(contents), None, ticket)
+        self._fetched[ticket], batch = self._copy_in(source, None, ticket, check)
         return batch
 
-    def _copy_in(self, source: Stretch, page: int | None, ticket: int) -> tuple[Stretch, CopyBatch | None]:
-        """Copy memory of the host to a buffer, and return the buffer and what `copy_out` returns."""
+    def lose(self, ticket: int) -> None:
+        """Report a ticket as failed whose source is not there."""
+        self._fetched[ticket] = Stretch.of(torch.empty(0, dtype=torch.uint8))
+        self._lost.append(ticket)
+
+    def _copy_in(
+        self, source: Stretch, page: int | None, ticket: int, check: Callable[[], bool] | None = None
+    ) -> tuple[Stretch, CopyBatch | None]:
+        """Copy other memory to a buffer, and return the buffer and what `copy_out` returns."""
         try:
             buffer = self._buffers_in.take(source.num_bytes, self._in.stream.buffer)
         except torch.OutOfMemoryError:
             self._wait_for_all()
+            found = Stretch.of(source.bytes.clone())
+            if check is not None:
+                self._platform.synchronize()  # a copy on the device is late
             if ticket:
-                self._done.append(ticket)
-            return Stretch.of(source.bytes.clone()), None
+                (self._done if check is None or check() else self._lost).append(ticket)
+            return found, None
         batch = self._in.add(buffer, source, page, ticket)
+        if check is not None:
+            batch.checks[ticket] = check
         if self._in.next.num_bytes >= BATCH_BYTES:
             self.issue()
         return buffer, batch

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
+from typing import Final
 
 from forkpoint.cache.disk_entries import EntryName
 from forkpoint.peer.link import PeerLink
+from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.after_copies import AfterCopies, AtOnce
 from forkpoint.runtime.host_copies import CopyBatch, StreamCopies, TierMemory
 from forkpoint.runtime.pinned import PinnedBuffers, as_tensor
+from forkpoint.runtime.rings import OwnRing, PeerRings
 from forkpoint.runtime.stretch import Stretch
 from forkpoint.sched.plan import Move, MoveRoute
 
 PEER_ROUTES = frozenset({MoveRoute.OFFER, MoveRoute.WITHDRAW, MoveRoute.FETCHED, MoveRoute.STAGE, MoveRoute.FORGET})
+LOGGER: Final = logging.getLogger("forkpoint")
 
 
 class DirectPeers:
@@ -62,23 +67,66 @@ class StreamedPeers(DirectPeers):
     They lie in pinned memory. Offers and withdrawals keep their order. A fetched unit goes to a buffer of the device.
     It is reported when it is there, and LAND is then a move of `copies`. Its pinned memory is given back when the
     device has read it.
+
+    Offered units also go to a ring of `ring_bytes`, if the device can share one. Fetched units come from the ring of
+    the other engine if they are still there.
     """
 
-    def __init__(self, memory: TierMemory, link: PeerLink, copies: StreamCopies, pinned: PinnedBuffers) -> None:
+    def __init__(
+        self,
+        memory: TierMemory,
+        link: PeerLink,
+        copies: StreamCopies,
+        pinned: PinnedBuffers,
+        platform: Platform,
+        ring_bytes: int,
+    ) -> None:
         super().__init__(memory, link, pinned)
         pinned.prepare(link.facts.max_bytes)
         self._copies = copies
         self._after_copies = AfterCopies("peer copies")
+        self._own: OwnRing | None = None
+        if ring_bytes:
+            try:
+                self._own = OwnRing(platform, ring_bytes)
+                link.offered.ring = self._own.ring
+            except OSError as error:
+                LOGGER.info("peers: other engines do not read the device's memory: %s", error)
+        self._rings = PeerRings(platform)
+        link.use_rings(self._rings.open, self._rings.close)
 
     def run(self, move: Move, sound: bool) -> None:
-        if move.route is not MoveRoute.STAGE:
+        if move.route is MoveRoute.STAGE:
+            batch = self._stage(move)
+            if batch is not None:
+                self._staged[move.dst] = batch
+        else:
             super().run(move, sound)
-            return
-        batch = self._copies.copy_in(as_tensor(self._link.fetching.contents(move.dst, move.src)), move.ticket)
-        if batch is not None:
-            self._staged[move.dst] = batch
+
+    def _stage(self, move: Move) -> CopyBatch | None:
+        """Copy a unit that has arrived to a buffer of the device, and return the batch of the copy, if it is late."""
+        place = self._link.in_ring(move.dst, move.src)
+        if place is None:
+            contents = as_tensor(self._link.fetching.contents(move.dst, move.src))
+            return self._copies.copy_in(Stretch.of(contents), move.ticket)
+        source = self._rings.find(*place, self._memory.unit_bytes(move.kind))
+        if source is None:
+            self._copies.lose(move.ticket)
+            return None
+        return self._copies.copy_in(source, move.ticket, partial(self._rings.holds, *place))
 
     def _offer(self, move: Move, name: EntryName) -> None:
-        data = self._buffers.take(self._memory.unit_bytes(move.kind))
+        num_bytes = self._memory.unit_bytes(move.kind)
+        position: int | None = None
+        if self._own is not None and (taken := self._own.take(num_bytes + self._memory.padding)) is not None:
+            position, target = taken
+            self._copies.copy_beside(move, Stretch(target.memory, target.start, target.start + num_bytes))
+        data = self._buffers.take(num_bytes)
         batch = self._copies.copy_out(move, Stretch.of(as_tensor(data)))
-        self._after_copies.add(partial(self._link.offered.add, name, data, move.ticket), batch)
+        self._after_copies.add(partial(self._link.offered.add, name, data, move.ticket, position), batch)
+
+    def close(self) -> None:
+        super().close()
+        self._rings.close_all()
+        if self._own is not None:
+            self._own.close()

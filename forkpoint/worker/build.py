@@ -294,7 +294,8 @@ def _size_arena(config: EngineConfig, loaded: Loaded) -> int:
         share = max(0, (platform.arena_bytes(config.gpu_memory_utilization) or 0) - beside)
     has_buffers = config.host_tier_bytes or config.disk_tier_bytes or config.links_peers
     if share is not None and has_buffers and platform.has_copy_streams:
-        share = max(0, share - STORED_AT_ONCE - FETCHED_AT_ONCE)
+        ring_bytes = config.ring_bytes // config.tensor_parallel_size
+        share = max(0, share - STORED_AT_ONCE - FETCHED_AT_ONCE - ring_bytes)
     limit = loaded.model.config.max_model_len
     return choose_num_pages(loaded.layout, limit, given, platform.free_bytes(), share)
 

@@ -17,6 +17,8 @@ from benchmarks.gpu_tiers import bits_of
 from forkpoint.engine.llm import LLM
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams, StructuredOutputsParams
+from forkpoint.runtime.rings import PeerRings
+from forkpoint.shared_arrays import CAN_SHARE
 from tests.checkpoints import write_checkpoint
 from tests.engine.false_peer import Damage, false_peer
 from tests.engine.real import MODELS, MORE_MODELS
@@ -197,8 +199,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "wrong bytes": (flipped, "checksum"),
     "cut off": (lambda data, offset: data if offset < 3000 else None, "ended the connection early"),
     "another protocol": (lambda data, _: b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak this protocol"),
-    "a huge message": (lambda data, _: b"FKP3" + b"\xff" * 100, "does not speak this protocol"),
-    "no message": (lambda data, _: b"FKP3" + (100).to_bytes(4, "little") + bytes(100), "cannot be read"),
+    "a huge message": (lambda data, _: b"FKP4" + b"\xff" * 100, "does not speak this protocol"),
+    "no message": (lambda data, _: b"FKP4" + (100).to_bytes(4, "little") + bytes(100), "cannot be read"),
     "silence": (lambda data, _: SILENCE.wait(20) and None, "late|timed out|too long"),
 }
 SILENCE = threading.Event()
@@ -371,6 +373,41 @@ def test_many_prompts_at_once(
     assert set(restored) <= {0, 512} and sum(restored) >= 4 * 512
     if where in ("tight prefill arena", "late streams"):
         first.close()
+
+
+@pytest.mark.skipif(not CAN_SHARE, reason="this system has no memory for several processes")
+@pytest.mark.parametrize("num_prompts", [2, 30], ids=["a small ring", "a ring for all"])
+def test_prompts_come_from_the_ring(
+    tiny_model: Path, one: LLM, num_prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on devices that can read each other's memory. Prompts that were written over are fetched or computed."""
+    monkeypatch.setattr("forkpoint.worker.build.resolve_platform", lambda *given: LatePlatform(0, 0.7))
+    layout = one._engine.core.scheduler.cache.layout
+    ring = {"ring_bytes": num_prompts * (8 * layout.block_bytes + layout.slot_bytes)}
+    found, find = list[object](), PeerRings.find
+
+    def noted(*given: Any) -> Any:
+        found.append(find(*given))
+        return found[-1]
+
+    monkeypatch.setattr(PeerRings, "find", noted)
+    prompts = [prompt(200 + seed, 520) for seed in range(13)]
+    with (
+        engine(tiny_model, "kv_producer", ring) as first,
+        engine(tiny_model, "kv_consumer", {"fetch_timeout_s": 30}) as llm,
+    ):
+        ask(llm, prompts[0], computed(first, prompts[0]))
+        assert not found, "the ring was opened before"
+        params = [computed(first, each) for each in prompts[1:]]
+        wanted = {"temperature": 0.0, "max_tokens": 6, "logprobs": 1, "ignore_eos": True}
+        each = [SamplingParams(**wanted, kv_transfer_params=one_of) for one_of in params]
+        answers = llm.generate(prompts[1:], each, use_tqdm=False)
+        llm._engine.core.scheduler.check_integrity()
+        num_failed = llm.get_metrics()["peer_failed_fetches"]
+    assert [bits_of(answer) for answer in answers] == [bits_of(ask(one, each)) for each in prompts[1:]]
+    assert all(answer.cache.num_peer_tokens == 512 for answer in answers) and not num_failed
+    assert 9 <= len(found) < 12 * 9 if num_prompts == 2 else len(found) == 12 * 9
+    assert None not in found
 
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2", "falcon_mamba", "mistral", "lara_mini"])

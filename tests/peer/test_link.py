@@ -160,7 +160,7 @@ def test_connections_that_say_nothing_are_bounded(prefill: PeerLink, decode: Pee
     for each in idle[MAX_CONNECTIONS:]:
         each.settimeout(20)
         assert each.recv(1) == b"", "closed at once"
-    garbage = [b"", b"GET / HTTP/1.1\r\n\r\n", b"FKP3\xff\xff\xff\xff", b"FKP2\x03\x00\x00\x00abc"]
+    garbage = [b"", b"GET / HTTP/1.1\r\n\r\n", b"FKP4\xff\xff\xff\xff", b"FKP3\x03\x00\x00\x00abc"]
     for number, each in enumerate(idle[:MAX_CONNECTIONS]):
         each.sendall(garbage[number % len(garbage)])
         each.close()

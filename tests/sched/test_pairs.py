@@ -87,7 +87,8 @@ class Fleet:
             cache=CacheConfig(checkpoint_interval=rng.choice([0, 64, 512]), num_ghosts=rng.choice([0, 1000])),
             peers=PeerFacts(b"n" * 16, name, "127.0.0.1", 1, ("loopback",), most, 3600.0),
         )
-        link = HashPeers(most_delay=rng.choice([0, 2, 9]), fail_chance=rng.choice([0.0, 0.0, 0.2]), random=rng)
+        chances = {"fail_chance": rng.choice([0.0, 0.0, 0.2]), "lose_chance": rng.choice([0.0, 0.0, 0.05])}
+        link = HashPeers(most_delay=rng.choice([0, 2, 9]), random=rng, **chances)
         link.engines = self.links
         harness.runner.peers = self.links[name] = link
         return Engine(harness, Listener(harness.sched.cache))

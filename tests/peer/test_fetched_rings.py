@@ -1,0 +1,145 @@
+"""Entries that stay in the ring of the prefill engine's device until the decode engine copies them from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from forkpoint.cache.disk_entries import EntryName
+from forkpoint.cache.peer_offers import Fetch, FetchReport
+from forkpoint.peer.link import PeerLink, open_link
+from forkpoint.peer.process_fetching import ProcessFetching
+from forkpoint.peer.ring import Ring, RingFacts
+from forkpoint.runtime.pinned import PinnedBuffers
+from forkpoint.shared_arrays import CAN_SHARE
+from tests.peer.links import HOST, NAMES, SIZES, contents, facts
+
+pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="this system has no memory for several processes")
+HANDLE = b"handle of the ring"
+
+
+@pytest.fixture
+def prefill() -> Iterator[PeerLink]:
+    with closing(open_link(facts(), SIZES, 3600.0, listens=True)) as link:
+        link.offered.ring = Ring(HANDLE, 10_000)
+        yield link
+
+
+class Decode:
+    """The decode engine's side, and what it was told of rings."""
+
+    def __init__(self, fetching: ProcessFetching) -> None:
+        self.fetching, self.opened, self.closed, self.can_open = fetching, list[RingFacts](), list[bytes](), True
+        fetching.use_rings(self._open, self.closed.append)
+
+    def _open(self, ring: RingFacts) -> bool:
+        self.opened.append(ring)
+        return self.can_open
+
+    def fetch(self, link: PeerLink, lease: int, names: Sequence[EntryName] = NAMES) -> FetchReport:
+        self.fetching.start(Fetch(lease, HOST, (link.facts.port,), "p", lease, tuple(names), 30.0))
+        while True:
+            report = self.fetching.next_report(20.0)
+            assert report is not None, "nothing came in 20 s"
+            if report.done or report.failed:
+                return report
+
+    def places(self, lease: int) -> list[tuple[bytes, int] | None]:
+        return [self.fetching.in_ring(lease, place) for place in range(len(NAMES))]
+
+
+@pytest.fixture
+def decode() -> Iterator[Decode]:
+    with closing(open_link(facts(engine_id="d"), SIZES, 30.0, listens=False, fetches_apart=True)) as link:
+        buffers = PinnedBuffers()
+        link.use_buffers(buffers.take, buffers.give)
+        assert isinstance(link.fetching, ProcessFetching)
+        yield Decode(link.fetching)
+
+
+def offer(link: PeerLink, lease: int) -> list[int]:
+    """Offer all entries, and return their positions in the ring."""
+    assert link.offered.ring is not None
+    positions = list[int]()
+    for name in NAMES:
+        position = link.offered.ring.take(SIZES[name.kind])
+        assert position is not None
+        link.offered.add(name, contents(name), lease, position)
+        positions.append(position)
+    return positions
+
+
+def test_entries_stay_in_a_ring_that_is_open(prefill: PeerLink, decode: Decode) -> None:
+    offer(prefill, 1)
+    assert decode.fetch(prefill, 1).done == (1,)
+    assert decode.places(1) == [None] * len(NAMES), "nobody had opened the ring"
+    assert prefill.offered.ring is not None and {ring.handle for ring in decode.opened} == {HANDLE}
+    positions = offer(prefill, 2)
+    assert decode.fetch(prefill, 2).done == (2,)
+    assert decode.places(2) == [(HANDLE, position) for position in positions]
+    assert len(decode.opened) == 1 and not decode.closed
+
+
+def test_entries_that_were_written_over_come_to_buffers(prefill: PeerLink, decode: Decode) -> None:
+    offer(prefill, 1)
+    decode.fetch(prefill, 1)
+    positions = offer(prefill, 2)
+    assert prefill.offered.ring is not None
+    prefill.offered.ring.take(4000)  # over the first two
+    assert decode.fetch(prefill, 2).done == (2,)
+    found = decode.places(2)
+    held = [prefill.offered.ring.holds(position) for position in positions]
+    assert held == [False, False, True, True, True]
+    assert [place is not None for place in found] == held
+    for place, name in enumerate(NAMES):
+        assert held[place] or decode.fetching.contents(2, place) == contents(name)
+
+
+def test_entries_in_a_ring_have_the_names_that_are_asked_for(prefill: PeerLink, decode: Decode) -> None:
+    """A name says more than the hash that finds an entry: whether a state was decoded, for example."""
+    offer(prefill, 1)
+    decode.fetch(prefill, 1)
+    offer(prefill, 2)
+    assert decode.fetch(prefill, 2, [*NAMES[:-1], replace(NAMES[-1], decoded=False)]).failed == (2,)
+
+
+def test_a_ring_that_cannot_be_opened_is_left_alone(prefill: PeerLink, decode: Decode) -> None:
+    decode.can_open = False
+    for lease in (1, 2):
+        offer(prefill, lease)
+        assert decode.fetch(prefill, lease).done == (lease,)
+        assert decode.places(lease) == [None] * len(NAMES)
+    assert not decode.closed
+
+
+def test_nothing_stays_in_a_ring_without_shared_memory(prefill: PeerLink, decode: Decode) -> None:
+    decode.fetching.shares_memory = False
+    for lease in (1, 2):
+        offer(prefill, lease)
+        assert decode.fetch(prefill, lease).done == (lease,)
+        assert decode.places(lease) == [None] * len(NAMES)
+    assert not decode.opened
+
+
+def test_a_new_ring_takes_the_place_of_the_old_one(prefill: PeerLink, decode: Decode) -> None:
+    offer(prefill, 1)
+    decode.fetch(prefill, 1)
+    prefill.offered.ring = Ring(b"new handle", 10_000)
+    for lease in (2, 3):
+        positions = offer(prefill, lease)
+        decode.fetch(prefill, lease)
+    assert decode.places(2) == [None] * len(NAMES)
+    assert decode.places(3) == [(b"new handle", position) for position in positions]
+    assert decode.closed == [HANDLE]
+
+
+def test_the_ring_of_an_engine_that_does_not_answer_is_closed(prefill: PeerLink, decode: Decode) -> None:
+    offer(prefill, 1)
+    decode.fetch(prefill, 1)
+    prefill.close()
+    report = decode.fetch(prefill, 2)
+    assert report.failed == report.unreachable == (2,)
+    assert decode.closed == [HANDLE]

@@ -1,0 +1,126 @@
+"""Units that a decode engine copies from the ring of a prefill engine, which goes on writing meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
+from forkpoint.cache.peer_offers import Fetch, PeerFacts
+from forkpoint.peer.link import PeerLink, open_link
+from forkpoint.runtime.buffers import ArenaBuffer
+from forkpoint.runtime.units import unit_bytes, unit_extent
+from forkpoint.sched.plan import Move, MoveKind, MoveRoute
+from forkpoint.shared_arrays import CAN_SHARE
+from tests.late_streams import LatePlatform
+from tests.sched.harness import LAYOUTS
+
+pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="this system has no memory for several processes")
+LAYOUT, HOST = LAYOUTS["one each"], "127.0.0.1"
+SIZES = {BLOCK: unit_bytes(LAYOUT, MoveKind.BLOCK), SLOT: unit_bytes(LAYOUT, MoveKind.SLOT)}
+NUM_PAGES, NUM_PROMPTS = 8, 40
+
+
+class Worker:
+    """An engine's arena and its link."""
+
+    def __init__(self, seed: int, link: PeerLink, ring_bytes: int) -> None:
+        self.platform, self.link = LatePlatform(seed, chance=0.3), link
+        self.arena = ArenaBuffer(LAYOUT, NUM_PAGES, self.platform)
+        self.arena.use_peers(link, ring_bytes)
+
+    def unit(self, kind: MoveKind, number: int) -> Tensor:
+        return self.arena.data[unit_extent(LAYOUT, kind, number)]
+
+
+@contextmanager
+def worker(seed: int, engine_id: str, ring_bytes: int = 0) -> Iterator[Worker]:
+    facts = PeerFacts(b"n" * 16, engine_id, HOST, 0, ("loopback",), 1 << 26, 30.0)
+    listens = engine_id == "p"
+    link = open_link(facts, SIZES, 3600.0, listens=listens, fetches_apart=not listens)
+    found = Worker(seed, link, ring_bytes)
+    with closing(found.arena):
+        yield found
+
+
+def offer(prefill: Worker, lease: int) -> tuple[EntryName, ...]:
+    """Offer a block and a state of new contents."""
+    names = (
+        EntryName(BLOCK, lease.to_bytes(16), bytes(16), 1),
+        EntryName(SLOT, lease.to_bytes(16), bytes(16), 1, 1, True),
+    )
+    for kind, number in ((MoveKind.BLOCK, 1), (MoveKind.SLOT, 2)):
+        prefill.unit(kind, number).fill_(lease % 251)
+    moves = [
+        Move(MoveKind.BLOCK, 1, 0, MoveRoute.OFFER, lease, names[0]),
+        Move(MoveKind.SLOT, 2, 0, MoveRoute.OFFER, lease, names[1]),
+        Move(MoveKind.BLOCK, 0, 0, MoveRoute.OFFER, lease),
+    ]
+    prefill.arena.move(moves)
+    prefill.platform.synchronize()  # a step may write to the units from now on
+    for kind, number in ((MoveKind.BLOCK, 1), (MoveKind.SLOT, 2)):
+        prefill.unit(kind, number).fill_(255)
+    return names
+
+
+def fetch(decode: Worker, prefill: Worker, lease: int, names: tuple[EntryName, ...]) -> None:
+    decode.link.fetching.start(Fetch(lease, HOST, (prefill.link.facts.port,), "p", lease, names, 30.0))
+    while (report := decode.link.fetching.next_report(20.0)) is not None and not report.done:
+        assert not report.failed
+    assert report is not None, "nothing came in 20 s"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_unit_has_the_offered_contents_or_is_lost(seed: int) -> None:
+    """The ring has room for three prompts. Copies to the decode engine run late."""
+    chance, ring_bytes = random.Random(seed), 3 * (SIZES[BLOCK] + SIZES[SLOT])
+    with worker(seed, "p", ring_bytes) as prefill, worker(seed + 100, "d") as decode:
+        num_lost = num_landed = num_in_ring = 0
+        lease = 0
+        for _ in range(NUM_PROMPTS):
+            lease += 1
+            wanted, names = lease, offer(prefill, lease)
+            fetch(decode, prefill, wanted, names)
+            places = [decode.link.in_ring(wanted, place) for place in (0, 1)]
+            num_in_ring += sum(place is not None for place in places)
+            tickets = {2 * wanted: MoveKind.BLOCK, 2 * wanted + 1: MoveKind.SLOT}
+            staged = [
+                Move(kind, n, wanted, MoveRoute.STAGE, ticket) for n, (ticket, kind) in enumerate(tickets.items())
+            ]
+            decode.arena.move([*staged, Move(MoveKind.BLOCK, 0, 0, MoveRoute.FORGET, wanted)])
+            for _ in range(chance.choice([0, 0, 1, 4])):
+                lease += 1
+                offer(prefill, lease)
+            left = dict(tickets)
+            while left:
+                report = decode.arena.next_report()
+                for ticket in () if report is None else report.failed:
+                    assert places[ticket % 2] is not None, "a buffer is never lost"
+                    decode.arena.move([Move(left.pop(ticket), 0, 0, MoveRoute.DISCARD, ticket)])
+                    num_lost += 1
+                for ticket in () if report is None else report.done:
+                    kind = left.pop(ticket)
+                    decode.arena.move([Move(kind, 0, 3, MoveRoute.LAND, ticket)])
+                    assert torch.equal(decode.unit(kind, 3), torch.full_like(decode.unit(kind, 3), wanted % 251))
+                    num_landed += 1
+        assert num_landed + num_lost == 2 * NUM_PROMPTS
+        assert num_lost > 2 and num_landed > NUM_PROMPTS and num_in_ring > NUM_PROMPTS
+
+
+def test_a_unit_of_a_ring_that_was_closed_is_lost() -> None:
+    with worker(0, "p", 1 << 20) as prefill, worker(1, "d") as decode:
+        for lease in (1, 2):
+            fetch(decode, prefill, lease, offer(prefill, lease))
+        prefill.link.close()
+        decode.link.fetching.start(Fetch(3, HOST, (prefill.link.facts.port,), "p", 3, offer(prefill, 3), 30.0))
+        while (report := decode.link.fetching.next_report(20.0)) is not None and not report.failed:
+            pass
+        decode.arena.move([Move(MoveKind.BLOCK, 0, 2, MoveRoute.STAGE, 9)])
+        found = decode.arena.next_report()
+        assert found is not None and found.failed == (9,) and not found.done
+        decode.arena.move([Move(MoveKind.BLOCK, 0, 0, MoveRoute.DISCARD, 9)])
