@@ -183,24 +183,17 @@ class PackedTensors:
         words = pack(_awq_codes(self.stored.read(self.main)).t().contiguous())
         if self.stored.has(self._zeros_name):
             return words, _awq_codes(self.stored.read(self._zeros_name)).t().contiguous(), None
-        num_rows, width = self.shape
-        shape = (num_rows, width // self.group)
-        return words, torch.full(shape, MIDDLE, dtype=torch.uint8, device=words.device), None
+        return words, self._middle_zeros(words), None
 
     def _read_integers(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return words, zero points and no factor. Words lie along K, and zero points along N."""
         self._check_shape()
         words, name = self.stored.read(self.main), f"{self.name}_zero_point"
-        *lead, num_rows, width = self.shape
         if not self.stored.has(name):
-            return (
-                words,
-                torch.full((*lead, num_rows, width // self.group), MIDDLE, dtype=torch.uint8, device=words.device),
-                None,
-            )
+            return words, self._middle_zeros(words), None
         stored = self.stored.read(name)
         if stored.dtype == torch.int32:
-            zeros = unpack(stored.transpose(-1, -2)).transpose(-1, -2)[..., :num_rows, :]
+            zeros = unpack(stored.transpose(-1, -2)).transpose(-1, -2)[..., : self.shape[-2], :]
         else:
             zeros = (stored.to(torch.int16) + MIDDLE).to(torch.uint8)
         return words, zeros.contiguous(), None
@@ -217,6 +210,11 @@ class PackedTensors:
         if not bool((factor > 0).all()):
             raise ModelFolderError(f"the scale {self.stored.where(name)} is not positive")
         return words, None, factor if self.packing == "modelopt" else 1 / factor
+
+    def _middle_zeros(self, words: Tensor) -> Tensor:
+        """Return the zero points of a matrix that stores none."""
+        *lead, width = self.shape
+        return torch.full((*lead, width // self.group), MIDDLE, dtype=torch.uint8, device=words.device)
 
     @property
     def _zeros_name(self) -> str:
