@@ -122,9 +122,7 @@ class ImageProcessor:
         too many or too large ones, and for a picture that cannot be decoded.
         """
         self.check_count(len(pictures))
-        total = 0
-        for picture in pictures:
-            total += check_picture(picture)
+        total = sum(map(check_picture, pictures))
         if total > MAX_REQUEST_PIXELS:
             raise InvalidPromptError(
                 f"the images of the prompt have {total} pixels; at most {MAX_REQUEST_PIXELS} are read"
