@@ -104,7 +104,7 @@ class ChatImages:
     def in_parts(self, rewritten: Rewritten) -> Rewritten:
         """Return the conversation with image and video parts in place of their characters.
 
-        A placeholder that somebody typed becomes a character meanwhile.
+        Until `shown_text`, a character stands for each placeholder that somebody typed.
         """
         return replace(
             rewritten,
@@ -115,7 +115,7 @@ class ChatImages:
         )
 
     def _hidden(self, value: Any) -> Any:
-        """Return a value in whose texts, however deep, typed placeholders are replaced by a character."""
+        """Return a value with characters in place of the typed placeholders in its texts, however deep."""
         if isinstance(value, str):
             for kind in self._kinds.values():
                 value = value.replace(kind.placeholder, kind.typed)
@@ -142,7 +142,7 @@ class ChatImages:
         return {**message, "content": parts}
 
     def shown_text(self, rendered: str) -> str:
-        """Return the prompt's text for what the template rendered: with typed placeholders again."""
+        """Return the rendered text with typed placeholders in place of their characters."""
         for kind in self._kinds.values():
             rendered = rendered.replace(kind.typed, kind.placeholder)
         return rendered
@@ -169,9 +169,10 @@ class ChatImages:
         return expanded(prompt, expansions, started_s)
 
     def _tokens_of(self, kind: _Kind, prompt: Prompt, rendered: str, starts: Sequence[int]) -> list[int]:
-        """Return the token indices of the placeholders that the template wrote; `starts` are the tokens'.
+        """Return the token indices of the placeholders that the template wrote.
 
-        Raises InvalidPromptError if they are not as many as the images, or the tokenizer splits them.
+        `starts` has the place of each token in the text. Raises InvalidPromptError if they are not as many as the
+        images, or the tokenizer splits them.
         """
         found = [self.shown_at(rendered, match.start()) for match in re.finditer(re.escape(kind.placeholder), rendered)]
         if len(found) != len(kind.given):

@@ -116,9 +116,9 @@ def _require(folder: Path, pattern: str, what: str, name: str) -> None:
 
 
 def _bar(interrupt: DeferredInterrupt, show_bar: bool) -> type[Any]:
-    """Return a class of progress bars for downloads, by which Ctrl-C stops one at once (InterruptedError).
+    """Return a class of progress bars that stop a download at once after Ctrl-C, with InterruptedError.
 
-    Without them it would stop after its files. They are invisible unless `show_bar` is set.
+    Without them, a download stops after its current files. They are invisible unless `show_bar` is set.
     """
     from huggingface_hub.utils import tqdm
 

@@ -87,7 +87,7 @@ def _splits_otherwise(backend: Any, path: Path) -> bool:
 
 
 def _rule(part: Any) -> Any:
-    """Return the settings of a tokenizer's part, apart from those that change neither ids nor decoded text."""
+    """Return those settings of a tokenizer's part that can change ids or decoded text."""
 
     def kept(value: Any, names: Collection[str]) -> Any:
         if isinstance(value, list):
@@ -158,7 +158,7 @@ def _in_order(value: Any) -> Any:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Return the id of each token of a file with lines of a token in base64 and its id. Raises ModelFolderError."""
+    """Return the id of each token in a file whose lines have a token in base64 and its id. Raises ModelFolderError."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -174,7 +174,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make another token, by the id of the token that they make."""
+    """Return all pairs of tokens that join to another token, in the order of its id."""
     found: list[tuple[str, str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))

@@ -88,7 +88,7 @@ class SizedVideo(Protocol):
 def frame_parts(
     frames: Iterable[Image], times_s: Sequence[float], settings: VideoSettings, encode: Callable[[str], Sequence[int]]
 ) -> Parts:
-    """Return the spans of groups of frames, each after the time as text, between the tokens that stand around it.
+    """Return the parts of a video: for each group of frames, its time as text and its span between two tokens.
 
     `times_s` has the time of each frame. `encode` returns a text's ids. All frames are resized to one size, which
     follows from the first frame, and the last one fills up the last group. Raises InvalidPromptError for frames that

@@ -113,7 +113,7 @@ class _Flow(FlowControl):
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Send:
-    """Return the `send` of a cycle whose client speaks HTTP/1.0: without a length, an answer ends with its connection.
+    """Return a `send` for a client that speaks HTTP/1.0, where an answer without a length ends with its connection.
 
     uvicorn would send such an answer in chunks, which HTTP/1.0 does not have.
     """

@@ -33,7 +33,7 @@ class ItemsReply(ReplyModel):
 
 
 def named(items: Sequence[dict[str, Any]], response: str) -> list[dict[str, Any]]:
-    """Return the items of a conversation with an id each. Items without one get one that contains `response`'s.
+    """Return the items of a conversation with an id each. Items without an id get one that contains `response`'s.
 
     So do items with the id of an earlier item: an id is the place where the next page begins.
     """
