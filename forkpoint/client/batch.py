@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from forkpoint.checks import member
+from forkpoint.checks import member, shown
 from forkpoint.client.protocol import NO_KEY, Usage, refusal
 from forkpoint.client.server import CHAT, COMPLETIONS, Reply, Server
 from forkpoint.errors import ConfigError, ServerError, ServerUnreachableError
@@ -83,8 +83,11 @@ def _read_line(line: str, where: str, seen: Collection[str | None]) -> BatchRequ
     name, body = entry["custom_id"], entry.get("body")
     if name in seen:
         return BatchRequest(None, error=f"{where} has the custom_id {name!r} of an earlier line")
-    if entry.get("method") != "POST" or entry.get("url") not in PATHS:
-        return BatchRequest(name, error=f"{where} must have method 'POST' and a url of {', '.join(map(repr, PATHS))}")
+    for field, allowed in (("method", ("POST",)), ("url", PATHS)):
+        if entry.get(field) not in allowed:
+            return BatchRequest(
+                name, error=f"{where} has {field}={shown(entry.get(field))}; give {' or '.join(allowed)}"
+            )
     if not isinstance(body, dict):
         return BatchRequest(name, error=f"{where} must have an object 'body'")
     for field in ("stream", "background"):
