@@ -112,17 +112,14 @@ class Metrics:
         self.num_prompt_tokens = 0  # since the start, for the log of the load
         self.num_output_tokens = 0
         counter, histogram = self._counter, self._histogram
-        labels = self._labels
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens, cached ones included.").labels(*labels)
-        self._prompt_tokens_cached = counter("prompt_tokens_cached", "Prompt tokens that were reused.").labels(*labels)
-        self._images = counter("images", "Images of prompts.").labels(*labels)
-        self._image_tokens = counter("image_tokens", "Tokens of images in prompts.").labels(*labels)
-        self._image_tokens_cached = counter(
-            "image_tokens_cached", "Tokens of images in prompts that were reused."
-        ).labels(*labels)
-        self._image_bytes = counter("image_bytes", "Bytes of images after they were resized.").labels(*labels)
-        self._image_seconds = counter("image_read_seconds", "Seconds of decoding and resizing.").labels(*labels)
-        self._output_tokens = counter("generation_tokens", "Generated tokens.").labels(*labels)
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens, cached ones included.")
+        self._prompt_tokens_cached = counter("prompt_tokens_cached", "Prompt tokens that were reused.")
+        self._images = counter("images", "Images of prompts.")
+        self._image_tokens = counter("image_tokens", "Tokens of images in prompts.")
+        self._image_tokens_cached = counter("image_tokens_cached", "Tokens of images in prompts that were reused.")
+        self._image_bytes = counter("image_bytes", "Bytes of images after they were resized.")
+        self._image_seconds = counter("image_read_seconds", "Seconds of decoding and resizing.")
+        self._output_tokens = counter("generation_tokens", "Generated tokens.")
         self._misses = counter("prefix_miss", "Completions by why their prompt was not reused further.", "reason")
         self._success = counter("request_success", "Completions that ended, by why.", "finished_reason")
         self._refused = counter("request_refused", "Requests that the engine refused, by why.", "reason")
@@ -212,8 +209,10 @@ class Metrics:
         self._figures, self._config = {**own, **_with_shares(stats)}, config
         return generate_latest(self._registry)
 
-    def _counter(self, name: str, text: str, *extra: str) -> Counter:
-        return Counter(self._prefix + name, text, (*LABELS, *extra), registry=self._registry)
+    def _counter(self, name: str, text: str, *others: str) -> Counter:
+        """Return a counter with this model's labels, or a family of counters with `others` that are still to be set."""
+        family = Counter(self._prefix + name, text, (*LABELS, *others), registry=self._registry)
+        return family if others else family.labels(*self._labels)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(self._prefix + name, text, LABELS, registry=self._registry, buckets=buckets).labels(
