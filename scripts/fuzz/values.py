@@ -12,7 +12,7 @@ NUMBERS: Final = (
     *(-(2**31), -(2**31) - 1, -(2**63), -(2**64)),
     *(0.0, -0.0, 0.5, 1.0, 1.5, 1e-300, 5e-324, 1e6, 1e15, 1e308, -1e308),
 )
-LITERALS: Final = ("NaN", "Infinity", "-Infinity", "1e999", "-0", "01", "0x10", "'a'", "", "[1,]", "{]")
+LITERALS: Final = ("NaN", "Infinity", "-Infinity", "1e999", "-0", "01", "0x10", "'a'", "", "[1,]", "{]", '"\ud800"')
 TEXTS: Final = (
     *("", " ", "\0", "a", "false", "true", "null", "0", "-1", "1e400", "\x1b[31m\n", "\u202e", "\ud800", "x" * 70_000),
     *(
@@ -156,7 +156,7 @@ def structured(random: Random) -> dict[str, Any]:
 
 
 def dumps(value: Any) -> bytes:
-    """Return JSON text with the `Raw` parts unchanged. Lone surrogates are written as escapes."""
+    """Return JSON text with the `Raw` parts unchanged. Elsewhere lone surrogates are written as escapes."""
     raws: list[str] = []
 
     def keep(part: Any) -> Any:
