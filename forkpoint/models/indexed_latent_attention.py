@@ -15,7 +15,7 @@ from forkpoint.models.context import ForwardContext, LayerCache
 from forkpoint.models.convolution import WINDOW, LastInputs, kept_inputs
 from forkpoint.models.cuts import ROWS, refuse_context, share
 from forkpoint.models.key_index import IndexConfig, PoolKeys
-from forkpoint.models.latent_attention import read_dense
+from forkpoint.models.latent_attention import read_up
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel, read_projection
 from forkpoint.models.sums import summed, weighted
 from forkpoint.ops.norm.reference import layernorm
@@ -129,10 +129,7 @@ class IndexedLatentAttention:
         self._queries = read_projection(build, f"{name}.q_b_proj", heads * config.key_dim, config.query_rank, cut=ROWS)
         self._latents = read_projection(build, f"{name}.kv_a_proj_with_mqa", rank, hidden)
         self._norm = RMSNorm(build, f"{name}.kv_a_layernorm", rank, centred=False)
-        up = read_dense(build, f"{name}.kv_b_proj", heads * (config.key_dim + config.value_dim), rank, ROWS)
-        keys, values = torch.split(up.view(heads, -1, rank), [config.key_dim, config.value_dim], dim=1)
-        self._to_latent = build.ops.prepare_linear_heads(keys.transpose(1, 2))
-        self._from_latent = build.ops.prepare_linear_heads(values)
+        _, self._to_latent, self._from_latent = read_up(build, name, heads, config.key_dim, config.value_dim, rank)
         self._choose = self._chooser(build, f"{name}.indexer", layer)
         self._out = RowParallel(build, f"{name}.o_proj", hidden, heads * config.value_dim)
 

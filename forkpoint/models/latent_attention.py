@@ -103,10 +103,7 @@ class LatentAttention:
         self._queries = self._read_queries(build, name)
         self._gate = read_projection(build, f"{name}.g_proj", heads, hidden, cut=ROWS) if config.gated else None
         self._norm = RMSNorm(build, f"{name}.kv_a_layernorm", rank, centred=False, eps=LATENT_NORM_EPS)
-        up = read_dense(build, f"{name}.kv_b_proj", heads * (config.key_dim + config.value_dim), rank, ROWS)
-        keys, values = torch.split(up.view(heads, -1, rank), [config.key_dim, config.value_dim], dim=1)
-        self._to_latent = build.ops.prepare_linear_heads(keys.transpose(1, 2))
-        self._from_latent = build.ops.prepare_linear_heads(values)
+        up, self._to_latent, self._from_latent = read_up(build, name, heads, config.key_dim, config.value_dim, rank)
         self._expand = Projection(build.ops, up) if build.ops.latent_prefill is not None else None
         self._out = RowParallel(build, f"{name}.o_proj", hidden, heads * config.value_dim)
         self._scale = (config.key_dim + config.shared_dim) ** -0.5
@@ -197,6 +194,13 @@ class LatentAttention:
         queries, values = self._absorbed(own, shared), cache[..., : self._config.rank]
         out = self._ops.paged_attention(queries, cache, values, index, self._scale, None)
         return self._ops.linear_heads(out, self._from_latent)
+
+
+def read_up(build: Build, name: str, heads: int, key_dim: int, value_dim: int, rank: int) -> tuple[Tensor, Any, Any]:
+    """Read the matrix from latents to keys and values, and pack its parts for queries and for values."""
+    up = read_dense(build, f"{name}.kv_b_proj", heads * (key_dim + value_dim), rank, ROWS)
+    keys, values = torch.split(up.view(heads, -1, rank), [key_dim, value_dim], dim=1)
+    return up, build.ops.prepare_linear_heads(keys.transpose(1, 2)), build.ops.prepare_linear_heads(values)
 
 
 def read_dense(build: Build, name: str, rows: int, columns: int, cut: Cut = WHOLE) -> Tensor:
