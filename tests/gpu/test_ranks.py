@@ -17,7 +17,7 @@ from forkpoint.params import SamplingParams
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 NUM_LAYERS = 4
-LENGTHS = (1, 5, 80, 128, 300, 1500)  # tokens of prompts, of which each number has tiles and exchanges of its own
+LENGTHS = (1, 5, 80, 128, 300, 1500, 9000)  # tokens of prompts, of which each number has tiles and exchanges of its own
 PARAMS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=20)
 
 
@@ -26,7 +26,7 @@ def scores(folder: Path, size: int, **options: Any) -> list[list[dict[int, float
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(1, 512, (length,), generator=generator).tolist() for length in LENGTHS]
     more: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "language_model_only": True}
-    more |= {"max_model_len": 2048, "max_num_seqs": 8, "kv_cache_memory_bytes": 4 << 30, "log_level": "warning"}
+    more |= {"max_model_len": 9216, "max_num_seqs": 8, "kv_cache_memory_bytes": 4 << 30, "log_level": "warning"}
     with LLM(str(folder), tensor_parallel_size=size, **more, **options) as llm:
         outputs = [llm.generate([prompt], PARAMS, use_tqdm=False)[0].outputs[0] for prompt in prompts]
     assert not any(output.error for output in outputs), [output.error for output in outputs]
