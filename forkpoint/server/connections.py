@@ -127,6 +127,24 @@ def _without_chunks(cycle: RequestResponseCycle) -> Send:
     return unchunked
 
 
+def _before_close(cycle: RequestResponseCycle, close_later: Callable[[], None]) -> Send:
+    """Return a `send` for a cycle after which uvicorn closes the connection.
+
+    If the answer ends before the body of the request, `close_later` is called instead. A connection that is closed
+    with unread bytes is reset, and the reset can take the answer along.
+    """
+    send: Any = cycle.send
+
+    async def send_before_close(message: Message) -> None:
+        ends = message["type"] == "http.response.body" and not message.get("more_body")
+        if ends and cycle.more_body:
+            cycle.keep_alive = True
+            close_later()
+        await send(message)
+
+    return send_before_close
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's connection, with the limits above. It refuses in JSON."""
 
@@ -138,6 +156,7 @@ class Connection(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._body_began_s = 0.0
         self._discards = False  # whether the rest of the body is dropped, because the request has been answered
+        self._closes = False  # whether the connection is closed after that
 
     # --- asyncio
 
@@ -210,6 +229,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.send = _without_chunks(self.cycle)  # type: ignore[assignment, method-assign]
+        if not self.cycle.keep_alive:
+            self.cycle.send = _before_close(self.cycle, self._close_later)  # type: ignore[assignment, method-assign]
         self._num_body_bytes, self._body_began_s = 0, self.loop.time()
         self._timer = self.loop.call_later(BODY_GRACE_S, self._check_body)
 
@@ -224,7 +245,10 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         if self._discards:
             self._discards = False
-            self._wait_for_head()
+            if self._closes:
+                self.transport.close()
+            else:
+                self._wait_for_head()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -235,6 +259,9 @@ class Connection(HttpToolsProtocol):
             self._discards = True
             self._timer = self.loop.call_later(DISCARD_S, self.give_way)
         self._shared.waiting[self] = None
+
+    def _close_later(self) -> None:
+        self._closes = True
 
     # --- time
 

@@ -219,6 +219,18 @@ def test_a_body_over_the_limit_is_refused_before_it_comes(server: RunningServer)
     assert time.monotonic() - began > num_bytes / 2**18 * connections.PACE_S / 2  # other requests had the rest
 
 
+@pytest.mark.parametrize("version", [b"HTTP/1.0", b"HTTP/1.1"])
+def test_a_client_that_wants_no_second_answer_gets_a_refusal_too(server: RunningServer, version: bytes) -> None:
+    """The connection is closed when the body has come: closed before, it would be reset, and the answer lost."""
+    num_bytes = ServerConfig().max_body_bytes + 1
+    began = time.monotonic()
+    with connect(server) as one:
+        one.sendall(HEAD.replace(b"HTTP/1.1", version) + b"Connection: close\r\n")
+        one.sendall(b"Content-Length: %d\r\n\r\n" % num_bytes + b" " * num_bytes)
+        assert refusal(read_all(one))[0] == 413
+    assert time.monotonic() - began < connections.DISCARD_S
+
+
 @pytest.mark.parametrize("body", ["declared", "chunked"])
 def test_an_endless_body_is_dropped_and_then_cut_off(few_files: RunningServer, body: str) -> None:
     """It is refused at the limit, and the connection does not outlive the refusal for long."""
