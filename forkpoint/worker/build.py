@@ -76,7 +76,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         _try_kernels(config, loaded)
     num_pages = ranks.least(_size_arena(config, loaded), platform.device)
     num_host_pages = choose_num_host_pages(layout.in_tiers(), config.host_tier_bytes, size, free_host_bytes())
-    runner = _make_runner(config, loaded, num_pages, num_host_pages)
+    runner = _make_runner(loaded, num_pages, num_host_pages)
     disk: DiskFacts | None = None
     if config.kv_disk_path is not None:
         disk = open_disk_tier(config, loaded, runner.arena, ranks)
@@ -300,7 +300,7 @@ def _size_arena(config: EngineConfig, loaded: Loaded) -> int:
     return choose_num_pages(loaded.layout, limit, given, platform.free_bytes(), share)
 
 
-def _make_runner(config: EngineConfig, loaded: Loaded, num_pages: int, num_host_pages: int) -> ModelRunner:
+def _make_runner(loaded: Loaded, num_pages: int, num_host_pages: int) -> ModelRunner:
     size = f"{num_pages * loaded.layout.page_bytes / GIB:.1f} GiB"
     remedy = "lower kv_cache_memory_bytes or gpu_memory_utilization"
     with explained_exhaustion(f"allocating an arena of {size}", remedy):
