@@ -108,9 +108,7 @@ class EngineLoop:
             self._carry_out(command)
         return True
 
-    def _carry_out(
-        self, command: messages.AddSequence | messages.EndSequences | messages.EndOffer | messages.Call
-    ) -> None:
+    def _carry_out(self, command: messages.Command) -> None:
         match command:
             case messages.AddSequence(request):
                 if request.images:
