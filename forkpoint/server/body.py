@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from forkpoint.checks import json_value, listed, member
+from forkpoint.errors import EngineStoppedError
 from forkpoint.server.errors import UNAVAILABLE, HTTPError, too_large
 from forkpoint.server.sse import encode
 from forkpoint.server.wrong_values import wrong_value
@@ -95,13 +96,20 @@ class Bodies:
         self._most_bytes, self._largest_bytes = most * largest_bytes, largest_bytes
         self._num_bytes = 0
         self._held = set[_Held]()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Give up all bodies, because the server ends."""
+        self._is_closed = True
+        for held in tuple(self._held):
+            self._give_up(held)
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[Parts]:
         """Read the raw body and hold it until the context is left. It stays in parts: joining them takes too long.
 
         Raises HTTPError if the body is missing, cut off, too large, given up for others, or has no JSON Content-Type:
-        web pages may send bodies of other types to any server.
+        web pages may send bodies of other types to any server. Raises EngineStoppedError after `close`.
         """
         held, parts = _Held(), list[bytearray]()
         self._held.add(held)
@@ -119,6 +127,8 @@ class Bodies:
         except TimeoutError:
             if held in self._held:
                 raise
+            if self._is_closed:
+                raise EngineStoppedError("the server is shutting down") from None
             raise HTTPError(503, "too much is being sent at once; try again later", UNAVAILABLE) from None
         finally:
             self._drop(held)
@@ -138,10 +148,14 @@ class Bodies:
                 raise too_large(self._largest_bytes)
         while self._num_bytes > self._most_bytes:
             largest = max(self._held, key=lambda other: other.num_bytes)
-            self._drop(largest)
-            largest.limit.reschedule(asyncio.get_running_loop().time())
+            self._give_up(largest)
         if held not in self._held:
             raise TimeoutError
+
+    def _give_up(self, held: _Held) -> None:
+        """End the request of a body."""
+        self._drop(held)
+        held.limit.reschedule(asyncio.get_running_loop().time())
 
     def _drop(self, held: _Held) -> None:
         if held in self._held:

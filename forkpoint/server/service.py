@@ -71,7 +71,8 @@ class Service:
             self.fetcher = Fetcher(self.config.allowed_media_domains)
 
     async def close(self) -> None:
-        """Close the connections to hosts of images."""
+        """Give up bodies that have not come as a whole, and close the connections to hosts of images."""
+        self.bodies.close()
         if self.fetcher is not None:
             await self.fetcher.close()
 
