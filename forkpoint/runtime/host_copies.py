@@ -347,6 +347,7 @@ class StreamCopies(DirectCopies):
         try:
             buffer = self._buffers_out.take(num_bytes, self._new_buffer)
         except torch.OutOfMemoryError:
+            self.fill()
             self._wait_for_all()
             self._memory.copy_out(move, target.bytes)
             return None

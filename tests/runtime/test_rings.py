@@ -13,6 +13,7 @@ from torch import Tensor
 from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
 from forkpoint.cache.peer_offers import Fetch, PeerFacts
 from forkpoint.peer.link import PeerLink, open_link
+from forkpoint.runtime.after_copies import AtOnce
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.units import unit_bytes, unit_extent
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
@@ -110,6 +111,28 @@ def test_a_unit_has_the_offered_contents_or_is_lost(seed: int) -> None:
                     num_landed += 1
         assert num_landed + num_lost == 2 * NUM_PROMPTS
         assert num_lost > 2 and num_landed > NUM_PROMPTS and num_in_ring > NUM_PROMPTS
+
+
+def test_a_ring_is_written_before_units_are_offered_although_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies to the host are made at once then, and the units may be offered before the plan has been noted."""
+
+    def new_buffer(num_bytes: int) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    with worker(0, "p", 1 << 20) as prefill:
+        monkeypatch.setattr(prefill.arena.copies, "_new_buffer", new_buffer)
+        monkeypatch.setattr(prefill.arena._peer_copies, "_after_copies", AtOnce())
+        given, add = list[bytes](), prefill.link.offered.add
+
+        def noted(name: EntryName, data: memoryview, lease: int, position: int | None = None) -> None:
+            assert position is not None and prefill.link.offered.ring is not None
+            memory = prefill.platform.shared[prefill.link.offered.ring.facts.handle]
+            given.append(memory[position : position + len(data)].numpy().tobytes())
+            add(name, data, lease, position)
+
+        prefill.link.offered.add = noted  # type: ignore[method-assign]
+        offer(prefill, 2)
+        assert given == [bytes([2]) * SIZES[BLOCK], bytes([2]) * SIZES[SLOT]]
 
 
 def test_a_unit_of_a_ring_that_was_closed_is_lost() -> None:
