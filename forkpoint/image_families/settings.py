@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeAlias
@@ -199,46 +199,43 @@ class Values:
     values: Mapping[str, Any]
     where: str
 
-    def _given(self, name: str, default: object) -> Any:
+    def _checked(self, name: str, default: object, fits: Callable[[Any], bool], needed: str) -> Any:
         value = self.values.get(name)
-        return default if value is None else value
+        if value is None:
+            value = default
+        if not fits(value):
+            raise ModelFolderError(f"{self.where} has {name}={shown(value)}; {needed} is needed")
+        return value
 
     def integer(self, name: str, default: int | None, high: int, low: int = 1) -> int:
-        value = self._given(name, default)
-        if type(value) is not int or not low <= value <= high:
-            raise ModelFolderError(f"{self.where} has {name}={shown(value)}; an integer from {low} to {high} is needed")
-        return value
+        needed = f"an integer from {low} to {high}"
+        return int(self._checked(name, default, lambda value: type(value) is int and low <= value <= high, needed))
 
     def token_id(self, name: str, default: int | None = None) -> int:
         return self.integer(name, default, 2**31 - 1, 0)
 
     def number(self, name: str, default: float) -> float:
-        value = self._given(name, default)
-        if type(value) not in (int, float) or not 0 < value < 1e9:
-            raise ModelFolderError(f"{self.where} has {name}={shown(value)}; a positive number is needed")
-        return float(value)
+        return float(self._checked(name, default, lambda value: _is_between(value, 0, 1e9), "a positive number"))
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._given(name, default)
-        if type(value) is not bool:
-            raise ModelFolderError(f"{self.where} has {name}={shown(value)}; true or false is needed")
-        return value
+        return bool(self._checked(name, default, lambda value: type(value) is bool, "true or false"))
 
     def channels(self, name: str, above: float = -1e6, default: Channels = HALVES) -> Channels:
-        value = self._given(name, list(default))
-        fits = isinstance(value, list) and len(value) == 3
-        if not fits or not all(type(each) in (int, float) and above < each < 1e6 for each in value):
-            raise ModelFolderError(f"{self.where} has {name}={shown(value)}; a list of 3 numbers is needed")
-        first, second, third = map(float, value)
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and len(value) == 3 and all(_is_between(each, above, 1e6) for each in value)
+
+        first, second, third = map(float, self._checked(name, list(default), fits, "a list of 3 numbers"))
         return first, second, third
 
     def inner(self, name: str, defaults: Mapping[str, Any] | None = None) -> Values:
         """Return the object of this name (absent: an empty one), with `defaults` for its absent values."""
-        value = self._given(name, {})
-        if not isinstance(value, dict):
-            raise ModelFolderError(f"{self.where} has {name}={shown(value)}; an object is needed")
+        value = self._checked(name, {}, lambda value: isinstance(value, dict), "an object")
         given = {key: each for key, each in value.items() if each is not None}
         return Values({**(defaults or {}), **given}, f"{self.where}: {name}")
+
+
+def _is_between(value: object, low: float, high: float) -> bool:
+    return type(value) in (int, float) and low < value < high  # type: ignore[operator]
 
 
 def added_tokens(folder: Path, needed: Collection[str]) -> dict[str, int]:
