@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import FinishReason, SamplingParams
@@ -16,6 +16,7 @@ from forkpoint.server.sampling import PreparedRequest, sampling_params, structur
 from forkpoint.server.texts import Texts
 
 DEFAULT_MAX_TOKENS: Final = 16  # as in OpenAI's API
+Entry: TypeAlias = tuple[str, dict[int, Logprob] | None]  # a token's text, and its alternatives if there are any
 
 
 class CompletionChoice(ReplyModel):
@@ -143,8 +144,7 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
         if prepared.drops_output:
             delta = _without_output(delta)
         text = delta.text
-        entries: list[tuple[str, dict[int, Logprob] | None]]
-        entries = [(_text_of(entry), entry) for entry in delta.logprobs or ()]
+        entries: list[Entry] = [(_text_of(entry), entry) for entry in delta.logprobs or ()]
         first = index not in self._offsets
         num_top = prepared.params.logprobs
         if prepared.echoed is not None and first:
@@ -152,9 +152,8 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
             if num_top is not None:
                 entries = [*self._prompt_entries(number), *entries]
         offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + sum(
-            len(token) for token, _ in entries
-        )  # not the text's length, as text may be held back for a stop string
+        # not the text's length, as text may be held back for a stop string
+        self._offsets[index] = offset + sum(len(token) for token, _ in entries)
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
@@ -170,7 +169,7 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
             choice["prompt_logprobs"] = prompt_logprobs(self.generation.states[number])
         return choice
 
-    def _prompt_entries(self, number: int) -> list[tuple[str, dict[int, Logprob] | None]]:
+    def _prompt_entries(self, number: int) -> list[Entry]:
         found = self.generation.states[number].all_prompt_logprobs() or ()
         return [(_text_of(entry) if entry else self.prepared.first_texts[number], entry) for entry in found]
 
