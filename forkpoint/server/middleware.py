@@ -84,9 +84,7 @@ class Gate:
         if sum(name == b"host" for name, _ in scope["headers"]) > 1:  # a proxy may read another one than this server
             raise HTTPError(400, "the request has several Host headers; send one")
         self._hosts.check(headers.get(b"host"))
-        path = (
-            scope["path"].removeprefix(self._config.root_path) or "/"
-        )  # some proxies remove the root path, some do not
+        path = scope["path"].removeprefix(self._config.root_path) or "/"  # some proxies remove the root path themselves
         is_open = path in OPEN_PATHS or path.startswith(PAGE_FOLDER) or scope["method"] == "OPTIONS"
         KEY.set(self._known_key(headers) if self._keys and not is_open else b"")
         if not self._keys and scope["method"] not in SAFE_METHODS and not is_json(headers.get(b"content-type", b"")):
