@@ -235,7 +235,7 @@ def _wrong_json(error: Exception) -> HTTPError:
     """Return an error that says why `json` could not read a body."""
     match error:
         case json.JSONDecodeError():
-            said = f"{error.msg.removesuffix(' starting at')} at character {error.pos}"
+            said = f"{error.msg.removesuffix(' at').removesuffix(' starting')} at character {error.pos}"
         case UnicodeDecodeError():
             said = f"byte {error.start} is not {error.encoding}; send UTF-8"
         case RecursionError():

@@ -85,6 +85,7 @@ def test_wrong_values(http: httpx2.Client, fields: dict[str, Any], said: str) ->
         ("application/json", b'{"prompt": "x", "request_id": "\xed\xa0\x80"}', "byte 31 is not utf-8; send UTF-8"),
         ("application/json", '{"prompt": "x"}'.encode("utf-16"), "byte 0 is not utf-8; send UTF-8"),
         ("application/json", b'{"prompt": "x', "the body is not valid JSON: Unterminated string at character 11"),
+        ("application/json", b'{"prompt": "x\n"}', "not valid JSON: Invalid control character at character 13"),
         ("application/json", b"", "the body is empty"),
         ("text/plain", b'{"prompt": "x"}', "the Content-Type is 'text/plain'; send a JSON"),
         ("", b'{"prompt": "x"}', "the Content-Type is ''; send a JSON object with"),
