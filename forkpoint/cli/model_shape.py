@@ -18,7 +18,7 @@ def read_shape(
     Raises ModelFolderError and UnsupportedModelError.
     """
     config = load_config(folder, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype, quantization=quantization)
-    sparse = [part for part in config.parts if isinstance(part, MoEConfig)]
+    sparse = config.all_of(MoEConfig)
     experts = sum(part.routed_weights(config.hidden_size) for part in sparse)
     num_experts, top_k = (sparse[0].num_experts, sparse[0].rule.top_k) if sparse else (1, 0)
     return ModelShape(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,6 +56,9 @@ class PartConfig(ABC):
     def flops_per_pair(self) -> int:
         """Return the operations for one query token that attends to one key token; 0 without attention."""
         return 0
+
+
+P = TypeVar("P", bound=PartConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +157,15 @@ class ModelConfig:
     def parts(self) -> list[PartConfig]:
         """The parts of all layers in order, without those of the MTP head."""
         return [part for layer in self.layers for part in layer]
+
+    def all_of(self, kind: type[P]) -> list[P]:
+        """Return all parts of one kind, also those inside a ParallelConfig, without those of the MTP head."""
+
+        def leaves(parts: Sequence[PartConfig]) -> Iterator[PartConfig]:
+            for part in parts:
+                yield from leaves(part.parts) if isinstance(part, ParallelConfig) else (part,)
+
+        return [part for part in leaves(self.parts) if isinstance(part, kind)]
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:

@@ -105,11 +105,10 @@ def _graph_shapes(config: EngineConfig, sched: SchedulerConfig, model: Model, nu
     """Return the shapes of the steps to record. Steps that gather keys are not recorded."""
     if config.enforce_eager:
         return ()
-    parts = model.config.parts
-    num_sparse = sum(isinstance(part, MoEConfig) for part in parts)
+    num_sparse = len(model.config.all_of(MoEConfig))
     sizes = (model.config.flops_per_token, len(model.config.layers) - num_sparse, num_sparse)
     longest = longest_worth_recording(*sizes, sched.max_num_batched_tokens)
-    if any(isinstance(part, LatentAttentionConfig) for part in parts):
+    if model.config.all_of(LatentAttentionConfig):
         longest = min(longest, MOST_RECORDED_OF_LATENTS)
     shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=num_drafts, max_prefill_tokens=longest)
     if config.decode_context_parallel_size == 1:

@@ -86,6 +86,7 @@ def test_the_smallest_shape_that_fits_is_found(
         ("qwen3.5-35b-a3b", 1, 6144),
         ("qwen3.5-35b-a3b", 2, 8704),
         ("nemotron-3-nano-30b-a3b", 1, 5120),
+        ("granite-4.0-h-tiny", 1, 8704),  # its experts run next to an MLP
         ("qwen3.5-9b", 1, 1024),
         ("qwen3.5-9b", 2, 2048),
     ],
@@ -96,7 +97,7 @@ def test_steps_that_launch_longer_than_they_run_are_recorded(
     """Only where launches take longer: otherwise padding to a shape would cost time."""
     (tmp_path / "config.json").write_bytes((HUB_CONFIGS / f"{name}.json").read_bytes())
     config = load_config(tmp_path).shared_by(Ranks(0, num_ranks))
-    num_sparse = sum(isinstance(part, MoEConfig) for part in config.parts)
+    num_sparse = len(config.all_of(MoEConfig))
     sizes = (config.flops_per_token, len(config.layers) - num_sparse, num_sparse)
     shapes = graph_shapes(256, max_prefill_tokens=longest_worth_recording(*sizes, 8192))
     assert max(shape.num_tokens for shape in shapes) == longest

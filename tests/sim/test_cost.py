@@ -16,6 +16,8 @@ from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, SHAPES, fi
 from tests.cache.shapes import REAL_LAYOUTS
 from tests.sim.driving import prefill_s
 
+HUB_CONFIGS = Path(__file__).parents[1] / "models" / "hub_configs"
+
 
 def sizes(layout: CacheLayout) -> tuple[int, ...]:
     pages = (layout.page_bytes, layout.blocks_per_page, layout.slots_per_page)
@@ -48,6 +50,16 @@ def test_active_and_total_weights() -> None:
         all_bytes = 2 * (shape.num_weights + shape.num_expert_weights)
         assert shape.weight_bytes(1) <= shape.weight_bytes(100) <= all_bytes
         assert (shape.weight_bytes(1) < shape.weight_bytes(100)) == (shape.top_k > 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"), [("granite-4.0-h-tiny", 7e9, 1e9), ("nemotron-3-super-120b-a12b", 120e9, 12e9)]
+)
+def test_experts_next_to_an_mlp_are_counted(name: str, total: float, active: float, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((HUB_CONFIGS / f"{name}.json").read_bytes())
+    shape = read_shape(tmp_path)
+    assert shape.num_weights + shape.num_expert_weights == pytest.approx(total, rel=0.1)
+    assert shape.flops_per_token / 2 + shape.head_weights == pytest.approx(active, rel=0.5)
 
 
 def test_more_work_takes_longer() -> None:
