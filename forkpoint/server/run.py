@@ -199,6 +199,14 @@ async def log_load(engine: AsyncEngine, metrics: Metrics, interval_s: float) -> 
         before = now
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return whether a line of uvicorn's is worth a log line.
+
+    It is none that connections are open when the server ends: `ApiServer` has waited for requests and logged the rest.
+    """
+    return "timeout graceful shutdown exceeded" not in str(record.msg)
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers: `ApiServer` decides when to end."""
 
@@ -223,6 +231,7 @@ class _Uvicorn(uvicorn.Server):
         )
         logger = logging.getLogger("uvicorn")  # its lines go to forkpoint's own log
         logger.handlers, logger.propagate = list(LOGGER.handlers), False
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -78,6 +78,16 @@ def test_clients_that_begin_no_handshake_give_way_too(tiny_model: Path, tmp_path
         assert "Traceback" not in running.log
 
 
+def test_an_idle_client_is_no_error_when_the_server_ends(tiny_model: Path, tmp_path: Path) -> None:
+    """It does not answer the end of TLS, so uvicorn waits for its connection and gives up."""
+    running = start_server(tiny_model, tmp_path, "--ssl-certfile", CERTIFICATE, "--ssl-keyfile", KEY).wait_ready()
+    with connect(running) as plain, client_context().wrap_socket(plain, server_hostname="127.0.0.1") as idle:
+        idle.sendall(b"GET /version HTTP/1.1\r\n\r\n")
+        assert idle.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert running.stop() == 0
+    assert running.log.splitlines()[-1].endswith("stopped") and "ERROR" not in running.log, running.log
+
+
 def test_forkpoints_own_client_trusts_what_the_environment_names(
     secure: RunningServer, http: httpx2.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
