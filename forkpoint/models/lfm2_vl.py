@@ -32,25 +32,11 @@ PROJECTORS: Final = ("model.multi_modal_projector.", "multi_modal_projector.")
 PATCHES: Final = "embeddings.patch_embedding"
 PROJECTOR_EPS: Final = 1e-5
 # Fields of the image processor, and of the projector where no tower is loaded.
-UNNEEDED: Final = (
-    "do_image_splitting",
-    "downsample_factor",
-    "encoder_patch_size",
-    "max_image_tokens",
-    "max_num_patches",
-    "max_pixels_tolerance",
-    "max_thumbnail_size",
-    "max_tiles",
-    "min_image_tokens",
-    "min_tiles",
-    "projector_bias",
-    "projector_hidden_act",
-    "projector_hidden_size",
-    "projector_use_layernorm",
-    "tile_size",
-    "use_image_special_tokens",
-    "use_thumbnail",
-)
+UNNEEDED: Final = """
+do_image_splitting downsample_factor encoder_patch_size max_image_tokens max_num_patches max_pixels_tolerance
+max_thumbnail_size max_tiles min_image_tokens min_tiles projector_bias projector_hidden_act projector_hidden_size
+projector_use_layernorm tile_size use_image_special_tokens use_thumbnail
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +87,7 @@ class Lfm2Vl(Lfm2):
     """The family of `Lfm2VlForConditionalGeneration`, with a dense or sparse text model."""
 
     architectures: ClassVar = ("Lfm2VlForConditionalGeneration",)
-    unneeded_fields: ClassVar = (*Lfm2.unneeded_fields, *UNNEEDED)
+    unneeded_fields: ClassVar = (*Lfm2.unneeded_fields, *UNNEEDED.split())
 
     @classmethod
     def read(cls, fields: Fields) -> ModelConfig:
@@ -120,7 +106,7 @@ class SparseText(Lfm2Moe):
     """Reads the text part of an LFM2-VL with experts. Lfm2Vl builds it."""
 
     architectures: ClassVar = ()
-    unneeded_fields: ClassVar = (*Lfm2Moe.unneeded_fields, *UNNEEDED)
+    unneeded_fields: ClassVar = (*Lfm2Moe.unneeded_fields, *UNNEEDED.split())
 
 
 def _layer(reader: TowerReader, name: str, config: Lfm2VisionConfig) -> TowerLayer:
