@@ -16,7 +16,7 @@ from forkpoint.runtime.dealt_keys import MOST_GATHERED
 from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.records import records_bytes
 from forkpoint.runtime.runner import ModelRunner
-from forkpoint.worker.trial import encode_largest_image, full_step_pages, run_full_step
+from forkpoint.worker.trial import encode_largest_image, full_step, full_step_pages, run_full_step
 
 SAMPLER_BYTES_PER_LOGIT = 20  # bytes; a few fp32 copies of the logits of all rows, and the counts for penalties
 NUM_TRIALS = 4  # graphs whose size is measured; recording all of them twice would take too long
@@ -61,7 +61,7 @@ def bytes_beside_arena(loaded: Loaded) -> int:
     activations -= full_step_pages(loaded.layout, sched, config.max_model_len) * loaded.layout.page_bytes
     logits = sched.max_num_seqs * config.vocab_size * SAMPLER_BYTES_PER_LOGIT
     largest = max((shape.num_tokens for shape in shapes), default=0)
-    recorded = activations * largest // sched.max_num_batched_tokens
+    recorded = activations * largest // sum(full_step(sched, config.max_model_len))
     with explained_exhaustion("recording graphs on trial", "give enforce_eager, or " + remedy):
         recorded += len(shapes) * graph_bytes(loaded)
     most_tokens, interval = 1 + loaded.max_num_drafts, loaded.state_write_interval

@@ -32,7 +32,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 def run_full_step(loaded: Loaded) -> None:
     """Run one step of `max_num_batched_tokens` prompt tokens, with an arena of its own that is freed afterwards."""
-    prompts = _full_step(loaded.sched, loaded.model.config.max_model_len)
+    prompts = full_step(loaded.sched, loaded.model.config.max_model_len)
     runner, planner = _parts(loaded, prompts)
     for number, length in enumerate(prompts):
         planner.add(_request(length, 1, number))
@@ -92,7 +92,7 @@ def try_graphs(loaded: Loaded) -> None:
 
 def full_step_pages(layout: CacheLayout, sched: SchedulerConfig, max_model_len: int) -> int:
     """Return the pages of a full step's prompts, with spare blocks, and the reserved page."""
-    return _pages(layout, _full_step(sched, max_model_len))
+    return _pages(layout, full_step(sched, max_model_len))
 
 
 def _pages(layout: CacheLayout, prompts: Sequence[int]) -> int:
@@ -100,7 +100,7 @@ def _pages(layout: CacheLayout, prompts: Sequence[int]) -> int:
     return 1 + sum(layout.num_pages_for(length + 1 + spare, 1) for length in prompts)
 
 
-def _full_step(sched: SchedulerConfig, max_model_len: int) -> list[int]:
+def full_step(sched: SchedulerConfig, max_model_len: int) -> list[int]:
     """Return the lengths of as few prompts as make up a full step, or as the rows allow."""
     longest = max(1, min(sched.max_num_batched_tokens, max_model_len - 1))
     count = min(sched.max_num_seqs, -(-sched.max_num_batched_tokens // longest))

@@ -28,7 +28,7 @@ from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.sched.plan import StepPlan, SubmittedStep
-from forkpoint.worker import build
+from forkpoint.worker import build, memory
 from forkpoint.worker.memory import SAMPLER_BYTES_PER_LOGIT, SLACK_BYTES, bytes_beside_arena, graph_bytes
 from forkpoint.worker.trial import full_step_pages, run_full_step, try_kernels
 from tests.conftest import TINY
@@ -130,6 +130,18 @@ def test_the_room_beside_the_arena(model: Model, layout: CacheLayout) -> None:
     device = Device(peak=arena + 10_000)
     assert bytes_beside_arena(Loaded(model, OPS, layout, sched, device)) == 10_000 + logits + SLACK_BYTES
     assert device.num_runs == 1
+
+
+def test_graphs_have_room_for_more_tokens_than_the_rows_allow(
+    model: Model, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two short rows make no step of 8,192 tokens, but a graph of so many tokens has their activations."""
+    monkeypatch.setattr(memory, "graph_bytes", lambda loaded: 0)
+    sched, most = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=2), SPEC.max_position_embeddings
+    arena, num_tokens = full_step_pages(layout, sched, most) * layout.page_bytes, 2 * (most - 1)
+    loaded = Loaded(model, OPS, layout, sched, Device(peak=arena + num_tokens * MIB))
+    recorded = bytes_beside_arena(replace(loaded, shapes=[StepShape(0, 8192, 4)])) - bytes_beside_arena(loaded)
+    assert recorded == 8192 * MIB
 
 
 def test_the_largest_image_has_room_beside_the_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
