@@ -42,7 +42,7 @@ _NUM_STAGED = 3  # steps whose inputs may still wait for their copy: two in flig
 
 
 def longest_worth_recording(
-    flops_per_token: int, num_dense_layers: int, num_sparse_layers: int, max_num_batched_tokens: int
+    flops_per_token: int, num_dense_layers: int, num_sparse_layers: int, num_full_step_tokens: int
 ) -> int:
     """Return up to how many tokens a step that prefills takes longer to launch than to run.
 
@@ -50,7 +50,7 @@ def longest_worth_recording(
     """
     launch_s = DENSE_LAUNCH_S * num_dense_layers + SPARSE_LAUNCH_S * num_sparse_layers
     longest = int(launch_s * DEVICE_FLOPS / max(1, flops_per_token))
-    return min(longest, max_num_batched_tokens * 5 // 4)
+    return min(longest, num_full_step_tokens * 5 // 4)
 
 
 def graph_shapes(

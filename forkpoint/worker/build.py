@@ -37,7 +37,7 @@ from forkpoint.worker.disk import open_disk_tier
 from forkpoint.worker.memory import bytes_beside_arena, explained_exhaustion
 from forkpoint.worker.peers import open_peer_link
 from forkpoint.worker.sizing import choose_num_host_pages, choose_num_pages
-from forkpoint.worker.trial import run_full_step, try_graphs, try_kernels
+from forkpoint.worker.trial import full_step, run_full_step, try_graphs, try_kernels
 from forkpoint.worker.weights_progress import WeightsProgress
 from forkpoint.worker.worker import Worker, WorkerFacts
 
@@ -107,7 +107,7 @@ def _graph_shapes(config: EngineConfig, sched: SchedulerConfig, model: Model, nu
         return ()
     num_sparse = len(model.config.all_of(MoEConfig))
     sizes = (model.config.flops_per_token, len(model.config.layers) - num_sparse, num_sparse)
-    longest = longest_worth_recording(*sizes, sched.max_num_batched_tokens)
+    longest = longest_worth_recording(*sizes, sum(full_step(sched, model.config.max_model_len)))
     if model.config.all_of(LatentAttentionConfig):
         longest = min(longest, MOST_RECORDED_OF_LATENTS)
     shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=num_drafts, max_prefill_tokens=longest)

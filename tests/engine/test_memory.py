@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.random_model import make_random_model
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.config import SchedulerConfig
+from forkpoint.config import EngineConfig, SchedulerConfig
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import ConfigError, EngineStoppedError
 from forkpoint.image_families.table import read_image_settings
@@ -142,6 +142,14 @@ def test_graphs_have_room_for_more_tokens_than_the_rows_allow(
     loaded = Loaded(model, OPS, layout, sched, Device(peak=arena + num_tokens * MIB))
     recorded = bytes_beside_arena(replace(loaded, shapes=[StepShape(0, 8192, 4)])) - bytes_beside_arena(loaded)
     assert recorded == 8192 * MIB
+
+
+def test_no_graph_has_many_more_tokens_than_any_step(model: Model, folder: Path) -> None:
+    sched = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=2)
+    shapes = build._graph_shapes(EngineConfig(model=str(folder)), sched, model, 0)
+    assert max(shape.num_tokens for shape in shapes) == 1024, "1,280 of 1,022 tokens are too many"
+    longer = build._graph_shapes(EngineConfig(model=str(folder)), replace(sched, max_num_seqs=8), model, 0)
+    assert max(shape.num_tokens for shape in longer) == 4096
 
 
 def test_the_largest_image_has_room_beside_the_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
