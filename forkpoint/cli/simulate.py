@@ -228,8 +228,8 @@ def read_scheduler(options: argparse.Namespace) -> SchedulerConfig:
 
 def _trace(name: str, options: argparse.Namespace) -> Trace:
     name, given = _trace_options(name)
-    path = Path(name)
-    made_up = not path.exists() and not Path(name.partition(":")[0]).suffix  # names of trace files have one
+    path, first = Path(name), name.partition(":")[0]
+    made_up = not path.exists() and first == Path(first).stem  # trace files are named with a folder or a suffix
     trace = make_workload(name) if made_up else read_trace(path, given.get("limit"))
     if "max_tokens" in given:
         trace = trace.within(given["max_tokens"])

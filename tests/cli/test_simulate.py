@@ -77,6 +77,7 @@ def test_options_of_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "no trace"),
         (["nothing.jsonl"], "does not exist"),
+        (["traces/nothing"], "trace traces/nothing does not exist; give a file, a folder"),
         (["chats:sessions=2.5"], "no workload 'chats'; give one of chat, agents, rag, tree, or a trace file"),
         (["chat", "--memory", "1e30"], "--memory '1e30' is not allowed; give GiB above 0, at most 1,048,576"),
         ([CHAT, "--model", "gpt"], "no model shape"),
