@@ -70,7 +70,8 @@ def check_chat_options(
 
 def check_unsupported(lora_request: object, tokenization_kwargs: object) -> None:
     """Raise InvalidParamsError if one of these arguments of vLLM's asks for something; None asks for nothing."""
-    if any(each is not None for each in _listed(lora_request) or [lora_request]):
+    adapters = _listed(lora_request)
+    if any(each is not None for each in ([lora_request] if adapters is None else adapters)):
         raise InvalidParamsError("lora_request is not allowed, because adapters are not supported; leave it out")
     if tokenization_kwargs:
         raise InvalidParamsError(

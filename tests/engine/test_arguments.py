@@ -155,6 +155,7 @@ def test_a_call_as_vllm_takes_it(llm: LLM) -> None:
         return tqdm(total=total, disable=True, **options)
 
     none: dict[str, Any] = {"lora_request": None, "priority": None, "tokenization_kwargs": {}}
+    assert not llm.generate([], SHORT, lora_request=[])  # type: ignore[arg-type]
     want = llm.generate(["a", "b"], SHORT, use_tqdm=False)
     found = llm.generate(["a", {"prompt": "b"}], SHORT, use_tqdm=bar, mm_processor_kwargs={"max_pixels": 9}, **none)
     assert made == [2] and [each.outputs for each in found] == [each.outputs for each in want]
