@@ -8,7 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from forkpoint.platforms.platform import MARK_POLL_S, Mark
-from forkpoint.runtime.host_copies import CopyBatch
+from forkpoint.runtime.copy_lane import CopyBatch
 
 
 class AtOnce:

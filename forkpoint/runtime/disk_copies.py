@@ -8,7 +8,8 @@ from functools import partial
 from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName, TierReport
 from forkpoint.disk.store import DiskStore
 from forkpoint.runtime.after_copies import AfterCopies, AtOnce
-from forkpoint.runtime.host_copies import CopyBatch, StreamCopies, TierMemory
+from forkpoint.runtime.copy_lane import CopyBatch
+from forkpoint.runtime.host_copies import StreamCopies, TierMemory
 from forkpoint.runtime.pinned import PinnedBuffers, as_tensor
 from forkpoint.runtime.stretch import Stretch
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute

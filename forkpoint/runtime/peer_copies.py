@@ -10,7 +10,8 @@ from forkpoint.cache.disk_entries import EntryName
 from forkpoint.peer.link import PeerLink
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.after_copies import AfterCopies, AtOnce
-from forkpoint.runtime.host_copies import CopyBatch, StreamCopies, TierMemory
+from forkpoint.runtime.copy_lane import CopyBatch
+from forkpoint.runtime.host_copies import StreamCopies, TierMemory
 from forkpoint.runtime.pinned import PinnedBuffers, as_tensor
 from forkpoint.runtime.rings import OwnRing, PeerRings
 from forkpoint.runtime.stretch import Stretch
