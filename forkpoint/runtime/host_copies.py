@@ -316,14 +316,15 @@ class StreamCopies(DirectCopies):
     def _copy_in(
         self, source: Stretch, page: int | None, ticket: int, check: Callable[[], bool] | None = None
     ) -> tuple[Stretch, CopyBatch | None]:
-        """Copy other memory to a buffer, and return the buffer and what `copy_out` returns."""
+        """Copy other memory to a buffer, and return the buffer and what `copy_out` returns.
+
+        The buffer is in the host's memory if the device has none left.
+        """
         try:
             buffer = self._buffers_in.take(source.num_bytes, self._in.stream.buffer)
         except torch.OutOfMemoryError:
             self._wait_for_all()
-            found = Stretch.of(source.bytes.clone())
-            if check is not None:
-                self._platform.synchronize()  # a copy on the device is late
+            found = Stretch.of(torch.empty(source.num_bytes, dtype=torch.uint8).copy_(source.bytes))
             if ticket:
                 (self._done if check is None or check() else self._lost).append(ticket)
             return found, None

@@ -147,3 +147,20 @@ def test_a_unit_of_a_ring_that_was_closed_is_lost() -> None:
         found = decode.arena.next_report()
         assert found is not None and found.failed == (9,) and not found.done
         decode.arena.move([Move(MoveKind.BLOCK, 0, 0, MoveRoute.DISCARD, 9)])
+
+
+def test_a_unit_of_a_ring_comes_without_memory_for_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with worker(0, "p", 1 << 20) as prefill, worker(1, "d") as decode:
+        for lease in (1, 2):
+            fetch(decode, prefill, lease, offer(prefill, lease))
+        decode.platform.world.has_memory = False
+
+        def refused(source: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("the copy would be in the device's memory, as the ring is")
+
+        monkeypatch.setattr(Tensor, "clone", refused)
+        decode.arena.move([Move(MoveKind.BLOCK, 0, 2, MoveRoute.STAGE, 9)])
+        report = decode.arena.next_report()
+        assert report is not None and report.done == (9,)
+        decode.arena.move([Move(MoveKind.BLOCK, 0, 3, MoveRoute.LAND, 9)])
+        assert (decode.unit(MoveKind.BLOCK, 3) == 2).all()
