@@ -137,6 +137,7 @@ class LatePlatform(CpuPlatform):
     def __init__(self, seed: int, chance: float = 0.5) -> None:
         super().__init__()
         self.world = World(seed, chance)
+        self.num_opened = 0  # how much memory of others is open
 
     def shared_memory(self, num_bytes: int) -> tuple[Tensor, bytes]:
         memory, handle = torch.full((num_bytes,), POISON, dtype=torch.uint8), uuid.uuid4().bytes
@@ -150,7 +151,11 @@ class LatePlatform(CpuPlatform):
     def open_shared_memory(self, handle: bytes, num_bytes: int) -> Tensor:
         if handle not in self.shared or len(self.shared[handle]) < num_bytes:
             raise OSError("there is no such memory")
+        self.num_opened += 1
         return self.shared[handle]
+
+    def close_shared_memory(self, memory: Tensor) -> None:
+        self.num_opened -= 1
 
     def copy_stream(self) -> CopyStream:
         return LateStream(self.world)

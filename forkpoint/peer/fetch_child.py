@@ -36,7 +36,7 @@ class Identity(NamedTuple):
 class Start(NamedTuple):
     """Fetch these entries to these places of the engine's memory. `shares_memory`: as in Fetching.
 
-    Entries of the `ring` with this handle are not fetched. The process answers with their positions, InRing.
+    Entries of the `ring` with this id are not fetched. The process answers with their positions, InRing.
     """
 
     fetch: Fetch

@@ -144,12 +144,12 @@ class Fetching:
         self._entries: dict[int, list[memoryview | None]] = {}  # by ticket: the buffers of a fetch, until `forget`
         self._running: dict[int, _Running] = {}  # by ticket
         self._ended = _Ended()
-        self._left_rings: set[bytes] = set()  # handles of rings that no longer had most of the last prompt
+        self._left_rings: set[bytes] = set()  # ids of rings that no longer had most of the last prompt
 
     # --- called by the worker's thread
 
     def start(self, fetch: Fetch, buffers: Sequence[memoryview] = (), ring: bytes = b"") -> None:
-        """Start a fetch, to these buffers if they are given. Entries of the `ring` with this handle stay there."""
+        """Start a fetch, to these buffers if they are given. Entries of the `ring` with this id stay there."""
         until_s = time.monotonic() + fetch.timeout_s
         peer = fetch.host, fetch.ports[self._rank]
         if not fetch.names:
@@ -306,7 +306,9 @@ class Fetching:
             held: HeldEntries = line.receive(HeldEntries)
             if held.refusal:
                 raise _NotHeldError(held.refusal)
-            if held.ring is not None and held.ring.handle != running.ring:
+            if held.ring is not None and not shares:
+                raise PeerError("it does not send what it was asked for")
+            if held.ring is not None and held.ring.ring_id != running.ring:
                 self._note_ring(fetch, held.ring)
             for index, part in parts:
                 name = fetch.names[index]

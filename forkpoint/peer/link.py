@@ -32,7 +32,7 @@ class PeerLink:
             self.fetching.use_rings(open_ring, close_ring)
 
     def in_ring(self, ticket: int, place: int) -> tuple[bytes, int] | None:
-        """Return the handle of the ring that an arrived entry is in, and its position; None if it is in a buffer."""
+        """Return the id of the ring that an arrived entry is in, and its position; None if it is in a buffer."""
         return self.fetching.in_ring(ticket, place) if isinstance(self.fetching, ProcessFetching) else None
 
     def close(self) -> None:

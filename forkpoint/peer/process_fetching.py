@@ -61,7 +61,7 @@ class _Child:
 class _Ordered:
     """A fetch that was ordered, until `forget`. Its first `num_arrived` entries have arrived.
 
-    They are in the buffers, or at `positions` of the ring with this handle.
+    They are in the buffers, or at `positions` of the ring with this id.
     """
 
     peer: tuple[str, int]
@@ -74,6 +74,14 @@ class _Ordered:
     @property
     def is_whole(self) -> bool:
         return self.num_arrived == len(self.buffers)
+
+
+@dataclass(slots=True)
+class _PeerRing:
+    """A ring that another engine has named."""
+
+    facts: RingFacts
+    is_open: bool
 
 
 @dataclass(slots=True)
@@ -109,13 +117,16 @@ class ProcessFetching:
         self._ordered: dict[int, _Ordered] = {}  # by ticket
         self._written: set[int] = set()  # tickets of fetches to whose buffers the process may write
         self._leaving: dict[int, list[memoryview]] = {}  # by ticket: such buffers of fetches that were forgotten
-        self._rings: dict[tuple[str, int], bytes] = {}  # handles of the rings that are open, by the peer's address
+        self._rings: dict[tuple[str, int], _PeerRing] = {}  # by the peer's address
         self._unreported = _Unreported()
         self._child: _Child | None = None
         self._revive()  # it is ready when the first request comes
 
     def use_rings(self, open_ring: Callable[[RingFacts], bool], close_ring: Callable[[bytes], None]) -> None:
-        """Leave entries in rings that `open_ring` opens. `close_ring` is called when a peer does not answer."""
+        """Leave entries in rings that `open_ring` opens. `close_ring` is called when a peer does not answer.
+
+        Its argument is the ring's id.
+        """
         self._open_ring, self._close_ring = open_ring, close_ring
 
     def start(self, fetch: Fetch) -> None:
@@ -128,7 +139,7 @@ class ProcessFetching:
         found = [place_of(np.frombuffer(buffer, np.uint8)) for buffer in buffers]
         places = tuple(place for place in found if place is not None)
         with self._lock:
-            ring = self._rings.get(peer, b"") if self.shares_memory else b""
+            ring = self._usable_ring(peer)
             if fetch.names:
                 self._ordered[fetch.ticket] = _Ordered(peer, buffers, ring)
             if len(places) < len(buffers):
@@ -146,7 +157,7 @@ class ProcessFetching:
         return ordered.buffers[place]
 
     def in_ring(self, ticket: int, place: int) -> tuple[bytes, int] | None:
-        """Return the handle of the ring that an arrived entry is in, and its position; None if it is in a buffer."""
+        """Return the id of the ring that an arrived entry is in, and its position; None if it is in a buffer."""
         ordered = self._ordered[ticket]
         assert place < ordered.num_arrived, "it has not arrived"
         position = ordered.positions.get(place)
@@ -231,17 +242,31 @@ class ProcessFetching:
                 self._drop_ring(self._ordered[ticket].peer)
 
     def _use_ring(self, found: FoundRing) -> None:
-        """Open a ring for the next fetches from this peer, in place of an earlier one."""
+        """Open a ring for the next fetches from this peer, in place of an earlier one. It is tried once."""
         ordered = self._ordered.get(found.ticket)
-        if ordered is not None and self._rings.get(ordered.peer) != found.ring.handle:
+        if ordered is None:
+            return
+        known = self._rings.get(ordered.peer)
+        if known is None or known.facts != found.ring:
             self._drop_ring(ordered.peer)
-            if self._open_ring(found.ring):
-                self._rings[ordered.peer] = found.ring.handle
+            is_open = self._is_open(found.ring) or self._open_ring(found.ring)
+            self._rings[ordered.peer] = _PeerRing(found.ring, is_open)
+
+    def _usable_ring(self, peer: tuple[str, int]) -> bytes:
+        """Return the id of the ring in which a fetch may leave its entries; b"" if there is none."""
+        ring = self._rings.get(peer)
+        if ring is None or not ring.is_open or not self.shares_memory:
+            return b""
+        return ring.facts.ring_id
 
     def _drop_ring(self, peer: tuple[str, int]) -> None:
-        handle = self._rings.pop(peer, None)
-        if handle is not None:
-            self._close_ring(handle)
+        dropped = self._rings.pop(peer, None)
+        if dropped is not None and dropped.is_open and not self._is_open(dropped.facts):
+            self._close_ring(dropped.facts.ring_id)
+
+    def _is_open(self, facts: RingFacts) -> bool:
+        """Return whether a ring is open for a peer, which may have several addresses."""
+        return any(ring.is_open and ring.facts == facts for ring in self._rings.values())
 
     def _finish(self, ticket: int, ordered: _Ordered) -> None:
         ordered.num_arrived, ordered.is_reported = len(ordered.buffers), True

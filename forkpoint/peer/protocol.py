@@ -45,7 +45,7 @@ class WantedEntries(msgspec.Struct, array_like=True, frozen=True):
     """Asks for entries of a lease. Without keys the lease ends.
 
     `keys[i]` is the kind of an entry, one byte, its hash, and the number of a part. With `shares_memory`, entries may
-    be read from the prefill engine's memory. `ring` is the handle of its ring if that has been opened.
+    be read from the prefill engine's memory. `ring` is the id of its ring if that has been opened.
     """
 
     namespace: bytes

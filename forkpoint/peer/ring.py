@@ -6,6 +6,7 @@ written before it writes. A decode engine reads the note after a copy, and drops
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 import msgspec
@@ -14,11 +15,17 @@ import numpy as np
 from forkpoint.shared_arrays import MemoryReader, Place, SharedMemory, place_of
 
 NOTE: Final = np.dtype(np.int64)
+CLOSED: Final = np.iinfo(NOTE).max  # the note of a ring without entries
+ID_BYTES: Final = 16
 
 
 class RingFacts(msgspec.Struct, array_like=True, frozen=True):
-    """What another process needs to open a ring: the device's handle of the memory, its bytes, and the note's place."""
+    """What another process needs to open a ring: the device's handle of the memory, its bytes, and the note's place.
 
+    No other ring has the same `ring_id`. A process that takes the place of another one might get the same handle.
+    """
+
+    ring_id: bytes
     handle: bytes
     num_bytes: int
     note: Place
@@ -32,7 +39,7 @@ class Ring:
         self._note = np.ndarray((1,), NOTE, SharedMemory.new(NOTE.itemsize))
         place = place_of(self._note)
         assert place is not None
-        self.facts = RingFacts(handle, num_bytes, place)
+        self.facts = RingFacts(os.urandom(ID_BYTES), handle, num_bytes, place)
 
     def take(self, num_bytes: int) -> int | None:
         """Return the position for an entry, which may be written from now on; None if the ring is too small."""
@@ -46,7 +53,7 @@ class Ring:
 
     def close(self) -> None:
         """Let no entry count as being there any more."""
-        self._note[0] = np.iinfo(NOTE).max
+        self._note[0] = CLOSED
 
     def holds(self, position: int) -> bool:
         """Return whether nothing may have been written over the entry at a position."""
@@ -54,10 +61,16 @@ class Ring:
 
 
 class RingReader:
-    """Reads the note of another engine's ring."""
+    """Reads the note of another engine's ring, also after that engine has ended."""
 
     def __init__(self, facts: RingFacts) -> None:
+        """Raises OSError, or OverflowError for a place that cannot exist, if the note cannot be read from here."""
         self.facts, self._memory = facts, MemoryReader()
+        try:
+            self._note(self._memory)
+        except BaseException:
+            self.close()
+            raise
 
     def start_of(self, position: int, num_bytes: int) -> int | None:
         """Return the byte of the ring at which an entry of this size starts; None if it cannot be there."""
@@ -66,12 +79,23 @@ class RingReader:
 
     def holds(self, position: int) -> bool:
         """Return what `Ring.holds` returns, and False if the note cannot be read."""
-        note = bytearray(NOTE.itemsize)
         try:
-            self._memory.read_into(self.facts.note, memoryview(note))
+            return self._note(self._memory) <= position + self.facts.num_bytes
         except OSError:
             return False
-        return int(np.frombuffer(note, NOTE)[0]) <= position + self.facts.num_bytes
+
+    def has_ended(self) -> bool:
+        """Return whether the other engine has ended or has closed its ring."""
+        try:
+            with MemoryReader() as memory:
+                return self._note(memory) == CLOSED
+        except OSError:
+            return True
+
+    def _note(self, memory: MemoryReader) -> int:
+        note = bytearray(NOTE.itemsize)
+        memory.read_into(self.facts.note, memoryview(note))
+        return int(np.frombuffer(note, NOTE)[0])
 
     def close(self) -> None:
         self._memory.close()

@@ -99,7 +99,7 @@ class OfferServer:
             return
         ring = self._offered.ring
         line.send(HeldEntries(ring=None if ring is None or not wanted.shares_memory else ring.facts))
-        shares_ring = ring is not None and wanted.ring == ring.facts.handle
+        shares_ring = ring is not None and wanted.ring == ring.facts.ring_id
         entries, unsent = list[OfferedEntry](), list[bytes]()
         try:
             for key in wanted.keys:

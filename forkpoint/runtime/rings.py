@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack, closing
 from typing import Final
 
 from torch import Tensor
@@ -15,12 +16,17 @@ LOGGER: Final = logging.getLogger("forkpoint")
 
 
 class OwnRing:
-    """Writes offered units to a ring of `num_bytes`. Raises OSError if the device has no such memory."""
+    """Writes offered units to a ring of `num_bytes`."""
 
     def __init__(self, platform: Platform, num_bytes: int) -> None:
+        """Raises OSError if the device or the system has no such memory."""
         self._platform = platform
         self._memory, handle = platform.shared_memory(num_bytes)
-        self.ring = Ring(handle, num_bytes)
+        try:
+            self.ring = Ring(handle, num_bytes)
+        except BaseException:
+            platform.free_shared_memory(self._memory)
+            raise
 
     def take(self, num_bytes: int) -> tuple[int, Stretch] | None:
         """Return the position and the memory for a unit; None if the ring is too small."""
@@ -37,43 +43,54 @@ class OwnRing:
 
 
 class PeerRings:
-    """Rings of other engines, by their handle."""
+    """Rings of other engines, by their `ring_id`."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
         self._open: dict[bytes, tuple[RingReader, Tensor]] = {}
 
     def open(self, facts: RingFacts) -> bool:
-        """Open a ring. Returns whether its memory can be read from here."""
-        if facts.num_bytes <= 0:
+        """Open a ring, and close those of engines that have ended. Returns whether it can be read from here.
+
+        Its note has to be readable, too. Containers may share a device without the files of their processes.
+        """
+        for ended in [ring_id for ring_id, (reader, _) in self._open.items() if reader.has_ended()]:
+            self.close(ended)
+        if facts.num_bytes <= 0 or facts.ring_id in self._open:
             return False
-        try:
-            memory = self._platform.open_shared_memory(facts.handle, facts.num_bytes)
-        except OSError as error:
-            LOGGER.info("peers: the memory of the other engine's device cannot be read from here: %s", error)
-            return False
-        self._open[facts.handle] = RingReader(facts), memory
+        with ExitStack() as opened:
+            try:
+                reader = opened.enter_context(closing(RingReader(facts)))
+                memory = self._platform.open_shared_memory(facts.handle, facts.num_bytes)
+            except (OSError, OverflowError) as error:
+                LOGGER.info("peers: the memory of the other engine's device cannot be read from here: %s", error)
+                return False
+            opened.pop_all()
+        self._open[facts.ring_id] = reader, memory
         LOGGER.info("peers: later prompts are copied from the memory of the other engine's device")
         return True
 
-    def close(self, handle: bytes) -> None:
-        reader, memory = self._open.pop(handle)
+    def close(self, ring_id: bytes) -> None:
+        """Close a ring, unless `open` has closed it because its engine has ended."""
+        if ring_id not in self._open:
+            return
+        reader, memory = self._open.pop(ring_id)
         reader.close()
         self._platform.synchronize()  # copies may still read it
         self._platform.close_shared_memory(memory)
 
     def close_all(self) -> None:
-        for handle in list(self._open):
-            self.close(handle)
+        for ring_id in list(self._open):
+            self.close(ring_id)
 
-    def find(self, handle: bytes, position: int, num_bytes: int) -> Stretch | None:
+    def find(self, ring_id: bytes, position: int, num_bytes: int) -> Stretch | None:
         """Return the memory of the unit at a position of a ring; None if it cannot be there."""
-        if handle not in self._open:
+        if ring_id not in self._open:
             return None
-        reader, memory = self._open[handle]
+        reader, memory = self._open[ring_id]
         start = reader.start_of(position, num_bytes)
         return None if start is None else Stretch(memory, start, start + num_bytes)
 
-    def holds(self, handle: bytes, position: int) -> bool:
+    def holds(self, ring_id: bytes, position: int) -> bool:
         """Return whether a unit that was copied from a ring was there until now."""
-        return handle in self._open and self._open[handle][0].holds(position)
+        return ring_id in self._open and self._open[ring_id][0].holds(position)

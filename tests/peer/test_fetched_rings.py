@@ -10,8 +10,10 @@ import pytest
 
 from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.peer_offers import Fetch, FetchReport
+from forkpoint.peer.fetching import Fetching
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.process_fetching import ProcessFetching
+from forkpoint.peer.protocol import HeldEntries
 from forkpoint.peer.ring import Ring, RingFacts
 from forkpoint.runtime.pinned import PinnedBuffers
 from forkpoint.shared_arrays import CAN_SHARE
@@ -39,8 +41,8 @@ class Decode:
         self.opened.append(ring)
         return self.can_open
 
-    def fetch(self, link: PeerLink, lease: int, names: Sequence[EntryName] = NAMES) -> FetchReport:
-        self.fetching.start(Fetch(lease, HOST, (link.facts.port,), "p", lease, tuple(names), 30.0))
+    def fetch(self, link: PeerLink, lease: int, names: Sequence[EntryName] = NAMES, host: str = HOST) -> FetchReport:
+        self.fetching.start(Fetch(lease, host, (link.facts.port,), "p", lease, tuple(names), 30.0))
         while True:
             report = self.fetching.next_report(20.0)
             assert report is not None, "nothing came in 20 s"
@@ -72,6 +74,15 @@ def offer(link: PeerLink, lease: int) -> list[int]:
     return positions
 
 
+def id_of(link: PeerLink) -> bytes:
+    assert link.offered.ring is not None
+    return link.offered.ring.facts.ring_id
+
+
+def in_ring(link: PeerLink, positions: Sequence[int]) -> list[tuple[bytes, int]]:
+    return [(id_of(link), position) for position in positions]
+
+
 def test_entries_stay_in_a_ring_that_is_open(prefill: PeerLink, decode: Decode) -> None:
     offer(prefill, 1)
     assert decode.fetch(prefill, 1).done == (1,)
@@ -79,7 +90,7 @@ def test_entries_stay_in_a_ring_that_is_open(prefill: PeerLink, decode: Decode) 
     assert prefill.offered.ring is not None and {ring.handle for ring in decode.opened} == {HANDLE}
     positions = offer(prefill, 2)
     assert decode.fetch(prefill, 2).done == (2,)
-    assert decode.places(2) == [(HANDLE, position) for position in positions]
+    assert decode.places(2) == in_ring(prefill, positions)
     assert len(decode.opened) == 1 and not decode.closed
 
 
@@ -108,11 +119,27 @@ def test_entries_in_a_ring_have_the_names_that_are_asked_for(prefill: PeerLink, 
 
 def test_a_ring_that_cannot_be_opened_is_left_alone(prefill: PeerLink, decode: Decode) -> None:
     decode.can_open = False
-    for lease in (1, 2):
+    for lease in (1, 2, 3):
         offer(prefill, lease)
         assert decode.fetch(prefill, lease).done == (lease,)
         assert decode.places(lease) == [None] * len(NAMES)
-    assert not decode.closed
+    prefill.close()
+    assert decode.fetch(prefill, 4).unreachable == (4,)
+    assert len(decode.opened) == 1 and not decode.closed
+
+
+def test_a_ring_that_an_engine_has_under_two_addresses_is_open_until_neither_answers(
+    prefill: PeerLink, decode: Decode
+) -> None:
+    for lease, host in enumerate((HOST, "localhost", HOST, "localhost"), 1):
+        positions = offer(prefill, lease)
+        assert decode.fetch(prefill, lease, host=host).done == (lease,)
+        assert decode.places(lease) == ([None] * len(NAMES) if lease < 3 else in_ring(prefill, positions))
+    assert len(decode.opened) == 1
+    prefill.close()
+    assert decode.fetch(prefill, 5).unreachable == (5,) and not decode.closed
+    assert decode.fetch(prefill, 6, host="localhost").unreachable == (6,)
+    assert decode.closed == [id_of(prefill)]
 
 
 def test_nothing_stays_in_a_ring_without_shared_memory(prefill: PeerLink, decode: Decode) -> None:
@@ -127,13 +154,14 @@ def test_nothing_stays_in_a_ring_without_shared_memory(prefill: PeerLink, decode
 def test_a_new_ring_takes_the_place_of_the_old_one(prefill: PeerLink, decode: Decode) -> None:
     offer(prefill, 1)
     decode.fetch(prefill, 1)
-    prefill.offered.ring = Ring(b"new handle", 10_000)
+    first = id_of(prefill)
+    prefill.offered.ring = Ring(HANDLE, 10_000)
     for lease in (2, 3):
         positions = offer(prefill, lease)
         decode.fetch(prefill, lease)
     assert decode.places(2) == [None] * len(NAMES)
-    assert decode.places(3) == [(b"new handle", position) for position in positions]
-    assert decode.closed == [HANDLE]
+    assert decode.places(3) == in_ring(prefill, positions)
+    assert decode.closed == [first]
 
 
 def test_the_ring_of_an_engine_that_does_not_answer_is_closed(prefill: PeerLink, decode: Decode) -> None:
@@ -142,4 +170,30 @@ def test_the_ring_of_an_engine_that_does_not_answer_is_closed(prefill: PeerLink,
     prefill.close()
     report = decode.fetch(prefill, 2)
     assert report.failed == report.unreachable == (2,)
-    assert decode.closed == [HANDLE]
+    assert decode.closed == [id_of(prefill)]
+
+
+class Direct:
+    """A decode engine whose fetches run in its own process, and the rings that it was told of."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fetching, self.found = Fetching(facts().namespace, SIZES), list[RingFacts]()
+        monkeypatch.setattr(self.fetching, "_note_ring", lambda fetch, ring: self.found.append(ring))
+
+    def fetch(self, link: PeerLink, lease: int, ring: bytes = b"") -> FetchReport:
+        self.fetching.start(Fetch(lease, HOST, (link.facts.port,), "p", lease, NAMES, 30.0), ring=ring)
+        report = self.fetching.next_report(20.0)
+        assert report is not None
+        return report
+
+
+def test_a_ring_that_was_not_asked_for_is_not_opened(prefill: PeerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one of another machine."""
+    assert prefill.offered.ring is not None
+    monkeypatch.setattr("forkpoint.peer.server.HeldEntries", lambda ring: HeldEntries(ring=known))
+    known, direct = prefill.offered.ring.facts, Direct(monkeypatch)
+    offer(prefill, 1)
+    assert direct.fetch(prefill, 1).done == (1,) and direct.found == [known]
+    offer(prefill, 2)
+    direct.fetching.shares_memory = False
+    assert direct.fetch(prefill, 2).unreachable == (2,) and direct.found == [known]

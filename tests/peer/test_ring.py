@@ -34,24 +34,31 @@ def test_entries_that_are_held_were_not_written_over(num_bytes: int, sizes: list
                 if is_held:
                     start = reader.start_of(position, len(contents))
                     assert start is not None and memory[start : start + len(contents)] == contents
+        assert not reader.has_ended()
         ring.close()
+        assert reader.has_ended()
         assert not any(reader.holds(position) for position, _ in entries)
 
 
-def test_nothing_is_held_by_a_ring_whose_note_cannot_be_read() -> None:
+def test_a_ring_whose_note_is_gone_has_ended() -> None:
     ring = Ring(b"handle", 100)
     position = ring.take(10)
     assert position is not None
     with closing(RingReader(ring.facts)) as reader:
+        assert reader.holds(position) and not reader.has_ended()
+        facts = ring.facts
         del ring
-        assert not reader.holds(position), "its memory is there no longer"
+        assert reader.has_ended()
+    with pytest.raises(OSError, match=r"No such file|other memory"):
+        RingReader(facts)
 
 
 @given(st.integers(0, 2**62), st.integers(1, 10**6), st.integers(1, 10**6))
 def test_an_entry_never_starts_where_it_would_leave_the_ring(position: int, num_bytes: int, size: int) -> None:
     """Whatever position another engine names."""
-    facts = Ring(b"handle", num_bytes).facts
-    start = RingReader(facts).start_of(position, size)
+    ring = Ring(b"handle", num_bytes)
+    with closing(RingReader(ring.facts)) as reader:
+        start = reader.start_of(position, size)
     assert start is None or 0 <= start <= num_bytes - size
     head = PartHead.unpack(PartHead(IN_RING, place=in_ring(position)).pack())
     assert head.status == IN_RING and head.place.offset == position

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -13,11 +15,13 @@ from torch import Tensor
 from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
 from forkpoint.cache.peer_offers import Fetch, PeerFacts
 from forkpoint.peer.link import PeerLink, open_link
+from forkpoint.peer.ring import RingFacts
 from forkpoint.runtime.after_copies import AtOnce
 from forkpoint.runtime.buffers import ArenaBuffer
+from forkpoint.runtime.rings import OwnRing, PeerRings
 from forkpoint.runtime.units import unit_bytes, unit_extent
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
-from forkpoint.shared_arrays import CAN_SHARE
+from forkpoint.shared_arrays import CAN_SHARE, Place, SharedMemory
 from tests.late_streams import LatePlatform
 from tests.sched.harness import LAYOUTS
 
@@ -164,3 +168,74 @@ def test_a_unit_of_a_ring_comes_without_memory_for_a_buffer(monkeypatch: pytest.
         assert report is not None and report.done == (9,)
         decode.arena.move([Move(MoveKind.BLOCK, 0, 3, MoveRoute.LAND, 9)])
         assert (decode.unit(MoveKind.BLOCK, 3) == 2).all()
+
+
+def facts_of(link: PeerLink) -> RingFacts:
+    assert link.offered.ring is not None
+    return link.offered.ring.facts
+
+
+NO_NOTES = {
+    "an ended process": Place(2**22 + 1, 3, 5, 0),
+    "a negative process": Place(-1, -1, -1, -1),
+    "no number of a byte": Place(os.getpid(), 0, 0, 2**64 - 1),
+}
+
+
+@pytest.mark.parametrize("note", NO_NOTES.values(), ids=NO_NOTES)
+def test_a_ring_whose_note_cannot_be_read_is_not_opened(note: Place) -> None:
+    """Containers may share a GPU and not /proc. All prompts would be lost."""
+    with worker(0, "p", 1 << 20) as prefill, worker(1, "d") as decode:
+        facts = facts_of(prefill.link)
+        if note.process_id == os.getpid():  # the memory is there
+            note = facts.note._replace(offset=note.offset)
+        rings = PeerRings(decode.platform)
+        assert not rings.open(msgspec.structs.replace(facts, note=note))
+        assert decode.platform.num_opened == 0
+        assert rings.open(facts) and decode.platform.num_opened == 1
+        rings.close_all()
+        assert decode.platform.num_opened == 0
+
+
+def test_a_ring_of_another_size_is_not_opened() -> None:
+    with worker(0, "p", 1 << 20) as prefill, worker(1, "d") as decode:
+        rings, facts = PeerRings(decode.platform), facts_of(prefill.link)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for num_bytes in (-1, 0, 2**63):
+            assert not rings.open(msgspec.structs.replace(facts, num_bytes=num_bytes))
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_rings_of_engines_that_have_ended_are_closed_when_another_is_opened() -> None:
+    """Nobody may ask the ended engine again, because its port is a free one. The device keeps its ring until then."""
+    with worker(1, "d") as decode:
+        rings = PeerRings(decode.platform)
+        for _ in range(3):
+            with worker(0, "p", 1 << 20) as prefill:
+                assert rings.open(facts_of(prefill.link))
+                assert decode.platform.num_opened == 1
+        rings.close_all()
+        assert decode.platform.num_opened == 0
+
+
+def test_a_ring_does_not_take_the_place_of_another_one() -> None:
+    """Another engine names the first one's ring, and a memory of its own."""
+    with worker(0, "p", 1 << 20) as prefill, worker(1, "p", 1 << 19) as false, worker(2, "d") as decode:
+        rings, facts = PeerRings(decode.platform), facts_of(prefill.link)
+        assert rings.open(facts)
+        assert not rings.open(msgspec.structs.replace(facts_of(false.link), ring_id=facts.ring_id))
+        found = rings.find(facts.ring_id, 0, 10)
+        assert found is not None and len(found.memory) == 1 << 20
+        rings.close_all()
+
+
+def test_the_device_has_its_memory_back_without_shared_memory_for_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(num_bytes: int) -> None:
+        raise OSError("the system has no memory left")
+
+    platform = LatePlatform(0)
+    before = len(platform.shared)
+    monkeypatch.setattr(SharedMemory, "new", refused)
+    with pytest.raises(OSError, match="no memory left"):
+        OwnRing(platform, 1000)
+    assert len(platform.shared) == before
