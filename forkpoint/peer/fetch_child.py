@@ -118,11 +118,8 @@ class _Fetching(Fetching):
     def _note_ring(self, fetch: Fetch, ring: RingFacts) -> None:
         self.add(FoundRing(fetch.ticket, ring))
 
-    def _note_arrival(self, running: _Running, index: int, part: int, position: int | None) -> None:
-        if position is not None:
-            with self._changed:
-                self._positions.setdefault(running.fetch.ticket, {})[index] = position
-        super()._note_arrival(running, index, part, position)
+    def _note_position(self, running: _Running, index: int) -> None:
+        self._positions.setdefault(running.fetch.ticket, {})[index] = running.positions[index]
 
     def report(self, connection: Connection) -> None:
         """Send what is to be sent for as long as the engine runs."""

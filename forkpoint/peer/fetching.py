@@ -280,10 +280,11 @@ class Fetching:
         errors += [found for other in others if (found := other.exception()) is not None]
         if errors:
             raise min(errors, key=lambda found: isinstance(found, _UnwantedError))  # rather the cause than its effects
-        if len(running.positions) < len(sizes) / 2:
-            self._left_rings.add(running.ring)
-        else:
-            self._left_rings.discard(running.ring)
+        with self._changed:
+            if len(running.positions) < len(sizes) / 2:
+                self._left_rings.add(running.ring)
+            else:
+                self._left_rings.discard(running.ring)
 
     def _fetch_parts(self, running: _Running, parts: Sequence[tuple[int, int]]) -> None:
         """Receive parts of entries, given as the place of an entry and the number of a part, over one connection."""
@@ -324,13 +325,18 @@ class Fetching:
         """Note that later fetches may leave entries in the ring of this engine."""
 
     def _note_arrival(self, running: _Running, index: int, part: int, position: int | None) -> None:
-        """Note that a part has arrived, or that its entry is in the ring. Raises _NotHeldError."""
+        """Note that a part has arrived, or that its entry is in the ring. Raises _NotHeldError.
+
+        An entry that was offered again meanwhile is at several positions. The last one stays longest.
+        """
         names = running.fetch.names
         with self._changed:
-            if running.arrived[index] and running.positions.get(index) != position:
+            known = running.positions.get(index)
+            if running.arrived[index] and (known is None) != (position is None):
                 raise _NotHeldError("an entry was written over while it was sent")
             if position is not None:
-                running.positions[index] = position
+                running.positions[index] = position if known is None else max(known, position)
+                self._note_position(running, index)
             running.arrived[index].add(part)
             while running.num_arrived < len(names):
                 num_bytes = self._unit_bytes[names[running.num_arrived].kind]
@@ -340,6 +346,9 @@ class Fetching:
                 running.num_arrived += 1
             if running.unreported_bytes >= PROGRESS_BYTES:
                 self._changed.notify_all()
+
+    def _note_position(self, running: _Running, index: int) -> None:
+        """Note that an entry is in the ring, with the lock."""
 
     def _receive_part(
         self, line: Line, memory: MemoryReader | None, name: EntryName, part: int, buffer: memoryview

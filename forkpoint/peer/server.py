@@ -114,9 +114,10 @@ class OfferServer:
                     return
                 entries.append(entry)
                 (part,) = PART_NUMBER.unpack(key[-PART_NUMBER.size :])  # an entry was found, so the key is long enough
-                if ring is not None and shares_ring and entry.position is not None and ring.holds(entry.position):
+                position = entry.position  # a later offer of the entry may change it
+                if ring is not None and shares_ring and position is not None and ring.holds(position):
                     known = part_sum(self._namespace, entry.name, part, memoryview(b""))
-                    unsent.append(PartHead(IN_RING, known, in_ring(entry.position)).pack())
+                    unsent.append(PartHead(IN_RING, known, in_ring(position)).pack())
                     continue
                 line.send_bytes(b"".join(unsent))
                 unsent.clear()

@@ -12,6 +12,7 @@ from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.peer_offers import Fetch, FetchReport
 from forkpoint.peer.fetching import Fetching
 from forkpoint.peer.link import PeerLink, open_link
+from forkpoint.peer.offered import OfferedEntry
 from forkpoint.peer.process_fetching import ProcessFetching
 from forkpoint.peer.protocol import HeldEntries
 from forkpoint.peer.ring import Ring, RingFacts
@@ -185,6 +186,26 @@ class Direct:
         report = self.fetching.next_report(20.0)
         assert report is not None
         return report
+
+
+def test_parts_of_an_entry_may_be_at_several_positions(prefill: PeerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another prompt offers the entry again while its parts are fetched. Each position has all of it."""
+    monkeypatch.setattr("forkpoint.peer.protocol.PART_BYTES", 450)  # blocks have two parts, states seven
+    wait_for, positions = prefill.offered.wait_for, dict[bytes, list[int | None]]()
+
+    def found(lease: int, key: bytes, wait_s: float) -> OfferedEntry | None:
+        entry = wait_for(lease, key, wait_s)
+        if entry is not None and prefill.offered.ring is not None:
+            entry.position = prefill.offered.ring.take(len(entry.data))
+            positions.setdefault(key, []).append(entry.position)
+        return entry
+
+    monkeypatch.setattr(prefill.offered, "wait_for", found)
+    prefill.offered.ring = Ring(HANDLE, 100_000)
+    offer(prefill, 1)
+    direct = Direct(monkeypatch)
+    assert direct.fetch(prefill, 1, id_of(prefill)).done == (1,)
+    assert [len(each) for each in positions.values()] == [2, 2, 2, 2, 7]
 
 
 def test_a_ring_that_was_not_asked_for_is_not_opened(prefill: PeerLink, monkeypatch: pytest.MonkeyPatch) -> None:
