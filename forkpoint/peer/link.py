@@ -35,6 +35,11 @@ class PeerLink:
         """Return the id of the ring that an arrived entry is in, and its position; None if it is in a buffer."""
         return self.fetching.in_ring(ticket, place) if isinstance(self.fetching, ProcessFetching) else None
 
+    def leave_ring(self, ring_id: bytes) -> None:
+        """Note that an entry was written over before it was copied. See ProcessFetching."""
+        if isinstance(self.fetching, ProcessFetching):
+            self.fetching.leave_ring(ring_id)
+
     def close(self) -> None:
         self.fetching.close()
         if self.server is not None:

@@ -22,6 +22,7 @@ from forkpoint.python_process import python_process
 from forkpoint.shared_arrays import place_of
 
 CLOSE_S: Final = 2.0  # time for the process to end
+RING_AVOIDED_S: Final = 30.0  # nothing is left in a ring for so long after an entry was written over before its copy
 
 
 class _Child:
@@ -82,6 +83,7 @@ class _PeerRing:
 
     facts: RingFacts
     is_open: bool
+    avoided_until_s: float = 0.0  # by `time.monotonic`
 
 
 @dataclass(slots=True)
@@ -162,6 +164,16 @@ class ProcessFetching:
         assert place < ordered.num_arrived, "it has not arrived"
         position = ordered.positions.get(place)
         return None if position is None else (ordered.ring, position)
+
+    def leave_ring(self, ring_id: bytes) -> None:
+        """Leave no entries of later fetches in a ring for a while: one was written over before it was copied.
+
+        Requests that wait for long would lose one prompt after the other.
+        """
+        with self._lock:
+            for ring in self._rings.values():
+                if ring.facts.ring_id == ring_id:
+                    ring.avoided_until_s = time.monotonic() + RING_AVOIDED_S
 
     def forget(self, ticket: int) -> None:
         with self._lock:
@@ -255,7 +267,7 @@ class ProcessFetching:
     def _usable_ring(self, peer: tuple[str, int]) -> bytes:
         """Return the id of the ring in which a fetch may leave its entries; b"" if there is none."""
         ring = self._rings.get(peer)
-        if ring is None or not ring.is_open or not self.shares_memory:
+        if ring is None or not ring.is_open or not self.shares_memory or time.monotonic() < ring.avoided_until_s:
             return b""
         return ring.facts.ring_id
 

@@ -112,9 +112,17 @@ class StreamedPeers(DirectPeers):
             return self._copies.copy_in(Stretch.of(contents), move.ticket)
         source = self._rings.find(*place, self._memory.unit_bytes(move.kind))
         if source is None:
+            self._link.leave_ring(place[0])
             self._copies.lose(move.ticket)
             return None
-        return self._copies.copy_in(source, move.ticket, partial(self._rings.holds, *place))
+        return self._copies.copy_in(source, move.ticket, partial(self._was_held, *place))
+
+    def _was_held(self, ring_id: bytes, position: int) -> bool:
+        """Return whether a unit that was copied from a ring was there until now."""
+        was_held = self._rings.holds(ring_id, position)
+        if not was_held:
+            self._link.leave_ring(ring_id)
+        return was_held
 
     def _offer(self, move: Move, name: EntryName) -> None:
         num_bytes = self._memory.unit_bytes(move.kind)

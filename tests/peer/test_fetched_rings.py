@@ -143,6 +143,24 @@ def test_a_ring_that_an_engine_has_under_two_addresses_is_open_until_neither_ans
     assert decode.closed == [id_of(prefill)]
 
 
+def test_a_ring_is_left_alone_for_a_while_after_a_copy_from_it_was_lost(
+    prefill: PeerLink, decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts wait too long for it, and would be lost one after the other."""
+    for lease in (1, 2):
+        positions = offer(prefill, lease)
+        decode.fetch(prefill, lease)
+    assert decode.places(2) == in_ring(prefill, positions)
+    decode.fetching.leave_ring(id_of(prefill))
+    offer(prefill, 3)
+    assert decode.fetch(prefill, 3).done == (3,) and decode.places(3) == [None] * len(NAMES)
+    monkeypatch.setattr("forkpoint.peer.process_fetching.RING_AVOIDED_S", 0.0)
+    decode.fetching.leave_ring(id_of(prefill))
+    positions = offer(prefill, 4)
+    assert decode.fetch(prefill, 4).done == (4,) and decode.places(4) == in_ring(prefill, positions)
+    assert len(decode.opened) == 1 and not decode.closed
+
+
 def test_nothing_stays_in_a_ring_without_shared_memory(prefill: PeerLink, decode: Decode) -> None:
     decode.fetching.shares_memory = False
     for lease in (1, 2):

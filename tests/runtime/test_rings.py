@@ -81,8 +81,9 @@ def fetch(decode: Worker, prefill: Worker, lease: int, names: tuple[EntryName, .
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_unit_has_the_offered_contents_or_is_lost(seed: int) -> None:
+def test_a_unit_has_the_offered_contents_or_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring has room for three prompts. Copies to the decode engine run late."""
+    monkeypatch.setattr("forkpoint.peer.process_fetching.RING_AVOIDED_S", 0.0)
     chance, ring_bytes = random.Random(seed), 3 * (SIZES[BLOCK] + SIZES[SLOT])
     with worker(seed, "p", ring_bytes) as prefill, worker(seed + 100, "d") as decode:
         num_lost = num_landed = num_in_ring = 0
@@ -137,6 +138,22 @@ def test_a_ring_is_written_before_units_are_offered_although_memory_is_short(mon
         prefill.link.offered.add = noted  # type: ignore[method-assign]
         offer(prefill, 2)
         assert given == [bytes([2]) * SIZES[BLOCK], bytes([2]) * SIZES[SLOT]]
+
+
+def test_prompts_come_to_buffers_for_a_while_after_one_was_lost() -> None:
+    ring_bytes = 3 * (SIZES[BLOCK] + SIZES[SLOT])
+    with worker(0, "p", ring_bytes) as prefill, worker(1, "d") as decode:
+        for lease in (1, 2):
+            fetch(decode, prefill, lease, offer(prefill, lease))
+        decode.arena.move([Move(MoveKind.BLOCK, 0, 2, MoveRoute.STAGE, 9)])
+        for lease in range(3, 7):
+            names = offer(prefill, lease)
+        report = None
+        while report is None:
+            report = decode.arena.next_report()
+        assert report.failed == (9,)
+        fetch(decode, prefill, 6, names)
+        assert decode.link.in_ring(6, 0) is None
 
 
 def test_a_unit_of_a_ring_that_was_closed_is_lost() -> None:
