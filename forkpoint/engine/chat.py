@@ -335,7 +335,7 @@ def _own_error(tokenizer: Tokenizer) -> str | None:
 
 def _own_name(tokenizer: Tokenizer) -> str:
     folder, name = Path(tokenizer.hf.name_or_path), "chat_template.jinja"
-    if "chat_template" not in tokenizer.hf.init_kwargs and not (folder / name).is_file():
+    if tokenizer.hf.init_kwargs.get("chat_template") is None and not (folder / name).is_file():
         name = PROCESSOR_TEMPLATE
     return name if (folder / name).is_file() else "chat_template in tokenizer_config.json"
 

@@ -191,7 +191,7 @@ def test_a_models_own_template_that_is_none_is_told_at_start_and_to_chats_alone(
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     values = json.loads((folder / "tokenizer_config.json").read_text())
     wrong = "{{ messages }}\n{% if %}"
-    values.pop("chat_template", None)
+    values["chat_template"] = None
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
     text = wrong if name.endswith(".jinja") else json.dumps({**values, "chat_template": wrong})
     (folder / name).write_text(text)
