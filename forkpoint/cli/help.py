@@ -73,10 +73,11 @@ def _with_help(flag: VllmFlag) -> argparse.Action:
 
 def nearest(parser: argparse.ArgumentParser, topic: str) -> str:
     """Return the error message for a topic that `about` does not know, with the most similar one."""
-    near = difflib.get_close_matches(topic.lower(), [LIST, ALL, *_groups(parser)], n=1)
+    names = [LIST, ALL, *_groups(parser)]
     flag = nearest_flag(f"--{topic.lower()}", parser._option_string_actions)
     if flag is not None:
-        near.append(flag.removeprefix("--"))
+        names.append(flag.removeprefix("--"))
+    near = difflib.get_close_matches(topic.lower(), names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"--help={topic} names no option; {hint}give {ALL}, {LIST}, a word, or one of {', '.join(_groups(parser))}"
 

@@ -62,11 +62,12 @@ def test_a_word_finds_options_by_name_and_description(capsys: pytest.CaptureFixt
     assert shown("serve -h", capsys) == shown("serve --help=", capsys) == shown("serve M --port 1 --help", capsys)
 
 
-def test_a_word_of_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("word", "meant"), [("max-modl-len", "max-model-len"), ("cp-ops", "cpu-ops")])
+def test_a_word_of_nothing_is_an_error(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        build_parser().parse_args(["serve", "--help=max-modl-len"])
+        build_parser().parse_args(["serve", f"--help={word}"])
     told = capsys.readouterr().err
-    assert ended.value.code == 2 and "did you mean max-model-len?" in told and "scheduler" in told
+    assert ended.value.code == 2 and f"did you mean {meant}?" in told and "scheduler" in told
 
 
 def test_a_flag_of_vllm_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
