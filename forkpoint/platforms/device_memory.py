@@ -56,12 +56,26 @@ class DeviceMemory:
         """Return the memory of a handle of another process, which must have at least `num_bytes`."""
         if len(handle) != HANDLE_BYTES:
             raise OSError(errno.EINVAL, f"a handle has {HANDLE_BYTES} bytes, not {len(handle)}")
-        address, size = ctypes.c_void_p(), ctypes.c_size_t()
+        address = ctypes.c_void_p()
         self._run("cudaIpcOpenMemHandle", ctypes.byref(address), _Handle.from_buffer_copy(handle), ENABLE_PEERS)
-        if self._driver.cuMemGetAddressRange_v2(None, ctypes.byref(size), address) or size.value < num_bytes:
+        try:
+            self._check(address, num_bytes)
+            return self._tensor(address, num_bytes)
+        except BaseException:
             self._run("cudaIpcCloseMemHandle", address)
+            raise
+
+    def _check(self, address: ctypes.c_void_p, num_bytes: int) -> None:
+        """Raise OSError unless there are `num_bytes` at an address, and a tensor of this device can be there."""
+        size = ctypes.c_size_t()
+        if self._driver.cuMemGetAddressRange_v2(None, ctypes.byref(size), address) or size.value < num_bytes:
             raise OSError(errno.EINVAL, f"the memory has {size.value} bytes, not {num_bytes}")
-        return self._tensor(address, num_bytes)
+        try:
+            is_there = self._tensor(address, 1).data_ptr() == address.value
+        except RuntimeError as error:
+            raise OSError(errno.EINVAL, f"torch cannot use the memory: {error}") from error
+        if not is_there:  # torch has copied it, and would not see what is written there later
+            raise OSError(errno.EXDEV, f"torch finds the memory on another device than {self._device}")
 
     def close(self, memory: Tensor) -> None:
         """Close memory that `open` returned. Nothing may use it any more."""
@@ -81,7 +95,7 @@ class DeviceMemory:
 def _loaded(name: str) -> ctypes.CDLL:
     """Return a library that this process has loaded. Raises OSError."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.rpartition(" ")[2]
+        path = line.split(maxsplit=5)[-1]  # after the address, the rights, the offset, the device and the inode
         if path.rpartition("/")[2].startswith(name):
             return ctypes.CDLL(path)
     raise OSError(errno.ENOENT, f"{name} is not loaded")
