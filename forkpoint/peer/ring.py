@@ -6,6 +6,7 @@ written before it writes. A decode engine reads the note after a copy, and drops
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Final
 
@@ -89,8 +90,8 @@ class RingReader:
         try:
             with MemoryReader() as memory:
                 return self._note(memory) == CLOSED
-        except OSError:
-            return True
+        except OSError as error:
+            return error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # these are about this process
 
     def _note(self, memory: MemoryReader) -> int:
         note = bytearray(NOTE.itemsize)

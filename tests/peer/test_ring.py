@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import closing
 
 import pytest
@@ -40,12 +41,19 @@ def test_entries_that_are_held_were_not_written_over(num_bytes: int, sizes: list
         assert not any(reader.holds(position) for position, _ in entries)
 
 
-def test_a_ring_whose_note_is_gone_has_ended() -> None:
+def refused(*given: object) -> int:
+    raise OSError(errno.EMFILE, "too many open files")
+
+
+def test_a_ring_whose_note_is_gone_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = Ring(b"handle", 100)
     position = ring.take(10)
     assert position is not None
     with closing(RingReader(ring.facts)) as reader:
         assert reader.holds(position) and not reader.has_ended()
+        with monkeypatch.context() as limited:
+            limited.setattr("os.open", refused)
+            assert not reader.has_ended(), "this process has too many open files"
         facts = ring.facts
         del ring
         assert reader.has_ended()
