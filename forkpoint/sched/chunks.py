@@ -13,9 +13,10 @@ from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduled_request import ScheduledRequest
 
-# If another engine fetches a prompt early, a chunk leaves this share of the tokens from its start to the prompt's end:
-# less if only engines of this machine can fetch it, which takes less time. Its blocks are fetched while the next chunk
-# is computed, and the last chunk has few blocks. A rest of FEW_LEFT tokens is one chunk.
+# If another engine fetches a prompt early, a chunk leaves this share of the tokens from its start to the prompt's end.
+# Its blocks are fetched while the next chunk is computed, and the last chunk has few blocks. The share is smaller if
+# only engines of this machine can fetch the prompt, because their fetches take less time. A rest of FEW_LEFT tokens is
+# one chunk.
 LEAST_LEFT_SHARE, LEAST_LEFT_SHARE_HERE, FEW_LEFT = 0.25, 0.05, 1024
 
 

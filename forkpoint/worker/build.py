@@ -291,12 +291,13 @@ def _size_arena(config: EngineConfig, loaded: Loaded) -> int:
         LOGGER.info("memory beside weights and arena: %.2f GiB for activations, logits and graphs", beside / GIB)
         # Read again: by now the driver holds the memory that kernels take when they first run.
         share = max(0, (platform.arena_bytes(config.gpu_memory_utilization) or 0) - beside)
+    ring_bytes = 0
     has_buffers = config.host_tier_bytes or config.disk_tier_bytes or config.links_peers
     if share is not None and has_buffers and platform.has_copy_streams:
         ring_bytes = config.ring_bytes // config.tensor_parallel_size
         share = max(0, share - STORED_AT_ONCE - FETCHED_AT_ONCE - ring_bytes)
     limit = loaded.model.config.max_model_len
-    return choose_num_pages(loaded.layout, limit, given, platform.free_bytes(), share)
+    return choose_num_pages(loaded.layout, limit, given, platform.free_bytes(), share, ring_bytes)
 
 
 def _make_runner(loaded: Loaded, num_pages: int, num_host_pages: int) -> ModelRunner:

@@ -18,13 +18,18 @@ MIN_SLOTS = 2  # a request that crosses a boundary while decoding holds two
 
 
 def choose_num_pages(
-    layout: CacheLayout, max_model_len: int, memory_bytes: int | None, free_bytes: int, share_bytes: int | None = None
+    layout: CacheLayout,
+    max_model_len: int,
+    memory_bytes: int | None,
+    free_bytes: int,
+    share_bytes: int | None = None,
+    ring_bytes: int = 0,
 ) -> int:
     """Return the pages of the arena, including page 0.
 
     `memory_bytes` is the user's choice. If that is None, the arena takes `share_bytes`, which the user's share of the
-    device's memory leaves; if that is None too, the size follows from the model. Raises ConfigError if not even one
-    short request fits.
+    device's memory leaves; if that is None too, the size follows from the model. A ring has taken `ring_bytes` of the
+    share. Raises ConfigError if not even one short request fits.
     """
     wanted = share_bytes if memory_bytes is None else memory_bytes
     if wanted is None:
@@ -39,6 +44,8 @@ def choose_num_pages(
             given = f"kv_cache_memory_bytes={memory_bytes}"
         elif share_bytes is not None:
             given = f"the {share_bytes} bytes that gpu_memory_utilization leaves beside weights and activations"
+            if ring_bytes:
+                given += f", after {ring_bytes} bytes for ring_bytes of kv_connector_extra_config"
         raise ConfigError(
             f"{given}: that leaves no room for a single request; one of {BLOCK_SIZE} tokens needs "
             f"{least * layout.page_bytes} bytes ({least} pages of {layout.page_bytes})"

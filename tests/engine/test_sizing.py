@@ -41,6 +41,8 @@ def test_a_share_of_device_memory_replaces_the_default() -> None:
     assert choose_num_pages(LAYOUT, 2**20, 50 * LAYOUT.page_bytes, PLENTY, share) == 50
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         choose_num_pages(LAYOUT, 2**20, None, PLENTY, 0)
+    with pytest.raises(ConfigError, match="after 7 bytes for ring_bytes"):
+        choose_num_pages(LAYOUT, 2**20, None, PLENTY, 0, 7)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.1, "half"])
