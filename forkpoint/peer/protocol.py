@@ -57,7 +57,7 @@ class WantedEntries(msgspec.Struct, array_like=True, frozen=True):
 
 
 class HeldEntries(msgspec.Struct, array_like=True, frozen=True):
-    """The answer to WantedEntries. `refusal` says why no entries follow; "": they do. `ring` can be opened."""
+    """The answer to WantedEntries. `refusal` says why no entries follow; "": they do. `ring` may be opened."""
 
     refusal: str = ""
     ring: RingFacts | None = None
@@ -66,7 +66,7 @@ class HeldEntries(msgspec.Struct, array_like=True, frozen=True):
 class PartHead(NamedTuple):
     """Comes before a part of an entry: its checksum, and its place in shared memory if its bytes do not follow.
 
-    Of an entry in the ring, `place` is `in_ring` of its position, and the checksum is that of no bytes.
+    If the entry is in the ring, `place` is `in_ring` of its position. The checksum then covers the entry's name alone.
     """
 
     status: int

@@ -1,7 +1,7 @@
 """The ring: memory of a device in which a prefill engine keeps what it has offered last, for engines of its machine.
 
-The oldest entries are overwritten, whether somebody copies them or not. The prefill engine notes how far it may have
-written before it writes. A decode engine reads the note after a copy, and drops the copy if it came too late.
+The oldest entries are overwritten, whether somebody copies them or not. Before the prefill engine writes an entry, it
+notes where the entry ends. A decode engine reads the note after a copy, and drops the copy if it came too late.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RingFacts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Ring:
-    """A prefill engine's ring. An entry's position is the number of bytes that were ever given out before it."""
+    """A prefill engine's ring. An entry's position is the number of bytes that were given out or skipped before it."""
 
     def __init__(self, handle: bytes, num_bytes: int) -> None:
         """Raises OSError without shared memory for the note."""

@@ -22,7 +22,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Bytes:
-    """Describes memory of the device to torch. The tensor keeps it alive."""
+    """Describes memory of the device to torch. A tensor of it does not free the memory."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         shape = (num_bytes,)

@@ -290,7 +290,10 @@ class StreamCopies(DirectCopies):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.arena.device)
 
     def copy_beside(self, move: Move, target: Stretch) -> None:
-        """Copy the unit `move.src` of the arena to other memory of the device, before `copy_out` of it is done."""
+        """Copy the unit `move.src` of the arena to other memory of the device.
+
+        The copy has ended when a `copy_out` of the unit that is called next has ended.
+        """
         self._unfilled_beside += self._memory.copies_out(move, target)
 
     def fill(self) -> None:
@@ -309,7 +312,7 @@ class StreamCopies(DirectCopies):
         return batch
 
     def lose(self, ticket: int) -> None:
-        """Report a ticket as failed whose source is not there."""
+        """Report that the source of a ticket is not there."""
         self._fetched[ticket] = Stretch.of(torch.empty(0, dtype=torch.uint8))
         self._lost.append(ticket)
 
