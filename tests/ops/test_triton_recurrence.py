@@ -215,6 +215,17 @@ def test_few_and_many_segments_give_the_same_bits(shape: Recurrence) -> None:
     assert relative_error(together, alone) <= 1e-2 and relative_error(pool[3:5], pool[1:3]) <= 1e-2
 
 
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_recorded_segments_are_scanned_once(count: int) -> None:
+    """They overwrite the states that they start from, so a second scan would start from other states."""
+    lens, slots = [66, *range(2, count + 1)], list(range(count))
+    case, pool = moved(recurrence_case(sum(lens), SMALL, dtype=torch.bfloat16)), pool_for(SMALL)
+    index, recorded_pool = on_device(segments(lens, slots, slots)), copy_pool(pool)
+    launched = OURS.recurrence_prefill(case.inputs, case.params, pool, index)
+    recorded = OURS.recurrence_prefill(case.inputs, case.params, recorded_pool, padded(padded(index)))
+    assert torch.equal(recorded, launched) and torch.equal(recorded_pool, pool)
+
+
 def test_prefill_equals_the_recurrence() -> None:
     case, pool = recurrence_case(67, SMALL, "slow"), pool_for(SMALL)
     want, states = recurrence_by_token(case, pool[1].cpu())
