@@ -74,9 +74,9 @@ class Checker:
             self.refuse(name, value, f"a number {bounds}")
         return found
 
-    def flag(self, name: str, value: object) -> bool:
+    def flag(self, name: str, value: object, allowed: str = "True or False") -> bool:
         if not isinstance(value, bool) and type(value).__name__ not in ("bool_", "bool"):
-            self.refuse(name, value, "True or False")
+            self.refuse(name, value, allowed)
         return bool(value)
 
     def text(self, name: str, value: object, most: int, *, empty: bool = True) -> str:

@@ -91,7 +91,8 @@ def bar_of(use_tqdm: bool | Callable[..., Any]) -> Callable[..., Any] | None:
     """Return the function that creates the progress bar; None for no bar. Raises InvalidParamsError."""
     if callable(use_tqdm):
         return use_tqdm
-    return tqdm if Checker(InvalidParamsError).flag("use_tqdm", use_tqdm) else None
+    allowed = "True, False, or a function that creates the bar"
+    return tqdm if Checker(InvalidParamsError).flag("use_tqdm", use_tqdm, allowed) else None
 
 
 def listed_tools(tools: object) -> list[Any]:

@@ -136,7 +136,7 @@ def test_a_folder_may_be_a_path(tiny_model: Path) -> None:
         ({"prompts": "a", "priority": "high"}, InvalidParamsError, "priority='high' is not allowed"),
         ({"prompts": "a", "priority": 2**31}, InvalidParamsError, "priority=2147483648 is not allowed"),
         ({"prompts": "a", "priority": True}, InvalidParamsError, "priority=True is not allowed"),
-        ({"prompts": "a", "use_tqdm": "no"}, InvalidParamsError, "use_tqdm='no' is not allowed"),
+        ({"prompts": "a", "use_tqdm": "no"}, InvalidParamsError, "use_tqdm='no' is not allowed; give True, False, or"),
         ({"prompts": "a", "lora_request": [None, 1]}, InvalidParamsError, "adapters are not supported"),
         ({"prompts": "a", "tokenization_kwargs": {"padding": 1}}, InvalidParamsError, "give prompts as token ids"),
     ],
