@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -14,12 +15,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.peer_offers import Fetch, FetchReport
 from forkpoint.peer.fetch_child import Forget
 from forkpoint.peer.link import PeerLink, open_link
@@ -60,6 +62,12 @@ def wait_for_end(fetching: ProcessFetching) -> FetchReport:
     while not (report := next_report(fetching)).done and not report.failed:
         pass
     return report
+
+
+def test_pickled_names_keep_every_field() -> None:
+    """EntryName says itself what is pickled."""
+    name = EntryName(*range(1, 1 + len(fields(EntryName))))  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(name)) == name
 
 
 @pytest.mark.parametrize("shares", [True, False])
