@@ -132,6 +132,7 @@ class LatePlatform(CpuPlatform):
     """A CPU whose host tier streams. `chance` says how far its streams come between two steps."""
 
     has_copy_streams = True
+    lends_memory = True
     shared: ClassVar[dict[bytes, Tensor]] = {}  # memory by its handle, of all these devices
 
     def __init__(self, seed: int, chance: float = 0.5) -> None:

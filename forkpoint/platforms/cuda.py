@@ -19,6 +19,7 @@ class CudaPlatform(AcceleratorPlatform):
     kind, graph_class, allocator_variable = "cuda", "CUDAGraph", "PYTORCH_CUDA_ALLOC_CONF"
     collectives = "nccl"
     has_copy_streams = True
+    lends_memory = torch.version.cuda is not None
 
     def __init__(self, index: int = 0) -> None:
         # With a workspace, cuBLASLt chooses kernels for 512 rows and more that first clear a counter. It reads this
@@ -78,7 +79,7 @@ class CudaPlatform(AcceleratorPlatform):
         self._device_memory().close(memory)
 
     def _device_memory(self) -> DeviceMemory:
-        if torch.version.cuda is None:
+        if not self.lends_memory:
             raise OSError("processes cannot share memory of this kind of GPU")
         return DeviceMemory(self.device)
 

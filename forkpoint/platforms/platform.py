@@ -96,6 +96,7 @@ class Platform(Protocol):
     has_graphs: bool = False  # `record_graph` is of use
     loads_while_recording: bool = False  # `record_graph` takes work whose kernels have never run
     has_copy_streams: bool = False  # `copy_stream` returns one
+    lends_memory: bool = False  # `shared_memory` returns memory that other processes can open
 
     @abstractmethod
     def __init__(self, index: int = 0) -> None:

@@ -424,3 +424,19 @@ def test_families(tmp_path: Path, family: str) -> None:
         assert answer.cache.num_peer_tokens == 256
         ids = ask(first, prompt(1))
         assert bits_of(answer) == bits_of(ids)
+
+
+def test_no_memory_is_left_free_for_a_ring_that_cannot_be(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs whose memory other processes cannot open."""
+
+    def started(lends_memory: bool) -> int:
+        platform = LatePlatform(0)
+        platform.lends_memory = lends_memory
+        monkeypatch.setattr(platform, "arena_bytes", lambda utilization: 1 << 31)
+        monkeypatch.setattr("forkpoint.worker.build.resolve_platform", lambda *given: platform)
+        with engine(tiny_model, "kv_producer", {"ring_bytes": 1 << 27}) as llm:
+            layout = llm._engine.core.scheduler.cache.layout
+            return llm._engine.core.scheduler.cache.arena.num_pages * layout.page_bytes
+
+    lost = started(lends_memory=False) - started(lends_memory=True)
+    assert abs(lost - (1 << 27)) < 1 << 20
