@@ -26,8 +26,10 @@ void tile_rows(int rows, const float* a, const float* b, float* c, int64_t k, bo
 // Over a whole bf16 panel [K/2][32][2]: A is cut into [K / K_BLOCK][rows][ROW_STRIDE]; C rows are 32 apart.
 void tile_rows_bf16(int rows, const float* a, const uint32_t* panel, float* c, int64_t k);
 
-#ifdef __AVX512BF16__
-constexpr bool MULTIPLIES_PAIRS = true;  // the processor adds the products of two pairs of bf16 in one step
+// Whether the processor adds the products of two pairs of bf16 in one step, and fast: on Xeons with AMX, decoding took
+// 1.1 to 1.3 times as long as with rows widened to fp32.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr bool MULTIPLIES_PAIRS = true;
 #else
 constexpr bool MULTIPLIES_PAIRS = false;
 #endif
