@@ -1,12 +1,12 @@
 """Chunked recurrences in Triton. reference.py has the formulas.
 
-Two launches compute a prefill:
+Two kernels compute a prefill:
 
 1. `_chunk_kernel` works on all 64-token chunks at once: gates, the chunk's scores, and for the delta rule the norms of
    q and k and the inverse of the chunk's triangular system.
 2. `_scan_kernel` walks each segment's chunks in order, with the fp32 state in registers. It stores the state to slots
    where the index says so. In the transposed (TURN) form, each product's left operand is the previous result and stays
-   in registers.
+   in registers. A recorded step launches both forms, and one of them does nothing.
 
 Products have bfloat16 operands for bfloat16 inputs and fp32 operands otherwise. Every sum is fp32.
 """
