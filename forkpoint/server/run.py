@@ -202,7 +202,8 @@ async def log_load(engine: AsyncEngine, metrics: Metrics, interval_s: float) -> 
 def _is_news(record: logging.LogRecord) -> bool:
     """Return whether a line of uvicorn's is worth a log line.
 
-    It is none that connections are open when the server ends: `ApiServer` has waited for requests and logged the rest.
+    uvicorn reports connections that are open when the server ends. `ApiServer` has already waited for their requests,
+    and logged those that it cut off.
     """
     return "timeout graceful shutdown exceeded" not in str(record.msg)
 
