@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks import machine
-from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
 from forkpoint.cache.peer_offers import Fetch, PeerFacts
+from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.runtime.pinned import PinnedBuffers
 

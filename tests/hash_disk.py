@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tier_entries import EntryName
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute, TierReport
 from tests.hash_memory import HashMemory
 from tests.hash_step import require

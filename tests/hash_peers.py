@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from forkpoint.cache.disk_entries import BLOCK
+from forkpoint.cache.tier_entries import BLOCK
 from forkpoint.sched.plan import Fetch, FetchReport, Move, MoveKind, MoveRoute
 from tests.hash_memory import HashMemory
 from tests.hash_step import require

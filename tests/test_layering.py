@@ -48,14 +48,14 @@ ALLOWED: dict[str, set[str]] = {
     "platforms": VALUES,
     "ops": {"platforms.table"} | VALUES,
     "models": {"ops", "cache.layer_spec"} | VALUES,
-    "disk": {"cache.disk_entries"},
-    "peer": {"cache.disk_entries", "cache.peer_offers", "disk.namespace", "python_process", "shared_arrays"},
+    "disk": {"cache.tier_entries"},
+    "peer": {"cache.tier_entries", "cache.peer_offers", "disk.namespace", "python_process", "shared_arrays"},
     "runtime": {
         "platforms",
         "models",
         "ops",
         "cache.layout",
-        "cache.disk_entries",
+        "cache.tier_entries",
         "disk.store",
         "peer.link",
         "peer.ring",
@@ -64,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     | VALUES,
     "obs": {"cache.layout", "cache.counters"} | VALUES,
     "grammar": {"sched.plan", "sched.request", "engine.tokenizer"} | VALUES,
-    "worker": {"platforms", "sched", "cache.layout", "cache.disk_entries", "cache.tree", "disk", "runtime", "models"}
+    "worker": {"platforms", "sched", "cache.layout", "cache.tier_entries", "cache.tree", "disk", "runtime", "models"}
     | {"ops", "obs", "peer", "cache.layer_spec", "cache.peer_offers"}
     | VALUES,
     "engine": {"worker", "grammar", "sched", "cache", "models.registry", "obs", "routing.wire"} | VALUES,

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tier_entries import EntryName
 from forkpoint.errors import ConfigError
 
 

@@ -9,13 +9,13 @@ from typing import Final
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters, CacheStats
-from forkpoint.cache.disk_entries import BLOCK, SLOT, DiskFacts, EntryName, TierReport, window_at
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import TRY_AGAIN_S, LoadChoice
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import LateTier, unit_of, windows_of
+from forkpoint.cache.tier_entries import BLOCK, SLOT, DiskFacts, EntryName, TierReport, window_at
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Entry, Node, Origin, node_of
 from forkpoint.cache.windows import WindowRuns

@@ -11,7 +11,6 @@ from typing import Final, TypeAlias
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters
-from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, EntryName, TierReport
 from forkpoint.cache.disk_tier import name_of
 from forkpoint.cache.hashing import HashChain
 from forkpoint.cache.layout import NO_BLOCK, NO_SLOT, CacheLayout
@@ -19,6 +18,7 @@ from forkpoint.cache.lease import Lease
 from forkpoint.cache.peer_offers import Fetch, FetchReport, Offer, PeerFacts
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.tier import unit_of
+from forkpoint.cache.tier_entries import FETCHED_AT_ONCE, EntryName, TierReport
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Entry, Node
 from forkpoint.cache.windows import WindowRuns, ids_of

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.hashing import HASH_BYTES
+from forkpoint.cache.tier_entries import EntryName
 from forkpoint.cache.tree import Origin
 from forkpoint.config import BLOCK_SIZE
 

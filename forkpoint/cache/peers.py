@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters
-from forkpoint.cache.disk_entries import BLOCK, EntryName
 from forkpoint.cache.disk_tier import ORIGINS, name_of
 from forkpoint.cache.fetched import FetchedPrompts
 from forkpoint.cache.hashing import BlockHash, HashChain
@@ -18,6 +17,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.peer_offers import Offer, PeerFacts
 from forkpoint.cache.tier import unit_of, windows_of
+from forkpoint.cache.tier_entries import BLOCK, EntryName
 from forkpoint.cache.tree import Entry, Node, Origin, path_below
 from forkpoint.checks import is_loopback
 from forkpoint.config import BLOCK_SIZE

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, LOADED_AT_ONCE
 from forkpoint.cache.layout import NO_BLOCK
 from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.store import PrefixStore
+from forkpoint.cache.tier_entries import FETCHED_AT_ONCE, LOADED_AT_ONCE
 from forkpoint.cache.tree import Checkpoint, Entry, Node, path_below
 from forkpoint.cache.windows import WindowRow
 from forkpoint.config import BLOCK_SIZE

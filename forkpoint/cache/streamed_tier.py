@@ -7,13 +7,13 @@ from typing import Final
 
 from forkpoint.cache.arena import Move, MoveRoute
 from forkpoint.cache.counters import CacheCounters
-from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, HOST_READY, STORED_AT_ONCE
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import HostTier, LateTier, unit_of, windows_of
+from forkpoint.cache.tier_entries import FETCHED_AT_ONCE, HOST_READY, STORED_AT_ONCE
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Entry, node_of
 from forkpoint.cache.windows import WindowRuns

@@ -8,7 +8,6 @@ from typing import Final
 
 from forkpoint.cache.arena import Arena, Move, MoveKind, MoveRoute
 from forkpoint.cache.counters import CacheCounters, CacheStats
-from forkpoint.cache.disk_entries import TierReport
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import NO_BLOCK, CacheLayout
@@ -17,6 +16,7 @@ from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.restorable import Restorable, is_private
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.store import PrefixStore
+from forkpoint.cache.tier_entries import TierReport
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Entry, Node, nearest_checkpoint, node_of
 from forkpoint.cache.windows import WindowRuns, ids_of

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
-from forkpoint.cache.disk_entries import LOADED_AT_ONCE
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import LoadProgress
+from forkpoint.cache.tier_entries import LOADED_AT_ONCE
 from forkpoint.cache.tree import Entry, Node
 from forkpoint.cache.windows import WindowRuns, ids_of
 

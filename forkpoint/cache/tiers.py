@@ -10,7 +10,6 @@ from functools import partial
 from typing import Final
 
 from forkpoint.cache.arena import MoveRoute
-from forkpoint.cache.disk_entries import HOST_READY, DiskFacts, TierReport
 from forkpoint.cache.disk_tier import DiskTier
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.lease import Lease
@@ -21,6 +20,7 @@ from forkpoint.cache.restoring import Restoring
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.streamed_tier import StreamedHostTier
 from forkpoint.cache.tier import HostTier, Tier
+from forkpoint.cache.tier_entries import HOST_READY, DiskFacts, TierReport
 from forkpoint.cache.tree import Entry, node_of
 
 NO_LIMIT: Final = 1 << 62

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from forkpoint.cache.disk_entries import RECORD, Records, no_entries, window_at
+from forkpoint.cache.tier_entries import RECORD, Records, no_entries, window_at
 from forkpoint.disk.folder import names_open_file
 
 MAGIC: Final = b"FKJ1"

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import xxhash
 
-from forkpoint.cache.disk_entries import EntryName
+from forkpoint.cache.tier_entries import EntryName
 
 FORMAT: Final = 1  # number of the format of slab and journal; files of another format are foreign
 WEIGHT_FILES: Final = "*.safetensors"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from forkpoint.cache.disk_entries import BLOCK
+from forkpoint.cache.tier_entries import BLOCK
 from forkpoint.disk.folder import names_open_file
 
 SECTOR_BYTES: Final = 4096  # alignment of direct reads and writes

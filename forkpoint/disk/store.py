@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from forkpoint.cache.disk_entries import BLOCK, DAY_S, RECORD, SLOT, DiskFacts, EntryName, Records, TierReport
+from forkpoint.cache.tier_entries import BLOCK, DAY_S, RECORD, SLOT, DiskFacts, EntryName, Records, TierReport
 from forkpoint.disk.folder import lock_file, unlock
 from forkpoint.disk.journal import Journal
 from forkpoint.disk.namespace import entry_sum

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
 
-from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.peer_offers import Fetch, FetchReport
+from forkpoint.cache.tier_entries import EntryName
 from forkpoint.peer.fetching import LOGGER, Fetching, _Running
 from forkpoint.peer.ring import RingFacts
 from forkpoint.shared_arrays import OpenedMemory, Place

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.peer_offers import Fetch, FetchReport
+from forkpoint.cache.tier_entries import EntryName
 from forkpoint.peer.offered import key_of
 from forkpoint.peer.peer_threads import PeerThreads
 from forkpoint.peer.protocol import (

@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from forkpoint.cache.disk_entries import EntryName
+from forkpoint.cache.tier_entries import EntryName
 from forkpoint.peer.protocol import part_of, part_sum
 from forkpoint.peer.ring import Ring
 from forkpoint.shared_arrays import Place, place_of

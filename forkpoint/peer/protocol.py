@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 
-from forkpoint.cache.disk_entries import EntryName
+from forkpoint.cache.tier_entries import EntryName
 from forkpoint.disk.namespace import entry_sum
 from forkpoint.peer.ring import RingFacts
 from forkpoint.shared_arrays import Place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName, TierReport
+from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName, TierReport
 from forkpoint.disk.store import DiskStore
 from forkpoint.runtime.after_copies import AfterCopies, AtOnce
 from forkpoint.runtime.copy_lane import CopyBatch

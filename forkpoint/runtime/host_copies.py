@@ -12,8 +12,8 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from forkpoint.cache.disk_entries import HOST_READY, TierReport
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tier_entries import HOST_READY, TierReport
 from forkpoint.platforms.platform import MARK_POLL_S, Platform
 from forkpoint.runtime.copy_lane import CopyBatch, CopyLane
 from forkpoint.runtime.device_buffers import DeviceBuffers

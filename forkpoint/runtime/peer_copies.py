@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from typing import Final
 
-from forkpoint.cache.disk_entries import EntryName
+from forkpoint.cache.tier_entries import EntryName
 from forkpoint.peer.link import PeerLink
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.after_copies import AfterCopies, AtOnce

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from forkpoint.cache.arena import Move as Move
 from forkpoint.cache.arena import MoveKind as MoveKind
 from forkpoint.cache.arena import MoveRoute as MoveRoute
-from forkpoint.cache.disk_entries import TierReport as TierReport
 from forkpoint.cache.layout import NO_SLOT as NO_SLOT
 from forkpoint.cache.peer_offers import Fetch as Fetch
 from forkpoint.cache.peer_offers import FetchReport as FetchReport
+from forkpoint.cache.tier_entries import TierReport as TierReport
 from forkpoint.images import ImageSpan
 from forkpoint.params import SamplingParams
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from forkpoint.cache.disk_entries import TierReport
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tier_entries import TierReport
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 
 # Moves that cost a step nothing: the disk's own, and those without a copy.

@@ -8,9 +8,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from forkpoint.cache.disk_entries import DiskFacts, no_entries
 from forkpoint.cache.layout import WIDEST_STORED, CacheLayout
 from forkpoint.cache.policies import new_capture_policy, new_eviction_policy
+from forkpoint.cache.tier_entries import DiskFacts, no_entries
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import GIB, MAX_HOST_GIB, CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from forkpoint.cache.disk_entries import FETCHED_AT_ONCE, STORED_AT_ONCE, DiskFacts
 from forkpoint.cache.layer_spec import KVSpec
 from forkpoint.cache.layout import WIDEST_STORED, CacheLayout
 from forkpoint.cache.peer_offers import PeerFacts
+from forkpoint.cache.tier_entries import FETCHED_AT_ONCE, STORED_AT_ONCE, DiskFacts
 from forkpoint.config import GIB, EngineConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.models.decoder import Model

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from forkpoint.cache.disk_entries import DiskFacts
+from forkpoint.cache.tier_entries import DiskFacts
 from forkpoint.cache.tree import Origin
 from forkpoint.config import EngineConfig
 from forkpoint.disk.folder import namespace_folder, remove_old_namespaces

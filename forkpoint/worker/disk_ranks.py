@@ -10,7 +10,7 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
-from forkpoint.cache.disk_entries import DiskFacts, Records
+from forkpoint.cache.tier_entries import DiskFacts, Records
 from forkpoint.sched.plan import TierReport
 
 

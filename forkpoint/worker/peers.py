@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from forkpoint.cache.disk_entries import BLOCK, SLOT
 from forkpoint.cache.peer_offers import PeerFacts
+from forkpoint.cache.tier_entries import BLOCK, SLOT
 from forkpoint.config import EngineConfig
 from forkpoint.disk.namespace import namespace_of
 from forkpoint.errors import ConfigError

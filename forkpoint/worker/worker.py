@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from forkpoint.cache.disk_entries import DiskFacts
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.peer_offers import PeerFacts
+from forkpoint.cache.tier_entries import DiskFacts
 from forkpoint.config import SchedulerConfig
 from forkpoint.sched.plan import Runner
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName, TierReport
+from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName, TierReport
 from forkpoint.disk.slab import SlabLayout
 from forkpoint.disk.store import DiskStore, open_store
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forkpoint.cache.disk_entries import BLOCK, RECORD, SLOT
+from forkpoint.cache.tier_entries import BLOCK, RECORD, SLOT
 from forkpoint.disk.journal import Journal
 from forkpoint.disk.slab import Slab
 from forkpoint.disk.store import open_store

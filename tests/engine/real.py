@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 
 import torch
 
-from forkpoint.cache.disk_entries import DiskFacts
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tier_entries import DiskFacts
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.disk.store import open_store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from forkpoint.cache.disk_entries import RECORD, DiskFacts, Records
+from forkpoint.cache.tier_entries import RECORD, DiskFacts, Records
 from forkpoint.sched.plan import FetchReport, TierReport
 from forkpoint.worker.disk_ranks import TierTickets, common_disk
 from forkpoint.worker.peer_ranks import MOST_OPEN, FetchTickets

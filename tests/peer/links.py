@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
 from forkpoint.cache.peer_offers import Fetch, PeerFacts
+from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.peer.link import PeerLink
 
 SIZES = {BLOCK: 700, SLOT: 3000}

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.peer_offers import Fetch, FetchReport
+from forkpoint.cache.tier_entries import EntryName
 from forkpoint.peer.fetching import Fetching
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.offered import OfferedEntry

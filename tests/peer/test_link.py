@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
 from forkpoint.cache.peer_offers import Fetch
+from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.offered import key_of
 from forkpoint.peer.protocol import (

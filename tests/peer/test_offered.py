@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
+from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.peer.offered import Offered, key_of
 
 UNIT = 100  # bytes

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forkpoint.cache.disk_entries import EntryName
 from forkpoint.cache.peer_offers import Fetch, FetchReport
+from forkpoint.cache.tier_entries import EntryName
 from forkpoint.peer.fetch_child import Forget
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.process_fetching import ProcessFetching

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
-from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
+from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.disk.store import open_store
 from forkpoint.worker.disk import slab_layout
 from tests.runtime.test_host_copies import SMALL, Moving

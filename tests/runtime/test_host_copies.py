@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
-from forkpoint.cache.disk_entries import HOST_READY
 from forkpoint.cache.layer_spec import KVSpec
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tier_entries import HOST_READY
 from forkpoint.platforms.copy_stream import PIECE_BYTES, pieces
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.stretch import Stretch, joined, joint_padding

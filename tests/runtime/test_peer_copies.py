@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from forkpoint.cache.disk_entries import BLOCK, SLOT
 from forkpoint.cache.peer_offers import PeerFacts
+from forkpoint.cache.tier_entries import BLOCK, SLOT
 from forkpoint.peer.link import open_link
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.pinned import as_tensor

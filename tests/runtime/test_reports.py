@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from forkpoint.cache.disk_entries import TierReport
 from forkpoint.cache.peer_offers import FetchReport
+from forkpoint.cache.tier_entries import TierReport
 from forkpoint.runtime.buffers import ArenaBuffer
 from tests.sched.harness import LAYOUTS
 

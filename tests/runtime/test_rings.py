@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.cache.disk_entries import BLOCK, SLOT, EntryName
 from forkpoint.cache.peer_offers import Fetch, PeerFacts
+from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.ring import RingFacts
 from forkpoint.runtime.after_copies import AtOnce

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from forkpoint.cache.disk_entries import HOST_READY, DiskFacts, TierReport, no_entries
 from forkpoint.cache.layer_spec import KVSpec
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.peer_offers import PeerFacts
+from forkpoint.cache.tier_entries import HOST_READY, DiskFacts, TierReport, no_entries
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig

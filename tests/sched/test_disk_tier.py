@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from forkpoint.cache.disk_entries import BLOCK, RECORD, SLOT, DiskFacts
 from forkpoint.cache.eviction import RecomputeCost
 from forkpoint.cache.hashing import HashChain
 from forkpoint.cache.integrity import check_integrity
 from forkpoint.cache.manager import CacheManager
+from forkpoint.cache.tier_entries import BLOCK, RECORD, SLOT, DiskFacts
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import CacheConfig
 from tests.cache.published import Listener

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from forkpoint.cache.arena import Move, MoveKind, MoveRoute
-from forkpoint.cache.disk_entries import HOST_READY, TierReport
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.streamed_tier import StreamedHostTier
+from forkpoint.cache.tier_entries import HOST_READY, TierReport
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.sched.request import Request
 from tests.cache.published import Listener, sent_hashes

@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 import pytest
 
 from forkpoint.cache.arena import MoveRoute
-from forkpoint.cache.disk_entries import TierReport
 from forkpoint.cache.streamed_tier import StreamedHostTier
+from forkpoint.cache.tier_entries import TierReport
 from forkpoint.sched.plan import StepPlan
 from tests.hash_disk import HashDisk
 from tests.hash_runner import HashRunner

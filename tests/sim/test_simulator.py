@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint.cache.disk_entries import DiskFacts, no_entries
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tier_entries import DiskFacts, no_entries
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.engine.core import EngineCore

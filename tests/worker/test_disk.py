@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from forkpoint.cache.disk_entries import DiskFacts
+from forkpoint.cache.tier_entries import DiskFacts
 from forkpoint.config import EngineConfig
 from forkpoint.disk.store import DiskStore
 from forkpoint.errors import ConfigError
