@@ -79,7 +79,7 @@ def graph_shapes(
         counts = sorted({min(count, max_num_rows * (1 + max_num_drafts)) for count in choices})
         for count in (count for count in counts if total - count >= total // 2):
             tokens = total - count
-            segments = max(_MIN_SEGMENTS, tokens // _TOKENS_PER_SEGMENT)
+            segments = min(max_num_rows, max(_MIN_SEGMENTS, tokens // _TOKENS_PER_SEGMENT))
             shapes.append(StepShape(count, tokens, segments, min(count, max_num_rows) if max_num_drafts else 0))
     return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_decodes), reverse=True))
 

@@ -63,6 +63,7 @@ def test_the_smallest_shape_that_fits_is_found(
     if bool(tokens) != bool(segments) or segments > tokens or not decodes + segments or decodes + segments > num_rows:
         return
     shapes = graph_shapes(num_rows, min(max_tokens, 1024), max_prefill_tokens=max_tokens)
+    assert all(shape.num_segments <= num_rows for shape in shapes), "a segment is a row's"
     exact = StepShape(decodes, tokens, segments)
     found = ShapeTable(shapes).find(exact)
     fitting = [
