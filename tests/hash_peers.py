@@ -73,6 +73,10 @@ class HashPeers:
         self.num_landed_early += ticket in (*self._waiting, *self._started)
         return entries[place]
 
+    def loses(self) -> bool:
+        """Decide whether an entry is written over while it is copied."""
+        return self.random.random() < self.lose_chance
+
     def start(self, fetch: Fetch) -> None:
         if not fetch.names:
             source = self._source(fetch)

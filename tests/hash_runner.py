@@ -225,8 +225,7 @@ class HashRunner:
         elif move.route is MoveRoute.HOST:
             self._host.move(step, move.kind, move.src, move.dst)
         elif move.route is MoveRoute.STAGE:
-            lost = self.peers.random.random() < self.peers.lose_chance  # written over while it was copied
-            self.disk.hold(move.ticket, *self.peers.entry(step, move.dst, move.src), lost)
+            self.disk.hold(move.ticket, *self.peers.entry(step, move.dst, move.src), self.peers.loses())
         elif move.route in PEER_ROUTES:
             self.peers.move(step, move, self._memory, sound=not self._failed)
         elif move.route is not MoveRoute.ARENA:

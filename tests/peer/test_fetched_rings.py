@@ -16,7 +16,6 @@ from forkpoint.peer.offered import OfferedEntry
 from forkpoint.peer.process_fetching import ProcessFetching
 from forkpoint.peer.protocol import HeldEntries
 from forkpoint.peer.ring import Ring, RingFacts
-from forkpoint.runtime.pinned import PinnedBuffers
 from forkpoint.shared_arrays import CAN_SHARE
 from tests.peer.links import HOST, NAMES, SIZES, contents, facts
 
@@ -55,12 +54,8 @@ class Decode:
 
 
 @pytest.fixture
-def decode() -> Iterator[Decode]:
-    with closing(open_link(facts(engine_id="d"), SIZES, 30.0, listens=False, fetches_apart=True)) as link:
-        buffers = PinnedBuffers()
-        link.use_buffers(buffers.take, buffers.give)
-        assert isinstance(link.fetching, ProcessFetching)
-        yield Decode(link.fetching)
+def decode(fetching: ProcessFetching) -> Decode:
+    return Decode(fetching)
 
 
 def offer(link: PeerLink, lease: int) -> list[int]:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,15 +30,6 @@ from forkpoint.shared_arrays import CAN_SHARE, Place, SharedMemory, place_of
 from tests.peer.links import HOST, NAMES, SIZES, contents, facts
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="this system has no memory for several processes")
-
-
-@pytest.fixture
-def fetching() -> Iterator[ProcessFetching]:
-    with closing(open_link(facts(engine_id="d"), SIZES, 30.0, listens=False, fetches_apart=True)) as link:
-        buffers = PinnedBuffers()
-        link.use_buffers(buffers.take, buffers.give)
-        assert isinstance(link.fetching, ProcessFetching)
-        yield link.fetching
 
 
 def order(link: PeerLink, lease: int) -> Fetch:
