@@ -386,11 +386,6 @@ class EngineConfig:
         return self.kv_transfer_config is not None and self.kv_transfer_config.links_peers
 
     @property
-    def ring_bytes(self) -> int:
-        """Bytes of a device's memory in which prompts for other engines also wait, of all ranks together."""
-        return 0 if self.kv_transfer_config is None else self.kv_transfer_config.ring_bytes
-
-    @property
     def disk_tier_bytes(self) -> int:
         """Bytes of the disk tier, of all ranks together; 0: there is none."""
         return math.ceil((self.kv_disk_size or 0) * GIB)

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from forkpoint.cache.peer_offers import Fetch, FetchReport
 from forkpoint.cache.tier_entries import EntryName
-from forkpoint.peer.fetching import LOGGER, Fetching, _Running
+from forkpoint.peer.fetching import LOGGER, Fetching, RunningFetch
 from forkpoint.peer.ring import RingFacts
 from forkpoint.shared_arrays import OpenedMemory, Place
 
@@ -118,7 +118,7 @@ class _Fetching(Fetching):
     def _note_ring(self, fetch: Fetch, ring: RingFacts) -> None:
         self.add(FoundRing(fetch.ticket, ring))
 
-    def _note_position(self, running: _Running, index: int) -> None:
+    def _note_position(self, running: RunningFetch, index: int) -> None:
         self._positions.setdefault(running.fetch.ticket, {})[index] = running.positions[index]
 
     def report(self, connection: Connection) -> None:

@@ -68,7 +68,7 @@ class _Ended:
     unreachable: list[int] = field(default_factory=list)
 
 
-class _Running:
+class RunningFetch:
     """A fetch that has not ended: its buffers, and its connections, which `stop` ends."""
 
     def __init__(self, fetch: Fetch, until_s: float, buffers: Sequence[memoryview], ring: bytes) -> None:
@@ -142,7 +142,7 @@ class Fetching:
         self._threads = PeerThreads(NUM_FETCHES)
         self._changed = threading.Condition()  # guards all below; `contents` alone reads without it
         self._entries: dict[int, list[memoryview | None]] = {}  # by ticket: the buffers of a fetch, until `forget`
-        self._running: dict[int, _Running] = {}  # by ticket
+        self._running: dict[int, RunningFetch] = {}  # by ticket
         self._ended = _Ended()
         self._left_rings: set[bytes] = set()  # ids of rings that no longer had most of the last prompt
 
@@ -156,7 +156,7 @@ class Fetching:
             with contextlib.suppress(RuntimeError):  # no thread: the lease ends by itself
                 self._threads.submit(peer, partial(self._end_lease, fetch))
             return
-        running = _Running(fetch, until_s, buffers, ring)
+        running = RunningFetch(fetch, until_s, buffers, ring)
         with self._changed:
             self._running[fetch.ticket], self._entries[fetch.ticket] = running, running.entries
             self._changed.notify_all()
@@ -227,7 +227,7 @@ class Fetching:
         ):
             line.send(WantedEntries(self._namespace, fetch.engine_id, fetch.lease, ()))
 
-    def _run(self, running: _Running) -> None:
+    def _run(self, running: RunningFetch) -> None:
         failure: Exception | None = None
         try:
             self._fetch(running)
@@ -236,7 +236,7 @@ class Fetching:
         if self._end(running, failure):
             self._end_lease(running.fetch)
 
-    def _end(self, running: _Running, failure: Exception | None) -> bool:
+    def _end(self, running: RunningFetch, failure: Exception | None) -> bool:
         """Note the end of a fetch, and the error if it failed. Returns whether its lease has to be ended."""
         fetch, is_unreachable = running.fetch, isinstance(failure, (OSError, PeerError, _UnwantedError))
         if isinstance(failure, TimeoutError) and time.monotonic() >= running.until_s and any(running.arrived):
@@ -256,7 +256,7 @@ class Fetching:
             self._give_all(fetch.ticket, running.entries)
         return is_forgotten or not is_unreachable
 
-    def _fetch(self, running: _Running) -> None:
+    def _fetch(self, running: RunningFetch) -> None:
         """Fill `running.entries`, and check their checksums.
 
         Raises _NotHeldError if the other engine lacks entries, PeerError for a wrong answer, OSError, and
@@ -286,7 +286,7 @@ class Fetching:
             else:
                 self._left_rings.discard(running.ring)
 
-    def _fetch_parts(self, running: _Running, parts: Sequence[tuple[int, int]]) -> None:
+    def _fetch_parts(self, running: RunningFetch, parts: Sequence[tuple[int, int]]) -> None:
         """Receive parts of entries, given as the place of an entry and the number of a part, over one connection."""
         try:
             try:
@@ -297,7 +297,7 @@ class Fetching:
             running.stop()
             raise
 
-    def _receive(self, running: _Running, parts: Sequence[tuple[int, int]], may_share: bool) -> None:
+    def _receive(self, running: RunningFetch, parts: Sequence[tuple[int, int]], may_share: bool) -> None:
         fetch = running.fetch
         with running.connect(self._rank) as line, MemoryReader() as memory:
             keys = tuple(key_of(fetch.names[index]) + PART_NUMBER.pack(part) for index, part in parts)
@@ -324,7 +324,7 @@ class Fetching:
     def _note_ring(self, fetch: Fetch, ring: RingFacts) -> None:
         """Note that later fetches may leave entries in the ring of this engine."""
 
-    def _note_arrival(self, running: _Running, index: int, part: int, position: int | None) -> None:
+    def _note_arrival(self, running: RunningFetch, index: int, part: int, position: int | None) -> None:
         """Note that a part has arrived, or that its entry is in the ring. Raises _NotHeldError.
 
         An entry that was offered again meanwhile is at several positions. The last one stays longest.
@@ -347,7 +347,7 @@ class Fetching:
             if running.unreported_bytes >= PROGRESS_BYTES:
                 self._changed.notify_all()
 
-    def _note_position(self, running: _Running, index: int) -> None:
+    def _note_position(self, running: RunningFetch, index: int) -> None:
         """Note that an entry is in the ring, with the lock."""
 
     def _receive_part(

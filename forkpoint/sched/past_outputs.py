@@ -33,7 +33,7 @@ class PastOutputs:
         self._shift = np.uint64(64 - (num_tokens.bit_length() - 1))
         self._ids = np.zeros(num_tokens, np.int32)
         self._salts = np.zeros(num_tokens, np.uint64)
-        # by place: the last place before it whose run has the same hash; 0: none
+        # The last place before each place whose run has the same hash; 0: none.
         self._previous = np.zeros(num_tokens, np.int64)
         self._latest = np.zeros(num_tokens, np.int64)  # by hash: the last place of its latest run
         self._starts: deque[int] = deque(maxlen=max_requests)

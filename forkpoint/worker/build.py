@@ -294,7 +294,8 @@ def _size_arena(config: EngineConfig, loaded: Loaded) -> int:
     ring_bytes = 0
     has_buffers = config.host_tier_bytes or config.disk_tier_bytes or config.links_peers
     if share is not None and has_buffers and platform.has_copy_streams:
-        ring_bytes = config.ring_bytes // config.tensor_parallel_size * platform.lends_memory
+        if config.kv_transfer_config is not None and platform.lends_memory:
+            ring_bytes = config.kv_transfer_config.ring_bytes // config.tensor_parallel_size
         share = max(0, share - STORED_AT_ONCE - FETCHED_AT_ONCE - ring_bytes)
     limit = loaded.model.config.max_model_len
     return choose_num_pages(loaded.layout, limit, given, platform.free_bytes(), share, ring_bytes)

@@ -49,7 +49,7 @@ def open_peer_link(config: EngineConfig, loaded: Loaded, arena: ArenaBuffer, ran
             f"kv_transfer_config: other engines cannot be served at {host} port {port}: {error}; give another "
             "side_channel_host or side_channel_port in kv_connector_extra_config; port 0 takes a free one"
         ) from error
-    arena.use_peers(link, config.ring_bytes // ranks.size)
+    arena.use_peers(link, options.ring_bytes // ranks.size)
     if link.facts.port:
         LOGGER.info("peers: computed prompts can be fetched at %s port %d", host, link.facts.port)
     if link.facts.allowed_hosts:
