@@ -406,7 +406,6 @@ def test_prompts_come_from_the_ring(
     assert [bits_of(answer) for answer in answers] == [bits_of(ask(one, each)) for each in prompts[1:]]
     restored = [answer.cache.num_peer_tokens for answer in answers]  # late copies may let a prompt be computed
     assert set(restored) <= {0, 512} and sum(restored) >= 4 * 512
-    assert 0 < len(found) < 12 * 9 if num_prompts == 2 else 4 * 9 <= len(found) <= 12 * 9
     assert None not in found
 
 
