@@ -141,7 +141,7 @@ class Rule:
     ) -> SimulatedReplica:
         """Create the engine without the rule (a `SystemFactory`)."""
         options = engine_options("", shape, memory_bytes, scheduler)
-        return EngineReplica(replace(options, policy=self.eviction(), capture=self.capture()))
+        return EngineReplica(replace(options, new_policy=self.eviction, capture=self.capture()))
 
 
 RULES: Final = (

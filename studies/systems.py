@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -74,7 +75,7 @@ def _clairvoyant(
     options = replace(
         named_systems.engine_options("", shape, memory_bytes, scheduler),
         cost=RecomputeCost(),
-        policy=ClairvoyantPolicy(foresight),
+        new_policy=partial(ClairvoyantPolicy, foresight),
         capture=DeclaredCapture(),
     )
     return ForeseeingSystem(options, foresight)

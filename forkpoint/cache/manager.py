@@ -43,18 +43,18 @@ class CacheManager:
         *,
         deterministic: bool = False,
         cost: RecomputeCost | None = None,
-        policy: EvictionPolicy | None = None,
+        new_policy: Callable[[], EvictionPolicy] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         tiers: TierSizes = NO_TIERS,
     ) -> None:
-        """`cost` weighs entries for eviction; `policy` replaces that of `config` for the arena. `clock` times loads."""
+        """`cost` weighs entries for eviction; `new_policy` replaces the policy of `config`. `clock` times loads."""
         self.layout = layout
         self.deterministic = deterministic
         self.enabled = config.enable_prefix_caching and (config.checkpoints or not layout.has_states)
         self.arena = Arena(layout, num_pages)
-        new_policy = partial(new_eviction_policy, config.eviction_policy)
+        new_policy = new_policy or partial(new_eviction_policy, config.eviction_policy)
         cost = cost or RecomputeCost()
-        self.store = PrefixStore(layout, self.arena, policy or new_policy(), cost, config.num_ghosts)
+        self.store = PrefixStore(layout, self.arena, new_policy(), cost, config.num_ghosts)
         self.filing = Filing(self.store)
         self.boundaries = DecodeBoundaries(self.store, self.filing)
         self.room = ArenaRoom(self.store)

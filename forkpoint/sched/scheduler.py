@@ -54,7 +54,7 @@ class Scheduler:
         *,
         deterministic: bool = False,
         cost: RecomputeCost | None = None,
-        policy: EvictionPolicy | None = None,
+        new_policy: Callable[[], EvictionPolicy] | None = None,
         capture: CapturePolicy | None = None,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -70,7 +70,14 @@ class Scheduler:
         self._interval = state_write_interval
         self.config = scheduler
         self.cache = CacheManager(
-            layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy, clock=clock, tiers=tiers
+            layout,
+            num_pages,
+            cache,
+            deterministic=deterministic,
+            cost=cost,
+            new_policy=new_policy,
+            clock=clock,
+            tiers=tiers,
         )
         self._tiers = self.cache.tiers
         self._waiting = WaitingQueue()

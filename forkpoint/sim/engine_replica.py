@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -38,7 +38,7 @@ class EngineOptions:
     cache: CacheConfig
     scheduler: SchedulerConfig
     cost: RecomputeCost
-    policy: EvictionPolicy | None = None
+    new_policy: Callable[[], EvictionPolicy] | None = None
     capture: CapturePolicy | None = None
     drafter: SetAcceptance | None = None
     tiers: TierSizes = NO_TIERS

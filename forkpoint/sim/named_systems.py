@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Final
 
 from forkpoint.cache.layout import WIDEST_STORED, CacheLayout
-from forkpoint.cache.policies import new_capture_policy, new_eviction_policy
 from forkpoint.cache.tier_entries import DiskFacts, no_entries
 from forkpoint.cache.tiers import TierSizes
 from forkpoint.config import GIB, MAX_HOST_GIB, CacheConfig, SchedulerConfig
@@ -62,11 +61,9 @@ def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler
     return EngineOptions(
         layout=layout,
         num_pages=num_pages,
-        cache=config,
+        cache=replace(config, eviction_policy=chosen["eviction"], capture_policy=chosen["capture"]),
         scheduler=replace(scheduler, max_queue_len=1 << 30),
         cost=shape.recompute_cost,
-        policy=new_eviction_policy(chosen["eviction"]),
-        capture=new_capture_policy(chosen["capture"]),
         drafter=_drafter(*(chosen[name] for name in DRAFTS)),
         tiers=TierSizes(_num_pages("host_memory", chosen, stored.page_bytes), _disk(chosen, stored), weighs_disk=True),
         disk_rate=_disk_rate(chosen["disk_rate"]),

@@ -16,8 +16,11 @@ from forkpoint.cache.eviction import EntryFacts, EvictionPolicy
 from forkpoint.cache.policies import CAPTURE, EVICTION
 from forkpoint.cache.tree import Origin
 from forkpoint.cli.main import main
-from forkpoint.config import CacheConfig
+from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
+from forkpoint.sim.engine_replica import EngineReplica
+from forkpoint.sim.named_systems import make_system
+from forkpoint.sim.shape import QWEN3_5_9B
 from forkpoint.worker.codec import Failure
 from tests.sched.harness import LAYOUTS, Harness, tokens
 
@@ -83,6 +86,15 @@ def test_the_simulator_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
     system = f"forkpoint:eviction={EVICTION_HERE},capture={CAPTURE_HERE}"
     assert main(["simulate", "chat:sessions=4,turns=2", "--memory", "4", "--systems", system, "--jobs", "1"]) == 0
     assert system in capsys.readouterr().out
+
+
+def test_simulated_tiers_evict_by_the_named_policy_as_the_engines_do() -> None:
+    options = f"forkpoint:eviction={EVICTION_HERE},host_memory=1,disk_memory=1"
+    replica = make_system(options, QWEN3_5_9B, 1 << 30, SchedulerConfig())
+    assert isinstance(replica, EngineReplica)
+    cache = replica.sched.cache
+    policies = [cache.store.policy, *(tier.store.policy for tier in cache.tiers.all)]
+    assert [type(policy) for policy in policies] == [TwoClasses] * 3
 
 
 @pytest.mark.parametrize(("policy", "value"), [(NotANumber, "nan"), (Nothing, "None")])
