@@ -199,7 +199,7 @@ WRITERS = {
     "last_used num_hits superseded num_readers": "store",
     "num_expected": "manager",
     "queue_place": "eviction_queue",
-    "note": "manager learnt",
+    "note": "manager eviction learnt",
     "num_planned num_sent_blocks num_survived_tokens hit read_from": "manager",
     "num_confirmed": "manager scheduler",
     "detached": "filing scheduler",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,9 +62,12 @@ class EvictionPolicy:
     queued key holds. A key that has risen meanwhile is noticed at the front. A key that falls by itself must fall at
     those ages.
 
-    The cache calls the other methods to report events; here they do nothing. A policy may keep a note of its own in
-    `Checkpoint.note`, and one for each request: methods that take the request's note return it.
+    The cache calls the other methods to report events. A policy may keep a note of its own in `Checkpoint.note`, and
+    one for each request: `resumed` and `missed` return the request's new note, and other methods only read it. Both
+    notes are None at first.
     """
+
+    clock: Callable[[], float] = time.perf_counter  # in seconds, which are simulated in the simulator
 
     def key(self, entry: EntryFacts) -> float:
         """Return the key of an entry as it is now. A state that might be saved may evict entries of smaller keys."""
@@ -106,6 +110,7 @@ class EvictionPolicy:
 
     def copied(self, source: Checkpoint, copy: Checkpoint) -> None:
         """Note that `copy`, in this policy's store, was made from another store's `source`, or follows its change."""
+        copy.note = source.note
 
     def dropped(self, checkpoint: Checkpoint) -> None:
         """Note that a checkpoint is removed because nobody would use it, or because its contents are wrong."""

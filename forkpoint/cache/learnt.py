@@ -168,7 +168,7 @@ class LearntPolicy(EvictionPolicy):
         return True
 
     def copied(self, source: Checkpoint, copy: Checkpoint) -> None:
-        copy.note = source.note
+        super().copied(source, copy)
         self._track(copy)
 
     def dropped(self, checkpoint: Checkpoint) -> None:

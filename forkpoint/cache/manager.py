@@ -47,19 +47,30 @@ class CacheManager:
         clock: Callable[[], float] = time.perf_counter,
         tiers: TierSizes = NO_TIERS,
     ) -> None:
-        """`cost` weighs entries for eviction; `new_policy` replaces the policy of `config`. `clock` times loads."""
+        """`cost` weighs entries for eviction; `new_policy` replaces the policy of `config`. `clock` counts seconds."""
         self.layout = layout
         self.deterministic = deterministic
         self.enabled = config.enable_prefix_caching and (config.checkpoints or not layout.has_states)
         self.arena = Arena(layout, num_pages)
-        new_policy = new_policy or partial(new_eviction_policy, config.eviction_policy)
+        create = new_policy or partial(new_eviction_policy, config.eviction_policy)
+
+        def new_timed_policy() -> EvictionPolicy:
+            policy = create()
+            policy.clock = clock
+            return policy
+
         cost = cost or RecomputeCost()
-        self.store = PrefixStore(layout, self.arena, new_policy(), cost, config.num_ghosts)
+        self.store = PrefixStore(layout, self.arena, new_timed_policy(), cost, config.num_ghosts)
         self.filing = Filing(self.store)
         self.boundaries = DecodeBoundaries(self.store, self.filing)
         self.room = ArenaRoom(self.store)
         self.tiers = Tiers(
-            tiers if self.enabled else NO_TIERS, self.store, new_policy, cost, has_private=deterministic, clock=clock
+            tiers if self.enabled else NO_TIERS,
+            self.store,
+            new_timed_policy,
+            cost,
+            has_private=deterministic,
+            clock=clock,
         )
 
     # --- before a request runs

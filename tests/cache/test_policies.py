@@ -14,7 +14,7 @@ import pytest
 from forkpoint.cache.capture import CaptureContext, CapturePolicy
 from forkpoint.cache.eviction import EntryFacts, EvictionPolicy
 from forkpoint.cache.policies import CAPTURE, EVICTION
-from forkpoint.cache.tree import Origin
+from forkpoint.cache.tree import Checkpoint, Origin
 from forkpoint.cli.main import main
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
@@ -95,6 +95,24 @@ def test_simulated_tiers_evict_by_the_named_policy_as_the_engines_do() -> None:
     cache = replica.sched.cache
     policies = [cache.store.policy, *(tier.store.policy for tier in cache.tiers.all)]
     assert [type(policy) for policy in policies] == [TwoClasses] * 3
+    replica.plan(now_s=12.5)
+    assert [policy.clock() for policy in policies] == [12.5] * 3, "simulated seconds"
+
+
+class Noting(TwoClasses):
+    def saved(self, checkpoint: Checkpoint, above: Checkpoint | None, request_note: object) -> None:
+        checkpoint.note = "noted"
+
+
+def test_a_note_goes_with_a_checkpoint_to_a_tier() -> None:
+    layout = LAYOUTS["several blocks a page"]
+    config = CacheConfig(eviction_policy=f"{__name__}:Noting")
+    harness = Harness(layout=layout, num_pages=layout.num_pages_for(2 * LENGTH, 9) + 1, cache=config, num_host_pages=99)
+    for seed in range(6):
+        harness.ask(f"prompt {seed}", tokens(seed, LENGTH))
+    (tier,) = harness.sched.cache.tiers.all
+    stored = [node.checkpoint for node in tier.store.tree.nodes() if node.checkpoint is not None]
+    assert stored and {checkpoint.note for checkpoint in stored} == {"noted"}
 
 
 @pytest.mark.parametrize(("policy", "value"), [(NotANumber, "nan"), (Nothing, "None")])
