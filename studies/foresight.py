@@ -139,7 +139,7 @@ class ClairvoyantPolicy(EvictionPolicy):
 
     def key(self, entry: EntryFacts) -> float:
         wait_s = 0.0 if entry.num_expected else self._foresight.wait_s(entry.block_hash)
-        return entry.saved / max(entry.num_bytes, 1) / max(wait_s, SHORTEST_WAIT_S)
+        return entry.cost / max(entry.num_bytes, 1) / max(wait_s, SHORTEST_WAIT_S)
 
 
 class DeclaredCapture(CapturePolicy):

@@ -30,27 +30,28 @@ class RecomputeCost:
 class EntryFacts(NamedTuple):
     """Facts that a policy may know of a cached entry, or of a state that might be saved.
 
-    `saved` is the cost (`RecomputeCost`; floating-point operations in the engine) that a hit here spares: computing the
-    tokens since the nearest checkpoint above, whose kind is `above`. Evicting the entry frees `num_bytes`: its slot,
+    `cost` is what a hit here spares (`RecomputeCost`; floating-point operations in the engine): computing the tokens
+    since the nearest checkpoint above, whose origin is `above_origin`. Evicting the entry frees `num_bytes`: its slot,
     and also the `kv_bytes` of keys and values since that checkpoint unless the history goes on below it (`inside`).
     Times count in arenas of new data: `last_used` is a reading of the cache's clock (bytes handed out since the start /
     bytes of the arena), `age` the time since then. `uses` counts the hits so far, `num_expected` the waiting requests
     that would resume here. A `superseded` entry belongs to a conversation that has gone on from a later state.
-    `block_hash` names all tokens up to the entry's end. `note` is the policy's own.
+    `block_hash` names all tokens up to the entry's end. `note` is the policy's note of the checkpoint; of a state that
+    might be saved, that of its request.
     """
 
-    kind: Origin
-    saved: float
+    origin: Origin
+    cost: float
     num_bytes: int
     kv_bytes: int
     last_used: float
     age: float
-    uses: int
-    num_expected: int
-    inside: bool
-    superseded: bool
-    above: Origin | None
     block_hash: BlockHash
+    uses: int = 0
+    num_expected: int = 0
+    inside: bool = False
+    superseded: bool = False
+    above_origin: Origin | None = None
     note: object = None
 
 

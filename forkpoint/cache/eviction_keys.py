@@ -31,15 +31,17 @@ class EvictionKeys:
             return self._of_checkpoint(
                 entry, nearest_checkpoint(node.parent), bool(node.children), entry.last_used, entry.num_expected
             )
-        age, num_bytes = self._arena.turnover - entry.last_used, self._block_bytes
-        saved = self._cost((entry.depth - 1) * BLOCK_SIZE, entry.depth * BLOCK_SIZE)
-        return checked_key(
-            self._policy,
-            EntryFacts(
-                Origin.BLOCK, saved, num_bytes, num_bytes, entry.last_used, age, entry.num_hits, 0, False, False,
-                None, entry.hash,
-            )
-        )  # fmt: skip
+        facts = EntryFacts(
+            origin=Origin.BLOCK,
+            cost=self._cost((entry.depth - 1) * BLOCK_SIZE, entry.depth * BLOCK_SIZE),
+            num_bytes=self._block_bytes,
+            kv_bytes=self._block_bytes,
+            last_used=entry.last_used,
+            age=self._arena.turnover - entry.last_used,
+            block_hash=entry.hash,
+            uses=entry.num_hits,
+        )
+        return checked_key(self._policy, facts)
 
     def of_candidate(
         self, block_hash: BlockHash, num_tokens: int, origin: Origin, note: object, above: Above | None
@@ -48,12 +50,21 @@ class EvictionKeys:
 
         `block_hash` is the hash of its block, `note` its request's, `above` the nearest state before it.
         """
-        inside, now = origin in PROMPT_GOES_ON, self._arena.turnover
-        saved, num_bytes, kv_bytes, kind = self._worth(above, num_tokens, inside)
-        return checked_key(
-            self._policy,
-            EntryFacts(origin, saved, num_bytes, kv_bytes, now, 0.0, 0, 0, inside, False, kind, block_hash, note),
+        inside = origin in PROMPT_GOES_ON
+        cost, num_bytes, kv_bytes, above_origin = self._worth(above, num_tokens, inside)
+        facts = EntryFacts(
+            origin=origin,
+            cost=cost,
+            num_bytes=num_bytes,
+            kv_bytes=kv_bytes,
+            last_used=self._arena.turnover,
+            age=0.0,
+            block_hash=block_hash,
+            inside=inside,
+            above_origin=above_origin,
+            note=note,
         )
+        return checked_key(self._policy, facts)
 
     def of_copy(self, source: Checkpoint, above: Checkpoint | None, inside: bool) -> float:
         """Return the key that a copy of a checkpoint from another memory (the arena or a tier) would get here.
@@ -65,31 +76,36 @@ class EvictionKeys:
     def _of_checkpoint(
         self, checkpoint: Checkpoint, above: Checkpoint | None, inside: bool, last_used: float, num_expected: int
     ) -> float:
-        saved, num_bytes, kv_bytes, kind = self._worth(above, checkpoint.num_tokens, inside)
-        return checked_key(
-            self._policy,
-            EntryFacts(
-                checkpoint.origin, saved, num_bytes, kv_bytes, last_used, self._arena.turnover - last_used,
-                checkpoint.num_hits, num_expected, inside, checkpoint.superseded, kind, checkpoint.node.hash,
-                checkpoint.note,
-            )
-        )  # fmt: skip
+        cost, num_bytes, kv_bytes, above_origin = self._worth(above, checkpoint.num_tokens, inside)
+        facts = EntryFacts(
+            origin=checkpoint.origin,
+            cost=cost,
+            num_bytes=num_bytes,
+            kv_bytes=kv_bytes,
+            last_used=last_used,
+            age=self._arena.turnover - last_used,
+            block_hash=checkpoint.node.hash,
+            uses=checkpoint.num_hits,
+            num_expected=num_expected,
+            inside=inside,
+            superseded=checkpoint.superseded,
+            above_origin=above_origin,
+            note=checkpoint.note,
+        )
+        return checked_key(self._policy, facts)
 
     def _worth(self, above: Above | None, end: int, inside: bool) -> tuple[float, int, int, Origin | None]:
         """Return what a checkpoint at `end` saves and holds.
 
-        These are the cost that it saves, the bytes that its eviction frees, those of its own keys and values, and the
-        origin of `above`.
+        These are the cost that a hit spares, the bytes that its eviction frees, those of its own keys and values, and
+        the origin of `above`.
         """
-        start = 0
-        kind: Origin | None = None
-        if above is not None:
-            start, kind = above.num_tokens, above.origin
+        start, above_origin = (0, None) if above is None else (above.num_tokens, above.origin)
         kv_bytes = (end - start) // BLOCK_SIZE * self._block_bytes
         num_bytes = self._checkpoint_bytes
         if not inside:
             num_bytes += kv_bytes
-        return self._cost(start, end), num_bytes, kv_bytes, kind
+        return self._cost(start, end), num_bytes, kv_bytes, above_origin
 
     def due(self, entry: Entry) -> float:
         """Return when the entry's key may fall by itself, by the cache's clock; inf if it never does."""

@@ -76,11 +76,11 @@ class LostShare:
 class LearntPolicy(EvictionPolicy):
     """The key of an entry is its value:
 
-        value = G(kind, uses, age) * saved / bytes
+        value = G(kind, uses, age) * cost / bytes
 
     `G` is the Gittins index over the learnt hazards of its kind and uses (`cache/hazards.py`). It is the expected
-    number of uses for each arena of new data during which the entry is held, if it is evicted at the best age. `saved`
-    is the cost that a hit spares. `bytes` is what evicting the entry frees.
+    number of uses for each arena of new data during which the entry is held, if it is evicted at the best age. `cost`
+    is what a hit spares. `bytes` is what evicting the entry frees.
 
     A conversation is continued from its last checkpoint, its end, whose uses are the conversation's turns. If the end
     is evicted, the checkpoint before it stands in for it. Two kinds of checkpoint have a share of the end's value: one
@@ -93,10 +93,10 @@ class LearntPolicy(EvictionPolicy):
 
     def key(self, entry: EntryFacts) -> float:
         num_bytes = float(entry.num_bytes)
-        if entry.inside and entry.kind is Origin.FALLBACK:
+        if entry.inside and entry.origin is Origin.FALLBACK:
             # Once everything below it is gone, it alone holds its keys and values.
             num_bytes += self._share_lost_below(entry) * entry.kv_bytes
-        value = self.earnings(entry) * entry.saved / max(num_bytes, 1.0)
+        value = self.earnings(entry) * entry.cost / max(num_bytes, 1.0)
         return value * EXPECTED_FACTOR if entry.num_expected else value
 
     def next_change(self, age: float) -> float:
@@ -105,13 +105,13 @@ class LearntPolicy(EvictionPolicy):
     def earnings(self, entry: EntryFacts) -> float:
         """Return the expected uses per arena of new data that the entry is held."""
         turn = _turn(entry.note)
-        own = reuse_class(entry.kind, turn, entry.uses, inside=entry.inside, superseded=entry.superseded)
+        own = reuse_class(entry.origin, turn, entry.uses, inside=entry.inside, superseded=entry.superseded)
         if own.kind is Origin.NEAR_END:
             earnings = NEAR_END_SHARE * self.hazards.earnings(turn.end, entry.age)
         else:
             earnings = self._share_served(entry) * self.hazards.earnings(own, entry.age)
-        if turn.stands_in_for is not None and entry.kind is not Origin.FALLBACK:
-            share = 1 - self.lost.value if entry.above is Origin.FALLBACK else 1.0
+        if turn.stands_in_for is not None and entry.origin is not Origin.FALLBACK:
+            share = 1 - self.lost.value if entry.above_origin is Origin.FALLBACK else 1.0
             earnings = max(earnings, share * self.hazards.earnings(turn.stands_in_for, entry.age))
         return earnings
 
@@ -197,12 +197,12 @@ class LearntPolicy(EvictionPolicy):
         A fallback serves only returns that lost everything below it. If there is a fallback above, the entry serves
         only the returns that the fallback does not.
         """
-        if entry.kind not in OF_CONVERSATION:
+        if entry.origin not in OF_CONVERSATION:
             return 1.0
         share = 1.0
-        if entry.inside and entry.kind is Origin.FALLBACK:
+        if entry.inside and entry.origin is Origin.FALLBACK:
             share = self._share_lost_below(entry)
-        if entry.above is Origin.FALLBACK:
+        if entry.above_origin is Origin.FALLBACK:
             share *= 1 - self.lost.value
         return share
 

@@ -17,31 +17,26 @@ from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.tree import Evictable, Origin
 
 BASE = EntryFacts(
-    kind=Origin.PROMPT_END,
-    saved=1000.0,
+    origin=Origin.PROMPT_END,
+    cost=1000.0,
     num_bytes=1 << 20,
     kv_bytes=1 << 19,
     last_used=1.0,
     age=0.5,
-    uses=0,
-    num_expected=0,
-    inside=False,
-    superseded=False,
-    above=None,
     block_hash=BlockHash(b""),
 )
 
 
 def test_lru_looks_at_the_last_use() -> None:
     policy = LRUPolicy()
-    assert policy.key(BASE) < policy.key(BASE._replace(last_used=1.1, saved=1.0))
+    assert policy.key(BASE) < policy.key(BASE._replace(last_used=1.1, cost=1.0))
     assert policy.key(BASE._replace(num_expected=1)) > policy.key(BASE._replace(last_used=1e9))
 
 
 @pytest.mark.parametrize(
     "better",
     [
-        {"saved": 2000.0},
+        {"cost": 2000.0},
         {"num_bytes": 1 << 19},
         {"num_expected": 1},
         {"note": ConversationTurn(number=3)},
@@ -58,8 +53,8 @@ def test_cost_prefers(better: dict[str, object]) -> None:
     [
         {"inside": True},
         {"inside": True, "superseded": True},
-        {"kind": Origin.NEAR_END, "inside": True},
-        {"kind": Origin.FALLBACK, "inside": True},
+        {"origin": Origin.NEAR_END, "inside": True},
+        {"origin": Origin.FALLBACK, "inside": True},
         {"age": 3.0},
     ],
     ids=str,
