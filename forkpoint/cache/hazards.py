@@ -14,6 +14,7 @@ before they continue.
 
 from __future__ import annotations
 
+import enum
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
@@ -41,10 +42,23 @@ _LOW: Final = np.asarray(EDGES[:-1])
 _WIDTH: Final = np.diff(np.asarray(EDGES))
 
 
+@enum.unique
+class EndKind(enum.StrEnum):
+    """Kinds of checkpoints that no origin tells apart."""
+
+    TOOL_CALL = "tool_call"  # the end of a conversation whose answer calls a tool
+    SUPERSEDED = "superseded"  # the end of an earlier turn
+
+    __hash__ = str.__hash__  # as `Origin` has it
+
+
+Kind: TypeAlias = Origin | EndKind
+
+
 class ReuseClass(NamedTuple):
     """Entries that are used alike: same kind, same uses so far. The end of a conversation counts its turns as uses."""
 
-    kind: Origin
+    kind: Kind
     uses: int = 0
 
 
@@ -162,9 +176,9 @@ def gittins_indices(hazard: FloatArray) -> list[list[float]]:
 class HazardModel:
     """The value of keeping entries: expected uses per arena of new data that they are held."""
 
-    def __init__(self, priors: Mapping[Origin, Prior]) -> None:
+    def __init__(self, priors: Mapping[Kind, Prior]) -> None:
         self._hazards = {kind: KindHazards(prior) for kind, prior in priors.items()}
-        self._kinds: dict[BlockHash, Origin] = {}
+        self._kinds: dict[BlockHash, Kind] = {}
         self._updated = 0.0
         self._next_update = deque(priors)
 

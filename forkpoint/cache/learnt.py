@@ -10,7 +10,7 @@ import numpy as np
 
 from forkpoint.cache.eviction import EntryFacts, EvictionPolicy
 from forkpoint.cache.hashing import BlockHash
-from forkpoint.cache.hazards import EDGES, MOST_USES, NUM_BINS, HazardModel, Prior, ReuseClass, next_edge
+from forkpoint.cache.hazards import EDGES, MOST_USES, NUM_BINS, EndKind, HazardModel, Kind, Prior, ReuseClass, next_edge
 from forkpoint.cache.tree import OF_CONVERSATION, OF_LAST_TURN, TURN_ENDS, Checkpoint, Origin
 
 EXPECTED_FACTOR: Final = 1e6  # on the key of an entry that a waiting request would resume from: it goes last
@@ -18,19 +18,19 @@ NEAR_END_SHARE: Final = 0.04  # share of returning conversations that part just 
 LOST_SHARE_START: Final = 0.55  # a guess: enough for a large first prompt to keep a state inside
 LOST_SHARE_STEP: Final = 0.1  # weight of the newest return in the running share; the first ones weigh more
 LEAST_LOST_BLOCKS: Final = 4  # a conversation that lost fewer blocks counts as not lost
-CONVERSATION_ENDS: Final = (Origin.DECODE, Origin.TOOL_CALL)
+CONVERSATION_ENDS: Final = (Origin.DECODE, EndKind.TOOL_CALL)
 
 
-def _priors() -> dict[Origin, Prior]:
+def _priors() -> dict[Kind, Prior]:
     uses, low, width = np.arange(MOST_USES + 1.0), np.asarray(EDGES[:-1]), np.diff(np.asarray(EDGES))
     # An even rate below one arena: other conversations run between two uses of one, and in a small arena each of them
     # takes a good part of it. Above one arena all scales of time are equally likely.
     ages = np.where(low < 1, width * (low < 1).mean(), 1 / NUM_BINS).astype(np.float64)
     at_once = 0.4 ** np.arange(float(NUM_BINS))  # tools answer sooner than people do
     # Chances of a first use. Each use halves the chance that there is no further one.
-    first_chances = {
+    first_chances: dict[Kind, float] = {
         Origin.PROMPT_END: 0.1,
-        Origin.SUPERSEDED: 0.05,
+        EndKind.SUPERSEDED: 0.05,
         Origin.JUNCTION: 0.6,
         Origin.BREAKPOINT: 0.4,
         Origin.INTERVAL: 0.02,
@@ -38,13 +38,13 @@ def _priors() -> dict[Origin, Prior]:
     going_on = (1 + uses) / (4 + uses)  # three in four conversations end after their first turn, then fewer and fewer
     return {
         Origin.DECODE: Prior(going_on, ages),
-        Origin.TOOL_CALL: Prior(np.full(MOST_USES + 1, 0.95), at_once / float(at_once.sum())),
+        EndKind.TOOL_CALL: Prior(np.full(MOST_USES + 1, 0.95), at_once / float(at_once.sum())),
         Origin.BLOCK: Prior(going_on, np.full(NUM_BINS, 1 / NUM_BINS)),
         **{kind: Prior(1 - (1 - first) * 0.5**uses, ages) for kind, first in first_chances.items()},
     }
 
 
-PRIORS: Final[Mapping[Origin, Prior]] = MappingProxyType(_priors())
+PRIORS: Final[Mapping[Kind, Prior]] = MappingProxyType(_priors())
 
 
 class ConversationTurn(NamedTuple):
@@ -58,7 +58,7 @@ class ConversationTurn(NamedTuple):
     @property
     def end(self) -> ReuseClass:
         """The class of the conversation's end."""
-        return ReuseClass(Origin.TOOL_CALL if self.awaits_tool else Origin.DECODE, self.number)
+        return ReuseClass(EndKind.TOOL_CALL if self.awaits_tool else Origin.DECODE, self.number)
 
 
 class LostShare:
@@ -225,7 +225,7 @@ def reuse_class(origin: Origin, turn: ConversationTurn, uses: int, *, inside: bo
         return ReuseClass(Origin.PROMPT_END, turn.number)
     if superseded and origin in OF_LAST_TURN:
         branches = uses >= 2 and origin is not Origin.NEAR_END
-        return ReuseClass(Origin.JUNCTION, uses) if branches else ReuseClass(Origin.SUPERSEDED)
+        return ReuseClass(Origin.JUNCTION, uses) if branches else ReuseClass(EndKind.SUPERSEDED)
     return ReuseClass(origin, uses)
 
 

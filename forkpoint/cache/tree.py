@@ -15,11 +15,7 @@ from forkpoint.cache.windows import WindowRuns
 
 @enum.unique
 class Origin(enum.StrEnum):
-    """Why an entry is kept.
-
-    Up to INTERVAL: why a checkpoint was saved, the most valuable reason first. After it: kinds that a policy may tell
-    apart.
-    """
+    """Why an entry is kept: why a checkpoint was saved, the most valuable reason first, or that it is a block."""
 
     JUNCTION = "junction"  # other histories, cached or waiting, part from this one here
     PROMPT_END = "prompt_end"
@@ -28,8 +24,6 @@ class Origin(enum.StrEnum):
     NEAR_END = "near_end"  # one boundary before the end, for prompts whose last words the next turn does not repeat
     FALLBACK = "fallback"  # inside long prompts: what is left when their end is evicted
     INTERVAL = "interval"
-    TOOL_CALL = "tool_call"  # the end of a conversation whose answer calls a tool
-    SUPERSEDED = "superseded"  # the end of an earlier turn
     BLOCK = "block"  # keys and values alone, of models without states
 
     __hash__ = str.__hash__  # Enum's own is a slow Python call, and counters hash these often

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forkpoint.cache.hashing import BlockHash
-from forkpoint.cache.hazards import EDGES, NUM_BINS, NUM_TRACKED, HazardModel, ReuseClass, age_bin, next_edge
+from forkpoint.cache.hazards import EDGES, NUM_BINS, NUM_TRACKED, EndKind, HazardModel, ReuseClass, age_bin, next_edge
 from forkpoint.cache.learnt import PRIORS
 from forkpoint.cache.tree import Origin
 
@@ -94,7 +94,7 @@ def test_tools_are_taken_to_answer_at_once() -> None:
     """Before anything is seen: a conversation that waits for one is worth more than one that waits for a person, until
     it has waited for long."""
     model = HazardModel(PRIORS)
-    tool, person = ReuseClass(Origin.TOOL_CALL, 3), ReuseClass(Origin.DECODE, 3)
+    tool, person = ReuseClass(EndKind.TOOL_CALL, 3), ReuseClass(Origin.DECODE, 3)
     assert model.earnings(tool, 0.0) > 5 * model.earnings(person, 0.0)
     assert model.earnings(tool, 5.0) < model.earnings(person, 5.0)
 

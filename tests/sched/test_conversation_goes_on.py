@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from forkpoint.cache.hazards import EndKind
 from forkpoint.cache.learnt import ConversationTurn, class_of
 from forkpoint.cache.tree import Checkpoint, Origin
 from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
@@ -51,7 +52,7 @@ def test_earlier_turns_ends_are_superseded(name: str) -> None:
     harness.ask("turn 2", turn_2, 130)
     for checkpoint, kind in first.items():
         if kind in (Origin.PROMPT_END, Origin.NEAR_END):
-            assert checkpoint.superseded and class_of(checkpoint).kind is Origin.SUPERSEDED
+            assert checkpoint.superseded and class_of(checkpoint).kind is EndKind.SUPERSEDED
     assert not near_end_of(harness.checkpoints(turn_2)).superseded
 
 
@@ -91,4 +92,4 @@ def test_a_turn_too_short_for_a_block_counts(name: str) -> None:
     harness.ask("turn 2", turn_2, tool_call_token_ids=calls)
     assert not end.superseded
     assert end.note == ConversationTurn(1, awaits_tool=True)
-    assert class_of(end).kind is Origin.TOOL_CALL
+    assert class_of(end).kind is EndKind.TOOL_CALL

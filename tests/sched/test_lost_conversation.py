@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from forkpoint.cache.hazards import EndKind
 from forkpoint.cache.learnt import ConversationTurn, class_of
 from forkpoint.cache.tree import Origin
 from forkpoint.config import CacheConfig
@@ -102,7 +103,7 @@ def test_a_conversation_that_waits_for_a_tool() -> None:
     for name, prompt in zip("ab", prompts, strict=True):
         request = harness.ask(name, prompt, 100, tool_call_token_ids=opening)
         end = max(harness.checkpoints(request.all_token_ids()).items())[1]
-        wanted = Origin.TOOL_CALL if request.awaits_tool else Origin.DECODE
+        wanted = EndKind.TOOL_CALL if request.awaits_tool else Origin.DECODE
         assert end.num_tokens == 384 and class_of(end).kind is wanted
     assert harness.requests["a"].awaits_tool and not harness.requests["b"].awaits_tool
 
