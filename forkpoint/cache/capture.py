@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import index
-from typing import Any, Final
 
-from forkpoint.cache.policy_answers import note_policy, wrong_answer
 from forkpoint.cache.tree import Origin
-from forkpoint.checks import shown
-from forkpoint.errors import ConfigError, ForkpointError
-
-POSITIONS_OF: Final = "positions() of the capture policy"
-PAIRS: Final = "give pairs of an Origin and its positions, such as (Origin.BREAKPOINT, (128, 256))"
-POSITIONS: Final = "give integers, in tokens; they are rounded down to multiples of 64"
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureContext:
     """Facts that a policy gets before tokens `[start, end)` of a request are computed. All numbers count tokens.
 
-    `prompt_end` is where prefill ends. Cached or lately evicted histories part from this one at `junctions`; waiting
+    `prompt_end` is where prefill ends. States lie at multiples of `grid`. Cached or lately evicted histories part from this one at `junctions`; waiting
     prompts part from it at `waiting_junctions`. The caller declared the `breakpoints`. `fallback_step` is how many
     tokens of keys and values a conversation may lose at once. If the conversation lost its end,
     `num_survived_tokens` is how many were left, otherwise 0. Periodic states lie `interval` apart; 0 means none.
@@ -49,52 +40,15 @@ class Candidate:
 
 
 class CapturePolicy:
-    """Names the positions that are worth a state, the most valuable first.
+    """Names the positions of a prompt that are worth a state, the most valuable first.
 
     The cache rounds them down to the grid; the first reason for a position counts. A policy is made without arguments
-    and keeps nothing between chunks.
+    and keeps nothing between chunks. The state at the last boundary of an answer is kept whatever the policy says.
     """
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
         """Yield reasons, each with its positions. Positions outside `(start, end]` are ignored."""
         raise NotImplementedError
-
-    def candidates(self, context: CaptureContext) -> list[Candidate]:
-        """Return the chunk's positions, rounded down to the grid: each once, with its first reason.
-
-        Raises ConfigError if `positions` gave something else than reasons and integers.
-        """
-        try:
-            return self._chosen(context)
-        except ForkpointError:
-            raise
-        except Exception as error:
-            note_policy(error, self, POSITIONS_OF)
-            raise
-
-    def _chosen(self, context: CaptureContext) -> list[Candidate]:
-        chosen: dict[int, Candidate] = {}
-        for reason in self._each(self.positions(context), "returned"):
-            if not (isinstance(reason, tuple) and len(reason) == 2 and isinstance(reason[0], Origin)):
-                raise self._wrong(f"gave {shown(reason)}", PAIRS)
-            origin, positions = reason
-            for position in self._each(positions, "gave"):
-                try:
-                    floored = index(position) // context.grid * context.grid
-                except TypeError:
-                    raise self._wrong(f"gave the position {shown(position)}", POSITIONS) from None
-                if context.start < floored <= context.end and floored not in chosen:
-                    chosen[floored] = Candidate(floored, origin, self.displaces(origin))
-        return list(chosen.values())
-
-    def _each(self, given: Any, how: str) -> Iterator[Any]:
-        try:
-            return iter(given)
-        except TypeError:
-            raise self._wrong(f"{how} {shown(given)}", PAIRS) from None
-
-    def _wrong(self, said: str, do: str) -> ConfigError:
-        return wrong_answer(self, POSITIONS_OF, said, do)
 
     def displaces(self, origin: Origin) -> bool:
         """Return whether a state of that origin may evict others that are worth less."""
@@ -105,6 +59,7 @@ class PromptEndCapture(CapturePolicy):
     """Keeps only the ends of prompts."""
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
+        # The same prompt resumes before its last token, which it has to compute; its next turn resumes at the end.
         yield Origin.PROMPT_END, (context.prompt_end, context.prompt_end - 1)
 
 

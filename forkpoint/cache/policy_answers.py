@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from operator import index
+from typing import Any, Final
 
 import numpy as np
 
+from forkpoint.cache.capture import Candidate, CaptureContext, CapturePolicy
 from forkpoint.cache.eviction import EntryFacts, EvictionPolicy
 from forkpoint.cache.hashing import BlockHash
+from forkpoint.cache.tree import Origin
 from forkpoint.checks import shown
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, ForkpointError
 
+POSITIONS_OF: Final = "positions() of the capture policy"
+PAIRS: Final = "give pairs of an Origin and its positions, such as (Origin.BREAKPOINT, (128, 256))"
+INTEGERS: Final = "give integers, in tokens; they are rounded down to multiples of 64"
 NUMBERS: Final = (float, int, np.floating, np.integer)
-
-
-def wrong_answer(policy: object, method: str, said: str, do: str) -> ConfigError:
-    """Return the error for a policy's `method` that `said` something that is not allowed; `do` is the advice."""
-    return ConfigError(f"{_named(policy, method)} {said}; {do}")
-
-
-def note_policy(error: Exception, policy: object, method: str) -> None:
-    """Add to an error that a policy's `method` has raised where it comes from."""
-    error.add_note(f"raised by {_named(policy, method)}")
-
-
-def _named(policy: object, method: str) -> str:
-    return f"{method} {type(policy).__module__}:{type(policy).__qualname__}"
 
 
 def checked_key(policy: EvictionPolicy, facts: EntryFacts) -> float:
@@ -34,7 +26,7 @@ def checked_key(policy: EvictionPolicy, facts: EntryFacts) -> float:
     try:
         key = policy.key(facts)
     except Exception as error:
-        note_policy(error, policy, "key() of the eviction policy")
+        _note_policy(error, policy, "key() of the eviction policy")
         raise
     if not isinstance(key, NUMBERS) or key != key:
         raise _wrong(policy, "key", key, "return a float that is not NaN")
@@ -60,4 +52,57 @@ def checked_missed(
 
 
 def _wrong(policy: EvictionPolicy, method: str, returned: object, do: str) -> ConfigError:
-    return wrong_answer(policy, f"{method}() of the eviction policy", f"returned {shown(returned)}", do)
+    return _wrong_answer(policy, f"{method}() of the eviction policy", f"returned {shown(returned)}", do)
+
+
+def checked_candidates(policy: CapturePolicy, context: CaptureContext) -> list[Candidate]:
+    """Return the positions that the policy names, rounded down to the grid: each once, with its first reason.
+
+    Those outside `(start, end]` are left out. Raises ConfigError if the policy gave something else than reasons and
+    integers.
+    """
+    try:
+        return _candidates(policy, context)
+    except ForkpointError:
+        raise
+    except Exception as error:
+        _note_policy(error, policy, POSITIONS_OF)
+        raise
+
+
+def _candidates(policy: CapturePolicy, context: CaptureContext) -> list[Candidate]:
+    chosen: dict[int, Candidate] = {}
+    for reason in _each(policy, policy.positions(context), "returned"):
+        if not (isinstance(reason, tuple) and len(reason) == 2 and isinstance(reason[0], Origin)):
+            raise _wrong_answer(policy, POSITIONS_OF, f"gave {shown(reason)}", PAIRS)
+        origin, positions = reason
+        for position in _each(policy, positions, "gave"):
+            try:
+                floored = index(position) // context.grid * context.grid
+            except TypeError:
+                said = f"gave the position {shown(position)}"
+                raise _wrong_answer(policy, POSITIONS_OF, said, INTEGERS) from None
+            if context.start < floored <= context.end and floored not in chosen:
+                chosen[floored] = Candidate(floored, origin, policy.displaces(origin))
+    return list(chosen.values())
+
+
+def _each(policy: CapturePolicy, given: Any, how: str) -> Iterator[Any]:
+    try:
+        return iter(given)
+    except TypeError:
+        raise _wrong_answer(policy, POSITIONS_OF, f"{how} {shown(given)}", PAIRS) from None
+
+
+def _wrong_answer(policy: object, method: str, said: str, do: str) -> ConfigError:
+    """Return the error for a policy's `method` that `said` something that is not allowed; `do` is the advice."""
+    return ConfigError(f"{_named(policy, method)} {said}; {do}")
+
+
+def _note_policy(error: Exception, policy: object, method: str) -> None:
+    """Add to an error that a policy's `method` has raised where it comes from."""
+    error.add_note(f"raised by {_named(policy, method)}")
+
+
+def _named(policy: object, method: str) -> str:
+    return f"{method} {type(policy).__module__}:{type(policy).__qualname__}"

@@ -6,6 +6,7 @@ from forkpoint.cache.capture import CaptureContext, CapturePolicy
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.peer_offers import chosen_lease
 from forkpoint.cache.peers import PeerExchange
+from forkpoint.cache.policy_answers import checked_candidates
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.encoder_budget import EncoderBudget
@@ -92,5 +93,5 @@ class Chunks:
         )
         if self._encoder is not None:
             self._encoder.take(scheduled.request.images, start, end)
-        self._cache.filing.plan_saves(lease, start, end, self._capture.candidates(context))
+        self._cache.filing.plan_saves(lease, start, end, checked_candidates(self._capture, context))
         builder.add_prefill(scheduled, end)

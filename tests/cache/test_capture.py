@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from forkpoint.cache.capture import Candidate, CaptureContext, DefaultCapture
 from forkpoint.cache.policies import CAPTURE
+from forkpoint.cache.policy_answers import checked_candidates
 from forkpoint.cache.tree import Origin
 
 
@@ -17,7 +18,7 @@ def found(interval: int = 0, **changes: Any) -> dict[int, Origin]:
     context = CaptureContext(
         **{"start": 0, "end": 2048, "prompt_end": 5000, "grid": 64, "interval": interval, **changes}
     )
-    candidates = DefaultCapture().candidates(context)
+    candidates = checked_candidates(DefaultCapture(), context)
     positions = [candidate.num_tokens for candidate in candidates]
     assert len(set(positions)) == len(positions)
     return {candidate.num_tokens: candidate.origin for candidate in candidates}
@@ -77,7 +78,7 @@ def test_candidates_are_on_the_grid_and_inside(
     context = CaptureContext(
         start, start + length, start + length + more, 64, tuple(breakpoints), junctions, interval=interval
     )
-    for candidate in DefaultCapture().candidates(context):
+    for candidate in checked_candidates(DefaultCapture(), context):
         assert isinstance(candidate, Candidate)
         assert candidate.num_tokens % 64 == 0 and start < candidate.num_tokens <= start + length
 
@@ -92,7 +93,7 @@ def test_candidates_are_on_the_grid_and_inside(
 )
 def test_policies_by_name(name: str, positions: set[int]) -> None:
     context = CaptureContext(0, 2000, 2000, 64, (576,), frozenset({640}), frozenset({704}), interval=512)
-    candidates = CAPTURE.find(name)().candidates(context)
+    candidates = checked_candidates(CAPTURE.find(name)(), context)
     assert {candidate.num_tokens for candidate in candidates} == positions
     periodic = [c for c in candidates if c.origin is Origin.INTERVAL]
     assert all(c.displaces == (name != "default") for c in periodic)

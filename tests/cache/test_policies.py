@@ -14,6 +14,7 @@ import pytest
 from forkpoint.cache.capture import CaptureContext, CapturePolicy
 from forkpoint.cache.eviction import EntryFacts, EvictionPolicy
 from forkpoint.cache.policies import CAPTURE, EVICTION
+from forkpoint.cache.policy_answers import checked_candidates
 from forkpoint.cache.tree import Checkpoint, Origin
 from forkpoint.cli.main import main
 from forkpoint.config import CacheConfig, SchedulerConfig
@@ -143,7 +144,7 @@ def test_positions_that_are_none_are_refused(answer: Any, shown: str) -> None:
             return answer  # type: ignore[no-any-return]
 
     with pytest.raises(ConfigError) as raised:
-        Wrong().candidates(CaptureContext(0, 2000, 2000, 64))
+        checked_candidates(Wrong(), CaptureContext(0, 2000, 2000, 64))
     says = str(raised.value)
     assert says.startswith("positions() of the capture policy tests.cache.test_policies:") and shown in says
 
@@ -153,7 +154,7 @@ def test_positions_of_numpy_are_integers() -> None:
         def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
             yield Origin.INTERVAL, np.arange(-64, 2000, 640)
 
-    found = OfNumpy().candidates(CaptureContext(0, 2000, 2000, 64))
+    found = checked_candidates(OfNumpy(), CaptureContext(0, 2000, 2000, 64))
     assert [(candidate.num_tokens, type(candidate.num_tokens)) for candidate in found] == [
         (at, int) for at in (576, 1216, 1856)
     ]
