@@ -145,13 +145,13 @@ class Rule:
 
 
 RULES: Final = (
-    Rule("all that is learnt", (HazardModel, KindHazards), lambda: WithHazards(AssumedHazards)),
+    Rule("learnt hazards", (HazardModel, KindHazards), lambda: WithHazards(AssumedHazards)),
     Rule("age", (age_bin, next_edge, LearntPolicy.next_change), lambda: WithHazards(AgelessHazards)),
-    Rule("uses so far", (), lambda: WithHazards(UselessHazards)),
-    Rule("what was evicted and is asked for again", (LearntPolicy.missed,), lambda: WithHazards(HazardsOfTheHeld)),
+    Rule("number of uses", (), lambda: WithHazards(UselessHazards)),
+    Rule("evicted entries that are asked for again", (LearntPolicy.missed,), lambda: WithHazards(HazardsOfTheHeld)),
     Rule("tool calls", (ConversationTurn.end.fget,), NobodyAwaitsTools),  # type: ignore[attr-defined]
     Rule("superseded ends", (LearntPolicy.superseded,), NothingSuperseded),
-    Rule("the share that finds its end evicted", (LostShare,), WithAssumedShare),
+    Rule("share of ends found evicted", (LostShare,), WithAssumedShare),
     Rule("stand-ins", (LearntPolicy.evicted,), NothingStandsIn),
     Rule("waiting requests protect", (), Unprotected),
     Rule("junctions", (), capture=lambda: BlindCapture(junctions=frozenset())),

@@ -43,7 +43,7 @@ class CapturePolicy:
     """Names the positions of a prompt that are worth a state, the most valuable first.
 
     The cache rounds them down to the grid; the first reason for a position counts. A policy is made without arguments
-    and keeps nothing between chunks. The state at the last boundary of an answer is kept whatever the policy says.
+    and keeps nothing between chunks. The last boundary of an answer is always a candidate.
     """
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:

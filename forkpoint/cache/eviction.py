@@ -37,7 +37,7 @@ class EntryFacts(NamedTuple):
     bytes of the arena), `age` the time since then. `uses` counts the hits so far, `num_expected` the waiting requests
     that would resume here. A `superseded` entry belongs to a conversation that has gone on from a later state.
     `block_hash` names all tokens up to the entry's end. `note` is the policy's note of the checkpoint; of a state that
-    might be saved, that of its request.
+    might be saved, that of its request. A block has none.
     """
 
     origin: Origin
