@@ -12,10 +12,10 @@ from forkpoint.cache.tree import Origin
 class CaptureContext:
     """Facts that a policy gets before tokens `[start, end)` of a request are computed. All numbers count tokens.
 
-    `prompt_end` is where prefill ends. States lie at multiples of `grid`. Cached or lately evicted histories part from this one at `junctions`; waiting
-    prompts part from it at `waiting_junctions`. The caller declared the `breakpoints`. `fallback_step` is how many
-    tokens of keys and values a conversation may lose at once. If the conversation lost its end,
-    `num_survived_tokens` is how many were left, otherwise 0. Periodic states lie `interval` apart; 0 means none.
+    `prompt_end` is where prefill ends. States lie at multiples of `grid`. Cached or lately evicted histories part from
+    this one at `junctions`; waiting prompts part from it at `waiting_junctions`. The caller declared the `breakpoints`.
+    `fallback_step` is how many tokens of keys and values a conversation may lose at once. If the conversation lost its
+    end, `num_survived_tokens` is how many were left, otherwise 0. Periodic states lie `interval` apart; 0 means none.
     """
 
     start: int
