@@ -36,6 +36,7 @@ __all__ = [
     "RequestError",
     "RequestFailedError",
     "RequestOutput",
+    "RequestOutputKind",
     "RequestTimings",
     "RequestTooLargeError",
     "SamplingParams",

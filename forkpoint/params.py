@@ -7,11 +7,13 @@ import json as jsonlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias
 
 from forkpoint.checks import Bounds, Checker, checked_fields, is_text, option
 from forkpoint.errors import InvalidParamsError
+from forkpoint.vllm_params import OF_SAMPLING, OF_STRUCTURED_OUTPUTS, taking_absent
 
 MAX_N: Final = 128
 MAX_SEED: Final = 2**63 - 1
@@ -68,6 +70,16 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+@enum.unique
+class RequestOutputKind(enum.Enum):
+    """What each output of `LLM.stream` has. `LLM.generate` and `LLM.chat` always return whole outputs."""
+
+    CUMULATIVE = 0  # all of the output so far
+    DELTA = 1  # only what is new
+    FINAL_ONLY = 2  # all of the output, once it is whole
+
+
+@taking_absent(OF_STRUCTURED_OUTPUTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """A constraint on the output. Exactly one form is given. Names are vLLM's.
@@ -112,6 +124,7 @@ class StructuredOutputsParams:
         _CHECK.flag("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
 
 
+@taking_absent(OF_SAMPLING)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample, and when to stop. Names and defaults are vLLM's.
@@ -130,8 +143,11 @@ class SamplingParams:
     `call_openings` are texts that open a tool call. An output that begins with one of them, after any thinking, need
     not match `structured_outputs`.
     `kv_transfer_params` are those with which vLLM's proxies split a request between a prefill and a decode engine.
-    None is taken for an empty text, list or mapping, and numpy's numbers for Python's. Raises InvalidParamsError for
-    values of a wrong type or out of range.
+    Without `detokenize` outputs have ids and no text. `skip_reading_prefix_cache` computes the whole prompt, and caches
+    it as usual. `output_kind` says what the outputs of `LLM.stream` have.
+    None is taken for an empty text, list or mapping, -1 for a random seed, True for one alternative of `logprobs`, and
+    numpy's numbers for Python's. Raises InvalidParamsError for values of a wrong type or out of range, and for fields
+    of vLLM's that ask for what is missing here.
     """
 
     n: int = option(1, bounds=Bounds(1, MAX_N))
@@ -180,11 +196,13 @@ class SamplingParams:
     thinking_end: str = option(THINKING_END, bounds=Bounds(1, MAX_THINKING_END_CHARS))
     call_openings: Sequence[str] = ()
     kv_transfer_params: Mapping[str, Any] | None = None
+    detokenize: bool = True
+    skip_reading_prefix_cache: bool | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cache_salt", "" if self.cache_salt is None else self.cache_salt)
-        for name, value in {**checked_fields(self, _CHECK, "None or "), **_lists(self)}.items():
-            object.__setattr__(self, name, value)
+        self._set(_respelled(self))
+        self._set({**checked_fields(self, _CHECK, "None or "), **_lists(self)})
         _CHECK.require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, LAST_TOKENS)
         least, most = self.min_tokens, self.max_tokens
         _CHECK.require(most is None or least <= most, "min_tokens", least, f"at most max_tokens={most}")
@@ -193,8 +211,19 @@ class SamplingParams:
         value = self.structured_outputs
         ok = value is None or isinstance(value, StructuredOutputsParams)
         _CHECK.require(ok, "structured_outputs", value, "None or StructuredOutputsParams(...)")
+        if self.stop and not self.detokenize:
+            _CHECK.refuse("detokenize", False, "True with stop, whose strings are found in the text, or stop_token_ids")
         if self.kv_transfer_params is not None:
-            object.__setattr__(self, "kv_transfer_params", _json_copy("kv_transfer_params", self.kv_transfer_params))
+            self._set({"kv_transfer_params": _json_copy("kv_transfer_params", self.kv_transfer_params)})
+
+    def _set(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """Create parameters as vLLM does from optional fields: None stands for the default."""
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     @property
     def is_greedy(self) -> bool:
@@ -219,6 +248,21 @@ class SamplingParams:
 def checked_priority(value: object) -> int:
     """Return a request's priority; the smallest runs first. Raises InvalidParamsError for a wrong one."""
     return Checker(InvalidParamsError).integer("priority", value, MIN_PRIORITY, MAX_INT32)
+
+
+def _respelled(given: Any) -> dict[str, Any]:
+    """Return the fields of SamplingParams that have other spellings, in their own. Raises InvalidParamsError."""
+    found: dict[str, Any] = {}
+    if given.cache_salt is None:
+        found["cache_salt"] = ""
+    if isinstance(given.seed, Integral) and given.seed == -1:
+        found["seed"] = None
+    found |= {name: 1 for name in ("logprobs", "prompt_logprobs") if getattr(given, name) is True}
+    kinds: Mapping[str, RequestOutputKind] = RequestOutputKind.__members__
+    name = str(getattr(given.output_kind, "name", ""))  # vLLM's own members have the same names
+    if name not in kinds:
+        _CHECK.refuse("output_kind", given.output_kind, f"a member of RequestOutputKind: {', '.join(kinds)}")
+    return {**found, "output_kind": kinds[name]}
 
 
 def _lists(given: SamplingParams) -> dict[str, Any]:

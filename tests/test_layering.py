@@ -18,12 +18,22 @@ import forkpoint
 ROOT = Path(forkpoint.__file__).parent
 VALUES = {"errors", "checks", "config", "json_options", "image_families"}
 VALUES |= {"transfer_options", "media_limits", "option_rules", "images", "params", "outputs", "plugins", "version"}
-VALUES |= {"sizes", "vllm_options", "foreign_files", "freed_memory", "python_process", "quick_imports", "shared_arrays"}
+VALUES |= {
+    "sizes",
+    "vllm_options",
+    "vllm_params",
+    "foreign_files",
+    "freed_memory",
+    "python_process",
+    "quick_imports",
+    "shared_arrays",
+}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "checks": {"errors", "foreign_files"},
-    "params": {"checks", "errors"},
+    "params": {"checks", "errors", "vllm_params"},
+    "vllm_params": {"checks", "errors"},
     "outputs": {"params"},
     "config": {"checks", "errors", "image_families", "json_options", "media_limits", "option_rules", "plugins"}
     | {"transfer_options"},

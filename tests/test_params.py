@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forkpoint.errors import InvalidParamsError
-from forkpoint.params import SamplingParams, StructuredOutputsParams
+from forkpoint.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 
 def test_a_schema_given_as_a_mapping_becomes_its_text() -> None:
@@ -93,7 +93,7 @@ def all_plain(value: object) -> bool:
         return all(all_plain(key) and all_plain(item) for key, item in value.items())
     if type(value) is int:
         return -(2**63) <= value < 2**64
-    return value is None or type(value) in (float, bool, str, StructuredOutputsParams)
+    return value is None or type(value) in (float, bool, str, StructuredOutputsParams, RequestOutputKind)
 
 
 @given(st.dictionaries(st.sampled_from(SAMPLING_FIELDS), WILD, max_size=3))

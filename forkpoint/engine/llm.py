@@ -33,7 +33,7 @@ from forkpoint.engine.shared import Caller, SharedEngine
 from forkpoint.errors import ConfigError, QueueFullError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.outputs import RequestOutput
-from forkpoint.params import SamplingParams
+from forkpoint.params import RequestOutputKind, SamplingParams
 from forkpoint.quick_imports import collection_paused
 from forkpoint.vllm_options import plain_options
 from forkpoint.worker.threads import wait_briefly
@@ -183,7 +183,7 @@ class LLM:
         return other[1]
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt. After each step with news, yield its whole output so far.
+        """Complete one prompt. After each step with news, yield its output so far, or as `output_kind` says.
 
         Ctrl-C during a step, or leaving the iteration, ends the request. After Ctrl-C the last output has
         `finish_reason` ABORT. Other streams and calls may run at the same time. Raises a RequestError if the prompt or
@@ -193,12 +193,15 @@ class LLM:
         with self._shared.held() as engine:
             checked = engine.inputs.prompt(prompt, params=params)
         caller = Caller()
+        convert: Callable[[RequestState], RequestOutput | None] = RequestState.output
+        if params.output_kind is RequestOutputKind.FINAL_ONLY:
+            convert = _finished_output
         try:
             self._shared.add(caller, checked, params)
             while caller.open or caller.news:
                 # not while the caller handles an output, because it may never come back
                 with DeferredInterrupt() as interrupt:
-                    outputs = self._shared.next_news(caller, RequestState.output)
+                    outputs = list(filter(None, self._shared.next_news(caller, convert)))
                 if interrupt.requested and caller.open:
                     outputs = self._shared.abort(caller)
                 yield from outputs

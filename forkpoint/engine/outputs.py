@@ -15,7 +15,7 @@ from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ForkpointError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.outputs import CacheReport, CompletionOutput, Logprob, RequestOutput, RequestTimings
-from forkpoint.params import FinishReason
+from forkpoint.params import FinishReason, RequestOutputKind
 from forkpoint.sched.plan import TokenLogprobs
 from forkpoint.sched.request import Request, RequestUpdate
 
@@ -249,11 +249,15 @@ class RequestState:
         )
 
     def output(self) -> RequestOutput:
+        """Return the output so far, or only what is new if the request asks for that."""
+        outputs: list[CompletionOutput | None] = [c.output() for c in self.completions]
+        if self.completions[0].request.params.output_kind is RequestOutputKind.DELTA:
+            outputs = [c.take_delta() for c in self.completions]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prepare(),
-            outputs=tuple(c.output() for c in self.completions),
+            outputs=tuple(filter(None, outputs)),
             finished=self.finished,
             cache=self.cache,
             metrics=self.metrics,
@@ -296,7 +300,8 @@ class OutputAssembler:
         """Add the sequences of one prompt, and return their state. The first one's id is the request's."""
         first = requests[0]
         stops = StopStrings(first.params.stop, include=first.params.include_stop_str_in_output)
-        completions = [Completion(each, index, self._tokenizer, copy(stops)) for index, each in enumerate(requests)]
+        tokenizer = self._tokenizer if first.params.detokenize else None
+        completions = [Completion(each, index, tokenizer, copy(stops)) for index, each in enumerate(requests)]
         state = RequestState(first.id, prompt, completions, first.arrival_s)
         self._states[state.request_id] = state
         for completion in completions:

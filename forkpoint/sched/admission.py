@@ -105,7 +105,7 @@ class Admission:
     def lookup(self, scheduled: ScheduledRequest) -> PrefixHit:
         """Return the longest prefix that the arena has of a request that waits. Changes nothing."""
         request = scheduled.request
-        return self._cache.lookup(scheduled.lease, request.num_tokens, not request.wants_prompt_logprobs)
+        return self._cache.lookup(scheduled.lease, request.num_tokens, request.reads_cache)
 
     def try_jump(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
         """Continue a prefill from a longer prefix if another request has cached more of its prompt meanwhile.
@@ -113,7 +113,7 @@ class Admission:
         The plan then resends the row's block table, and the request's cache report grows.
         """
         lease, request = scheduled.lease, scheduled.request
-        if lease.detached or request.wants_prompt_logprobs or not self._cache.continues(lease):
+        if lease.detached or not request.reads_cache or not self._cache.continues(lease):
             return
         hit = self._cache.lookup(lease, scheduled.prefill_end)
         start = lease.num_planned
@@ -130,7 +130,7 @@ class Admission:
         request.
         """
         restoring, request, lease = self._tiers.restoring, scheduled.request, scheduled.lease
-        if not scheduled.restores or request.wants_prompt_logprobs:
+        if not scheduled.restores or not request.reads_cache:
             return self.lookup(scheduled)
         is_busy = bool(self._running.requests)
         if not restoring.is_for(lease):

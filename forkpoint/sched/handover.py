@@ -31,7 +31,7 @@ class Handover:
                 "kv_transfer_params of requests are ignored and all prompts are computed here; start the server with "
                 "--kv-transfer-config and NixlConnector to exchange prompts"
             )
-        if params is None or peers is None or request.wants_prompt_logprobs:
+        if params is None or peers is None or not request.reads_cache:
             return
         usable = self._cache.layout.usable_prefix(request.num_tokens)
         offer, fetched, restoring = peers.read(params, lease.chain, usable), peers.fetched, self._cache.tiers.restoring

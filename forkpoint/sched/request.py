@@ -84,6 +84,11 @@ class Request:
         return self.params.prompt_logprobs is not None and not self.prompt_logprobs_done
 
     @property
+    def reads_cache(self) -> bool:
+        """Whether cached prefixes may serve its prompt."""
+        return not (self.wants_prompt_logprobs or self.params.skip_reading_prefix_cache)
+
+    @property
     def is_constrained(self) -> bool:
         """Whether its grammar may exclude an id within the next NUM_LOOK_AHEAD outputs."""
         return self.grammar is not None and not self.grammar.is_free

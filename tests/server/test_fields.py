@@ -179,7 +179,8 @@ def test_usage_in_openrouters_form(http: httpx2.Client) -> None:
         {"user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x"},
         {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "session_id": "s", "stream_interval": 2},
         {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "do_sample": True},
-        {"guided_decoding_backend": "xgrammar", "spaces_between_special_tokens": True, "cache_prompt": True},
+        {"guided_decoding_backend": "xgrammar", "spaces_between_special_tokens": False, "cache_prompt": True},
+        {"return_weight_versions": False, "structured_outputs": {"regex": "aaa", "whitespace_pattern": None}},
         {
             "logprob_token_ids": None,
             "kv_transfer_params": {"do_remote_decode": True},
