@@ -137,7 +137,7 @@ class _Fetching(Fetching):
                     connection.send(message)
 
     def _is_active(self) -> bool:
-        return bool(self._running or self._unsent or self._ended.done or self._ended.failed)
+        return bool(self._running or self._unsent or self._unreported)
 
 
 class _Forwarding(logging.Handler):

@@ -60,12 +60,23 @@ class _UnwantedError(Exception):
 
 
 @dataclass(slots=True)
-class _Ended:
-    """Tickets of the fetches that have ended. The unreachable ones are also among the failed ones."""
+class Unreported:
+    """What the next report says: tickets of fetches that have ended, and the numbers of arrived entries by ticket."""
 
     done: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
-    unreachable: list[int] = field(default_factory=list)
+    unreachable: list[int] = field(default_factory=list)  # also among the failed ones
+    arrived: dict[int, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.done or self.failed or self.arrived)
+
+    def report(self) -> FetchReport | None:
+        """Return the report; None if there is nothing to say."""
+        if not self:
+            return None
+        arrived = tuple(self.arrived.items())
+        return FetchReport(tuple(self.done), tuple(self.failed), tuple(self.unreachable), arrived)
 
 
 class RunningFetch:
@@ -143,7 +154,7 @@ class Fetching:
         self._changed = threading.Condition()  # guards all below; `contents` alone reads without it
         self._entries: dict[int, list[memoryview | None]] = {}  # by ticket: the buffers of a fetch, until `forget`
         self._running: dict[int, RunningFetch] = {}  # by ticket
-        self._ended = _Ended()
+        self._unreported = Unreported()
         self._left_rings: set[bytes] = set()  # ids of rings that no longer had most of the last prompt
 
     # --- called by the worker's thread
@@ -197,18 +208,15 @@ class Fetching:
         with self._changed:
             if wait_s:
                 self._changed.wait_for(self._has_report, wait_s)
-            ended, self._ended = self._ended, _Ended()
-            arrived: list[tuple[int, int]] = []
+            unreported, self._unreported = self._unreported, Unreported()
             for ticket, running in self._running.items():
                 if running.num_arrived > running.num_reported:
                     running.num_reported, running.unreported_bytes = running.num_arrived, 0
-                    arrived.append((ticket, running.num_arrived))
-        if not ended.done and not ended.failed and not arrived:
-            return None
-        return FetchReport(tuple(ended.done), tuple(ended.failed), tuple(ended.unreachable), tuple(arrived))
+                    unreported.arrived[ticket] = running.num_arrived
+        return unreported.report()
 
     def _has_report(self) -> bool:
-        if self._ended.done or self._ended.failed:
+        if self._unreported:
             return True
         return any(running.unreported_bytes >= PROGRESS_BYTES for running in self._running.values())
 
@@ -248,9 +256,9 @@ class Fetching:
             del self._running[fetch.ticket]
             is_forgotten, is_given = fetch.ticket not in self._entries, running.is_free
             if not is_forgotten:  # even if it failed, some of its entries may be in use
-                (self._ended.failed if failure else self._ended.done).append(fetch.ticket)
+                (self._unreported.failed if failure else self._unreported.done).append(fetch.ticket)
                 if is_unreachable:
-                    self._ended.unreachable.append(fetch.ticket)
+                    self._unreported.unreachable.append(fetch.ticket)
             self._changed.notify_all()
         if is_forgotten and not is_given:
             self._give_all(fetch.ticket, running.entries)

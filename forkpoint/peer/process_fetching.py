@@ -16,7 +16,7 @@ import numpy as np
 
 from forkpoint.cache.peer_offers import Fetch, FetchReport
 from forkpoint.peer.fetch_child import Forget, FoundRing, Freed, Identity, InRing, LogLine, Start
-from forkpoint.peer.fetching import LOGGER
+from forkpoint.peer.fetching import LOGGER, Unreported
 from forkpoint.peer.ring import RingFacts
 from forkpoint.python_process import python_process
 from forkpoint.shared_arrays import place_of
@@ -86,19 +86,6 @@ class _PeerRing:
     avoided_until_s: float = 0.0  # by `time.monotonic`
 
 
-@dataclass(slots=True)
-class _Unreported:
-    """The tickets that `next_report` returns next. `arrived` has the number of entries that have arrived, by ticket."""
-
-    done: list[int] = field(default_factory=list)
-    failed: list[int] = field(default_factory=list)
-    unreachable: list[int] = field(default_factory=list)
-    arrived: dict[int, int] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.done or self.failed or self.arrived)
-
-
 class ProcessFetching:
     """Fetches as `Fetching` does, in a process of its own, to buffers in shared memory.
 
@@ -120,7 +107,7 @@ class ProcessFetching:
         self._written: set[int] = set()  # tickets of fetches to whose buffers the process may write
         self._leaving: dict[int, list[memoryview]] = {}  # by ticket: such buffers of fetches that were forgotten
         self._rings: dict[tuple[str, int], _PeerRing] = {}  # by the peer's address
-        self._unreported = _Unreported()
+        self._unreported = Unreported()
         self._child: _Child | None = None
         self._revive()  # it is ready when the first request comes
 
@@ -211,11 +198,8 @@ class ProcessFetching:
             with self._lock:
                 self._take(message)
         with self._lock:
-            report, self._unreported = self._unreported, _Unreported()
-        if not report:
-            return None
-        arrived = tuple(report.arrived.items())
-        return FetchReport(tuple(report.done), tuple(report.failed), tuple(report.unreachable), arrived)
+            unreported, self._unreported = self._unreported, Unreported()
+        return unreported.report()
 
     def close(self) -> None:
         with self._lock:
