@@ -105,7 +105,7 @@ def measure_long_prefill(loaded: LoadedModel, num_tokens: int, num_running: int,
     """Measure steps while `num_running` requests decode and a prompt of `num_tokens` is computed. Steps of the same
     prompt without running requests alternate with them."""
     vocab = loaded.model.config.vocab_size
-    options = RigOptions(budget=budget, ample_tokens=2 * num_tokens, max_model_len=num_tokens + 64)
+    options = RigOptions(budget=budget, ample_tokens=2 * num_tokens)
     prompt, quiet_steps = random_ids(1, num_tokens, vocab), 100
     alone, rig = Rig(loaded, options), Rig(loaded, options)
     outputs = quiet_steps + 2 * (num_tokens // (budget // 2) + 2)

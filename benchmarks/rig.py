@@ -70,7 +70,6 @@ class RigOptions:
     ample_tokens: int = 1 << 16
     budget: int = 2048
     max_num_seqs: int = 32
-    max_model_len: int = 1 << 15
     cache: CacheConfig = field(default_factory=CacheConfig)
 
 
@@ -83,7 +82,7 @@ class Rig:
         config = SchedulerConfig(max_num_batched_tokens=options.budget, max_num_seqs=options.max_num_seqs)
         shapes = graph_shapes(options.max_num_seqs, MAX_GRAPH_TOKENS)
         ready = Loaded(loaded.model, loaded.ops, layout, config, loaded.platform, shapes, loaded.max_num_drafts)
-        runner = ModelRunner(ready, num_pages, max_model_len=options.max_model_len)
+        runner = ModelRunner(ready, num_pages)
         while runner.record_next():
             pass
         self.sched = Scheduler(

@@ -59,20 +59,13 @@ class ModelRunner:
     the same. Steps that are submitted before `result()` has raised that error are not run and raise StepFailedError.
     """
 
-    def __init__(
-        self, loaded: Loaded, num_pages: int, max_model_len: int | None = None, num_host_pages: int = 0
-    ) -> None:
-        """Allocate arena and batch; a host tier too with `num_host_pages`.
-
-        `num_pages` includes page 0. Sequences have at most `max_model_len` tokens; by default as many as the model
-        takes.
-        """
+    def __init__(self, loaded: Loaded, num_pages: int, num_host_pages: int = 0) -> None:
+        """Allocate arena and batch; a host tier too with `num_host_pages`. `num_pages` includes page 0."""
         model, ops, layout, platform = loaded.model, loaded.ops, loaded.layout, loaded.platform
         num_rows, most = loaded.sched.max_num_seqs, loaded.max_num_drafts
         shapes = loaded.shapes if platform.has_graphs else ()
         self.platform, self._model, self._ops = platform, model, ops
         self.arena = ArenaBuffer(layout, num_pages, platform, num_host_pages)
-        longest = max_model_len or model.config.max_model_len
         images: RowImages | None = None
         self._encoded: EncodedImages | None = None
         if model.vision is not None and model.images is not None:
@@ -81,7 +74,8 @@ class ModelRunner:
             self._encoded = EncodedImages(model.vision, model.images, platform)
         dealt = loaded.dealt_keys()
         deal = ALL if dealt is None else dealt.deal
-        self.batch = Batch(layout, num_rows, longest, model.config.vocab_size, platform, images, deal)
+        config = model.config
+        self.batch = Batch(layout, num_rows, config.max_model_len, config.vocab_size, platform, images, deal)
         self._states = StateOperators(self.arena, ops.redirects)
         self._sampler = Sampler(ops, self.platform)
         splits: KeySplits | None = None

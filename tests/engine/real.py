@@ -400,8 +400,7 @@ def start(
     num_host_pages = 0
     if options.host_tokens:
         num_host_pages = stored.num_pages_for(options.host_tokens, max(2, options.host_tokens // 200)) + 1
-    sizes: dict[str, int] = {"max_model_len": MAX_MODEL_LEN, "num_host_pages": num_host_pages}
-    runners = [ModelRunner(each, num_pages, **sizes) for each in loaded]
+    runners = [ModelRunner(each, num_pages, num_host_pages) for each in loaded]
     if shapes:
         others = [bank.threads.submit(_record_all, runner) for runner in runners[1:]]
         _record_all(runners[0])

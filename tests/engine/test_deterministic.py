@@ -61,7 +61,7 @@ class Serving:
         config = SchedulerConfig(max_num_batched_tokens=BUDGET, max_num_seqs=rows)
         self.layout = layout
         loaded = Loaded(model, ops, layout, config, CpuPlatform())
-        self.runner = ModelRunner(loaded, num_pages, max_model_len=MAX_LEN)
+        self.runner = ModelRunner(loaded, num_pages)
         self.runner.arena.data.fill_(0xFF)  # NaN in every dtype
         self.sched = Scheduler(layout, num_pages, cache, config, deterministic=True)
         self.log: Log = {}

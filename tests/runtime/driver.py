@@ -86,7 +86,6 @@ class Driver:
         model: Model,
         ops: OpTable | None = None,
         force_state_copy: bool = False,
-        max_model_len: int = 1024,
         **options: Any,
     ) -> Driver:
         platform, ops = options.pop("platform", CpuPlatform()), ops or torch_table()
@@ -95,7 +94,7 @@ class Driver:
         sched = SchedulerConfig(max_num_seqs=8)
         ops = replace(ops, redirects=frozenset()) if force_state_copy else ops
         loaded = Loaded(model, ops, layout, sched, platform, **options)
-        runner = ModelRunner(loaded, 200, max_model_len=max_model_len)
+        runner = ModelRunner(loaded, 200)
         runner.arena.data.fill_(0xFF)  # NaN in every dtype: what nobody wrote must not be read
         lags = Lags(loaded.state_write_interval)
         return cls(runner, lags=lags, _next_block=layout.blocks_per_page, _next_slot=100 * layout.slots_per_page)

@@ -218,9 +218,9 @@ def test_a_window_fails_by_what_counts_of_it(model: Model, params: SamplingParam
 
 
 def test_a_plan_that_overfills_a_row_is_refused(model: Model) -> None:
-    driver = Driver.create(model, max_model_len=128)
-    with pytest.raises(BlockTableError, match="holds 2"):
-        generate(driver, 0, tokens(129), 1, GREEDY)
+    driver = Driver.create(model)
+    with pytest.raises(BlockTableError, match="holds 32"):
+        generate(driver, 0, tokens(2049), 1, GREEDY)
 
 
 def test_a_step_without_tokens(model: Model) -> None:
