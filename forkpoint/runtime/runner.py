@@ -91,9 +91,17 @@ class ModelRunner:
                 self._drafts = DraftGraphs(
                     model, ops, self.batch, self._records, platform, most, shapes, dealt, loaded.runs_before_recording
                 )
-        kept = (self._states.copies, self._records, most if self._drafts else 0, self.batch.images)
-        tables = {group.window: table for group, table in zip(layout.groups, self.batch.tables, strict=False)}
-        self._builder = StepBuilder(self.batch.table, bool(layout.kv), splits, *kept, tables, dealt)
+        self._builder = StepBuilder(
+            self.batch.table,
+            bool(layout.kv),
+            splits,
+            copies=self._states.copies,
+            records=self._records,
+            most_drafts=most if self._drafts else 0,
+            images=self.batch.images,
+            tables={group.window: table for group, table in zip(layout.groups, self.batch.tables, strict=False)},
+            dealt=dealt,
+        )
         self._shapes: ShapeTable | None = None  # shapes with graphs
         if shapes:
             self._shapes = ShapeTable(shapes)
