@@ -28,6 +28,7 @@ from benchmarks import machine
 from forkpoint.cache.peer_offers import Fetch, PeerFacts
 from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.peer.link import PeerLink, open_link
+from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.pinned import PinnedBuffers
 
 UNIT_BYTES: Final = {BLOCK: 2 << 20, SLOT: 49 << 20}
@@ -67,7 +68,7 @@ def offer_prompts(connection: Connection) -> None:
     The connection names a lease, and the blocks of each chunk if the prompt is asked for early. The answer is the time
     when the last chunk was computed.
     """
-    link, buffers = open_link(facts("p"), UNIT_BYTES, 3600.0, listens=True), PinnedBuffers()
+    link, buffers = open_link(facts("p"), UNIT_BYTES, 3600.0, listens=True), PinnedBuffers(CpuPlatform())
     link.use_buffers(buffers.take, buffers.give)
     contents = np.random.default_rng(0).integers(0, 256, UNIT_BYTES[SLOT], np.uint8)
     connection.send(link.facts.port)
@@ -101,7 +102,7 @@ def main() -> None:
     process.start()
     port = connection.recv()
     link = open_link(facts("d"), UNIT_BYTES, 3600.0, listens=False, fetches_apart=True)
-    buffers = PinnedBuffers()
+    buffers = PinnedBuffers(CpuPlatform())
     link.use_buffers(buffers.take, buffers.give)
     lease = time_fetches(connection, link, port, args)
     time_early_fetches(connection, link, port, lease, args)

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Final
 
-LOCK_WAIT_S: Final = 2.0  # wait for the process of an engine that was just killed
 MOST_NAMESPACES: Final = 4  # namespaces that one folder keeps; their sizes add up
 NAME: Final = re.compile("[0-9a-f]{32}")
 FILE_NAMES: Final = ("slab.*", "journal.*", "lock.*")
@@ -54,13 +53,13 @@ def remove_old_namespaces(own: Path) -> None:
         )
 
 
-def lock_file(path: Path, wait_s: float | None = None) -> int | None:
+def lock_file(path: Path, wait_s: float) -> int | None:
     """Lock a file until `unlock` gets its descriptor, which is returned. None: another process has locked it.
 
-    The file's time becomes now. Waits up to `wait_s`, by default LOCK_WAIT_S. Raises OSError.
+    The file's time becomes now. Waits up to `wait_s`. Raises OSError.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    until = time.monotonic() + (LOCK_WAIT_S if wait_s is None else wait_s)
+    until = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,6 +22,7 @@ from forkpoint.disk.journal import Journal
 from forkpoint.disk.namespace import entry_sum
 from forkpoint.disk.slab import Slab, SlabLayout
 
+LOCK_WAIT_S: Final = 2.0  # wait for the process of an engine that was just killed
 LOGGER: Final = logging.getLogger("forkpoint")
 
 
@@ -337,7 +338,7 @@ def open_store(
     num_pages = max_bytes // num_ranks // layout.page_bytes
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = lock_file(folder / f"lock.{rank}")
+        lock = lock_file(folder / f"lock.{rank}", LOCK_WAIT_S)
     except OSError as error:
         LOGGER.warning("the disk tier is off: %s", error)
         return None

@@ -46,20 +46,16 @@ class ArenaBuffer:
     which have ended.
     """
 
-    def __init__(
-        self, layout: CacheLayout, num_pages: int, platform: Platform | None = None, num_host_pages: int = 0
-    ) -> None:
-        """Without a `platform` the arena lies in the host's memory."""
+    def __init__(self, layout: CacheLayout, num_pages: int, platform: Platform, num_host_pages: int = 0) -> None:
         self.layout, self.stored = layout, layout.in_tiers()
         self.num_pages = num_pages
-        device = None if platform is None else platform.device
-        self.data = torch.empty(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
+        self.data = torch.empty(num_pages * layout.page_bytes, dtype=torch.uint8, device=platform.device)
         self.host = _aligned(num_host_pages * self.stored.page_bytes)
         self._memory = TierMemory.of(layout, self.data, self.host)
         self._platform = platform
         self.copies = DirectCopies(self._memory)
-        self.has_late_copies = bool(num_host_pages) and platform is not None and platform.has_copy_streams
-        if self.has_late_copies and platform is not None:
+        self.has_late_copies = bool(num_host_pages) and platform.has_copy_streams
+        if self.has_late_copies:
             self.copies = StreamCopies(self._memory, platform)
         self._pinned: PinnedBuffers | None = None
         self._disk_copies: DirectDisk | None = None
@@ -83,7 +79,7 @@ class ArenaBuffer:
         With copy streams, offered units also go to a ring of `ring_bytes`.
         """
         streams, self.peers, self.has_late_copies = self._streams(), link, True
-        if streams is None or self._platform is None:
+        if streams is None:
             self._pinned = PinnedBuffers(self._platform)
             self._peer_copies = DirectPeers(self._memory, link, self._pinned)
         else:
@@ -94,7 +90,7 @@ class ArenaBuffer:
 
         None for a device that works on the host's memory.
         """
-        if self._platform is None or not self._platform.has_copy_streams:
+        if not self._platform.has_copy_streams:
             return None
         if not isinstance(self.copies, StreamCopies):
             self.copies = StreamCopies(self._memory, self._platform)

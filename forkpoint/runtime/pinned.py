@@ -25,8 +25,7 @@ class PinnedBuffers:
     of the same user can open the buffers that `take` returns, where the system allows that (shared_arrays.py).
     """
 
-    def __init__(self, platform: Platform | None = None) -> None:
-        """Without a `platform` nothing is pinned."""
+    def __init__(self, platform: Platform) -> None:
         self._platform = platform
         self._lock = threading.RLock()  # guards all below
         self._idle: dict[int, list[memoryview]] = {}  # by size
@@ -57,8 +56,6 @@ class PinnedBuffers:
         return self._pin(mmap.mmap(-1, num_bytes))
 
     def _pin(self, memory: mmap.mmap) -> mmap.mmap:
-        if self._platform is None:
-            return memory
         view = as_tensor(memory)
         try:
             self._platform.pin(view)
@@ -100,9 +97,8 @@ class PinnedBuffers:
         if self._preparing is not None:
             self._preparing.join()
         with self._lock:
-            if self._platform is not None:
-                for view in self._pinned:
-                    self._platform.unpin(view)
+            for view in self._pinned:
+                self._platform.unpin(view)
             self._pinned.clear()
             self._idle.clear()
             self._left.clear()

@@ -26,7 +26,7 @@ def test_the_namespace_that_was_unused_the_longest_goes(tmp_path: Path, caplog: 
     folders = [used(tmp_path, number) for number in range(1, MOST_NAMESPACES + 1)]
     assert all(folder.exists() for folder in folders)
     os.utime(folders[0] / "lock.0", (90, 90))
-    in_use = lock_file(folders[1] / "lock.0")
+    in_use = lock_file(folders[1] / "lock.0", 0.0)
     os.utime(folders[1] / "lock.0", (2, 2))
     assert in_use is not None
     caplog.clear()

@@ -214,7 +214,7 @@ def test_a_smaller_slab_keeps_what_fits(tmp_path: Path) -> None:
 def test_a_second_engine_goes_on_without(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forkpoint.disk.folder.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("forkpoint.disk.store.LOCK_WAIT_S", 0.0)
     store = open_now(tmp_path)
     with caplog.at_level(logging.WARNING, "forkpoint"):
         assert opened(tmp_path) is None
@@ -225,7 +225,7 @@ def test_a_second_engine_goes_on_without(
 
 def test_a_closed_store_is_free_for_the_next_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if a program that uses it has forked, as data loaders do, and the child goes on."""
-    monkeypatch.setattr("forkpoint.disk.folder.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("forkpoint.disk.store.LOCK_WAIT_S", 0.0)
     store = open_now(tmp_path)
     child = os.fork()
     if not child:

@@ -9,6 +9,7 @@ import pytest
 
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.process_fetching import ProcessFetching
+from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.pinned import PinnedBuffers
 from tests.peer.links import SIZES, facts
 
@@ -31,7 +32,7 @@ def decode() -> Iterator[PeerLink]:
 def fetching() -> Iterator[ProcessFetching]:
     """A decode engine whose fetches run in a process of their own."""
     with closing(open_link(facts(engine_id="d"), SIZES, 30.0, listens=False, fetches_apart=True)) as link:
-        buffers = PinnedBuffers()
+        buffers = PinnedBuffers(CpuPlatform())
         link.use_buffers(buffers.take, buffers.give)
         assert isinstance(link.fetching, ProcessFetching)
         yield link.fetching

@@ -32,6 +32,7 @@ from forkpoint.peer.protocol import (
     part_sum,
 )
 from forkpoint.peer.server import MAX_CONNECTIONS
+from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.pinned import SEGMENT_BYTES, PinnedBuffers
 from tests.peer.links import HOST, HOST_V6, LEASES, NAMES, SIZES, contents, facts, fetch, offer
 
@@ -209,7 +210,7 @@ def test_a_server_without_files_waits_for_some(
 @pytest.fixture
 def sharing() -> Iterator[tuple[PeerLink, PinnedBuffers]]:
     """A prefill engine on the same machine, whose offers are in shared memory."""
-    link, buffers = open_link(facts(), SIZES, 3600.0, listens=True), PinnedBuffers()
+    link, buffers = open_link(facts(), SIZES, 3600.0, listens=True), PinnedBuffers(CpuPlatform())
     link.use_buffers(buffers.take, buffers.give)
     yield link, buffers
     link.close()

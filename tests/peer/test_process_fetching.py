@@ -25,6 +25,7 @@ from forkpoint.cache.tier_entries import EntryName
 from forkpoint.peer.fetch_child import Forget
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.process_fetching import ProcessFetching
+from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.pinned import PinnedBuffers
 from forkpoint.shared_arrays import CAN_SHARE, Place, SharedMemory, place_of
 from tests.peer.links import HOST, NAMES, SIZES, contents, facts
@@ -144,7 +145,7 @@ def test_a_path_that_is_no_text_is_left_out(prefill: PeerLink, monkeypatch: pyte
     """Python itself ignores such an entry."""
     monkeypatch.setattr(sys, "path", [Path("elsewhere"), *sys.path])
     with closing(open_link(facts(engine_id="d"), SIZES, 30.0, listens=False, fetches_apart=True)) as link:
-        buffers = PinnedBuffers()
+        buffers = PinnedBuffers(CpuPlatform())
         link.use_buffers(buffers.take, buffers.give)
         assert isinstance(link.fetching, ProcessFetching)
         offer(prefill, 52)

@@ -8,6 +8,7 @@ import torch
 from forkpoint.cache.layer_spec import KVSpec, LayerSpec, StateSpec, TensorSpec
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.errors import ConfigError
+from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.sched.plan import Move, MoveKind
 from tests.cache.shapes import state
@@ -39,7 +40,7 @@ NUMBER = {name: index for index, name in enumerate(LAYERS)}
 
 @pytest.fixture(params=[(), (48, 16, 32)], ids=["", "kernel blocks"])
 def arena(request: pytest.FixtureRequest) -> ArenaBuffer:
-    return ArenaBuffer(CacheLayout.create(list(LAYERS.values()), kernel_block_sizes=request.param), 5)
+    return ArenaBuffer(CacheLayout.create(list(LAYERS.values()), kernel_block_sizes=request.param), 5, CpuPlatform())
 
 
 def num_blocks(arena: ArenaBuffer) -> int:
@@ -126,10 +127,10 @@ def test_a_move_copies_one_unit_whole(arena: ArenaBuffer, kind: MoveKind) -> Non
 
 
 def test_layouts_of_one_kind() -> None:
-    only_kv = ArenaBuffer(CacheLayout.create([(KEYS,), (), (LATENT,)]), 3)
+    only_kv = ArenaBuffer(CacheLayout.create([(KEYS,), (), (LATENT,)]), 3, CpuPlatform())
     assert only_kv.states == [] and only_kv.num_slots == 0 and num_blocks(only_kv) == 3
     assert only_kv.layers[1] == {}
-    only_states = ArenaBuffer(CacheLayout.create([LAYERS["mamba-1"], (WINDOW,)]), 3)
+    only_states = ArenaBuffer(CacheLayout.create([LAYERS["mamba-1"], (WINDOW,)]), 3, CpuPlatform())
     assert only_states.block_views == [] and num_blocks(only_states) == 0 and only_states.num_slots == 3
 
 

@@ -18,6 +18,7 @@ from forkpoint.cache.layer_spec import KVSpec
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.tier_entries import HOST_READY
 from forkpoint.platforms.copy_stream import PIECE_BYTES, pieces
+from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.stretch import Stretch, joined, joint_padding
 from forkpoint.runtime.units import unit_extent
@@ -219,7 +220,7 @@ def test_late_copies_keep_the_order_of_the_moves(
 def test_copies_and_moves_of_a_plan_run_in_their_order() -> None:
     rng = random.Random(0)
     for layout in SMALL.values():
-        arenas = [ArenaBuffer(layout, NUM_PAGES, num_host_pages=NUM_HOST_PAGES) for _ in range(2)]
+        arenas = [ArenaBuffer(layout, NUM_PAGES, CpuPlatform(), NUM_HOST_PAGES) for _ in range(2)]
         for arena in arenas:
             arena.data[:] = torch.arange(len(arena.data)) // 64 % 251
             arena.host.zero_()
@@ -326,8 +327,8 @@ def test_copies_are_cut_where_pieces_of_pinned_memory_end(address: int) -> None:
     assert all((address + start) // PIECE_BYTES == (address + end - 1) // PIECE_BYTES for start, end in found)
 
 
-@pytest.mark.parametrize("platform", [None, LatePlatform(0)], ids=["at once", "streams"])
-def test_memory_is_freed_with_the_arena(platform: LatePlatform | None) -> None:
+@pytest.mark.parametrize("platform", [CpuPlatform(), LatePlatform(0)], ids=["at once", "streams"])
+def test_memory_is_freed_with_the_arena(platform: CpuPlatform) -> None:
     """No cycle keeps it until the next collection of garbage: another engine may need the memory at once."""
     arena = ArenaBuffer(LAYOUTS["one each"], NUM_PAGES, platform, NUM_HOST_PAGES)
     arena.copies.start()

@@ -9,6 +9,7 @@ import pytest
 
 from forkpoint.cache.peer_offers import FetchReport
 from forkpoint.cache.tier_entries import TierReport
+from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.buffers import ArenaBuffer
 from tests.sched.harness import LAYOUTS
 
@@ -27,7 +28,7 @@ class Fetches:
 
 @pytest.fixture
 def arena() -> ArenaBuffer:
-    arena = ArenaBuffer(LAYOUTS["one each"], 2)
+    arena = ArenaBuffer(LAYOUTS["one each"], 2, CpuPlatform())
     arena.peers = SimpleNamespace(fetching=Fetches())  # type: ignore[assignment]
     return arena
 

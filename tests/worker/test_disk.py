@@ -38,7 +38,7 @@ def test_a_size_that_holds_nothing_is_refused_with_one_that_is_enough(
 
 def test_one_of_two_engines_that_start_at_once_has_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever rank comes first to its file: the first ranks decide."""
-    monkeypatch.setattr("forkpoint.disk.folder.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("forkpoint.disk.store.LOCK_WAIT_S", 0.0)
     monkeypatch.setattr("forkpoint.worker.disk.slab_layout", lambda arena: LAYOUT)
     monkeypatch.setattr("forkpoint.worker.disk.namespace_facts", lambda config, loaded, ranks: {"ranks": ranks.rank})
     size = 2 * NUM_PAGES * LAYOUT.page_bytes / 2**30
