@@ -278,7 +278,7 @@ class Talk:
     async def _read(self, delta: CompletionOutput, news: News) -> None:
         parser = self._parsers[delta.index]
         pieces = await self._run(parser.num_held + len(delta.text), _parsed, parser, delta)
-        news.pieces += [piece for piece in pieces if self._turn.reports_reasoning or not isinstance(piece, Reasoning)]
+        news.pieces += self._reported(pieces)
         news.token_ids += delta.token_ids
         news.logprobs += delta.logprobs or ()
         news.reason, news.stop_reason = self._reason(parser, delta), delta.stop_reason
@@ -295,7 +295,10 @@ class Talk:
         Content before a `</think>` that nothing has opened becomes reasoning.
         """
         num = self._parsers[news.index].num_unopened
-        pieces = with_unopened_reasoning(news.pieces, num)
+        return self._reported(with_unopened_reasoning(news.pieces, num))
+
+    def _reported(self, pieces: list[Piece]) -> list[Piece]:
+        """Return the pieces without reasoning that is not reported."""
         return [piece for piece in pieces if self._turn.reports_reasoning or not isinstance(piece, Reasoning)]
 
     def _reason(self, parser: AnswerParser, delta: CompletionOutput) -> Reason | None:
@@ -304,7 +307,7 @@ class Talk:
             return "tool_calls"
         if delta.finish_reason is None:
             return None
-        if delta.finish_reason.value == "length":
+        if delta.finish_reason is FinishReason.LENGTH:
             return "length"
         if parser.num_calls and not self._turn.names_call:
             return "tool_calls"

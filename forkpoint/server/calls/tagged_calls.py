@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import regex
@@ -205,7 +205,7 @@ class _Value:
     _is_closed: bool = False  # ended by its own closing tag
     _depth: int = 0  # calls that have begun in the value and not ended
     _balance: int = 0  # tags in the value that begin a call, minus tags that end one
-    _is_first: bool = field(default=True)
+    _is_first: bool = True
 
     def read(self) -> Generator[str | None, None, None]:
         """Yield the parts of the text, and None when more is needed. Set `ended` if the value ends in the answer."""
@@ -235,9 +235,7 @@ class _Value:
                     held = ""
             if text:
                 yield text
-        if held and not source.cut:
-            return
-        if held:
+        if held and source.cut:
             yield held
 
     def _inner_tags_end(self) -> Generator[None, None, int]:

@@ -112,17 +112,16 @@ def _result_part(part: dict[str, Any], note: Note, deferred: Mapping[str, ToolSp
     if kind == "tool_reference":
         name = str(part.get("tool_name"))
         if name not in deferred:
-            return _text_part(f"The tool {name} is available.")
-        return _text_part(
-            f"The tool {name} is available:\n{json.dumps(shown_tool(deferred[name]), ensure_ascii=False)}"
-        )
+            return text_part(f"The tool {name} is available.")
+        return text_part(f"The tool {name} is available:\n{json.dumps(shown_tool(deferred[name]), ensure_ascii=False)}")
     text = part.get("text")
     if isinstance(text, str):
-        return _text_part(text)
+        return text_part(text)
     name = str(kind).removeprefix("input_").removesuffix("_url")[:40]
     note(f"results of tools have parts of the type {name!r}; the model reads a note in place of each")
-    return _text_part(f"[The tool returned a part of the type {name}, which cannot be shown here.]")
+    return text_part(f"[The tool returned a part of the type {name}, which cannot be shown here.]")
 
 
-def _text_part(text: str) -> dict[str, Any]:
+def text_part(text: str) -> dict[str, Any]:
+    """Return the part of a message that has this text."""
     return {"type": "text", "text": text}

@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from forkpoint.obs.notices import Note
+from forkpoint.server.chat.history import text_part
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import MAX_SHOWN
 from forkpoint.server.seal import unsealed
@@ -59,16 +60,12 @@ def chat_messages(role: str, content: str | list[dict[str, Any]] | None, note: N
     return results
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
 def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Return parts with a line break between consecutive texts: one text if there is nothing else."""
     joined: list[dict[str, Any]] = []
     for is_text, group in groupby(parts, lambda part: part["type"] == "text"):
         if is_text:
-            joined.append(_text_part("\n".join(part["text"] for part in group)))
+            joined.append(text_part("\n".join(part["text"] for part in group)))
         else:
             joined += group
     if all(part["type"] == "text" for part in joined):
@@ -85,7 +82,7 @@ def _parts(block: dict[str, Any]) -> list[dict[str, Any]] | None:
     content: Any
     match block:
         case {"type": "text"}:
-            return [_text_part(string(block, "text"))]
+            return [text_part(string(block, "text"))]
         case {"type": "image", "source": {"type": "base64", "data": str()} | {"type": "url", "url": str()} as source}:
             return [{"type": "image", "source": source}]
         case {"type": "image", "source": {"type": "file"} as source}:
@@ -100,9 +97,9 @@ def _parts(block: dict[str, Any]) -> list[dict[str, Any]] | None:
         case _:
             return None
     head = (block.get(name) for name in ("title", "context", "source"))
-    parts = [_text_part(text) for text in head if text and isinstance(text, str)]
+    parts = [text_part(text) for text in head if text and isinstance(text, str)]
     if isinstance(content, str):
-        return [*parts, _text_part(content)]
+        return [*parts, text_part(content)]
     for inner in _blocks(content, "messages"):
         found = _parts(inner)
         if found is None:
@@ -150,7 +147,7 @@ def _result(block: dict[str, Any]) -> dict[str, Any]:
     if block.get("is_error") and isinstance(content, str):
         content = f"Error: {content}"
     elif block.get("is_error"):
-        content = [_text_part("Error:"), *content]
+        content = [text_part("Error:"), *content]
     return {"role": "tool", "tool_call_id": string(block, "tool_use_id"), "content": content}
 
 
