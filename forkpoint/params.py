@@ -85,7 +85,7 @@ class StructuredOutputsParams:
     """A constraint on the output. Exactly one form is given. Names are vLLM's.
 
     `json` is a JSON schema (a mapping becomes its text), `json_object` allows any JSON object, `regex` and
-    `grammar` (GBNF, rule `root`) match the whole output, `choice` lists texts, `structural_tag` is xgrammar's
+    `grammar` (GBNF or Lark) match the whole output, `choice` lists texts, `structural_tag` is xgrammar's
     description (a mapping becomes its text) of free text with constrained parts, such as tool calls.
     With `disable_any_whitespace`, JSON has the form of `json.dumps`, without line breaks; the engine's
     `structured_outputs_config` can set it for all requests.

@@ -1,4 +1,4 @@
-"""Converts grammars in GBNF, as requests contain them, to the syntax of llguidance's parser."""
+"""Converts grammars in GBNF or Lark, as requests contain them, to the syntax of llguidance's parser."""
 
 from __future__ import annotations
 
@@ -10,19 +10,37 @@ from typing import Any
 from forkpoint.grammar.patterns import plain_classes
 
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[\w-]+\s*::=', re.DOTALL)
+# Strings, regular expressions and comments of Lark.
+_LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*')
+_LARK_START = re.compile(r"^\s*[?!]?start\b[^:\n]*:(?!:)", re.MULTILINE)
+_NOT_TAKEN = re.compile(r"%json|%llguidance|@[\w-]+")  # llguidance's own, which other parts of this package write
 _IN_REGEX = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _LONG_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 
 
-def lark_of_gbnf(text: str) -> str:
-    """Return a GBNF grammar in the parser's syntax. Raises any Exception for a text without a rule `root`.
+def parser_grammar(text: str) -> str:
+    """Return a grammar in the parser's syntax, which is a kind of Lark. Raises any Exception for one that has no start.
+
+    A text with a rule `start: ...` is Lark and stays as it is. Other texts are GBNF.
+    """
+    bare = _LARK_TEXT.sub("", text)
+    if not _LARK_START.search(bare):
+        return _lark_of_gbnf(text)
+    if found := _NOT_TAKEN.search(bare):
+        do = "give json" if found[0] == "%json" else "leave it out"
+        raise ValueError(f"Lark may not have {found[0]!r} here; {do}")
+    return text
+
+
+def _lark_of_gbnf(text: str) -> str:
+    """Return a GBNF grammar in Lark.
 
     Regular parts become one terminal each, as large as possible, because the parser matches terminals greedily.
     """
     from llguidance import gbnf_to_lark as gbnf
 
     if "::=" not in text:
-        raise ValueError("no rule is written 'name ::= ...', as GBNF has it; give GBNF, not Lark")
+        raise ValueError("it has neither a rule 'root ::= ...', as in GBNF, nor a rule 'start: ...', as in Lark")
     rules = gbnf.GrammarParser().parse(_one_line_each(text))
     if "root" not in rules:
         raise ValueError("it has no rule 'root'")

@@ -10,7 +10,7 @@ from typing import Any
 
 from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar.calls import grammar_of_calls
-from forkpoint.grammar.gbnf import lark_of_gbnf, literal, regex_literal
+from forkpoint.grammar.gbnf import literal, parser_grammar, regex_literal
 from forkpoint.grammar.schema import check_depth, complaint_in_a_line, enforceable, located
 from forkpoint.grammar.tags import HEADER, grammars_of_tags
 from forkpoint.grammar.thinking import grammar_of_thinking
@@ -83,7 +83,7 @@ class Description:
         try:
             if self.name == "regex":
                 return f"start: {regex_literal(self.text)}"
-            return lark_of_gbnf(self.text)
+            return parser_grammar(self.text)
         except Exception as error:  # any error concerns only this text
             raise refusal(self.name, str(error)) from error
 

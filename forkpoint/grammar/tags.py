@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from forkpoint.checks import one_or_more
 from forkpoint.errors import InvalidParamsError
-from forkpoint.grammar.gbnf import lark_of_gbnf, literal, regex_literal
+from forkpoint.grammar.gbnf import literal, parser_grammar, regex_literal
 from forkpoint.grammar.schema import enforceable
 
 HEADER = '%llguidance {"no_forcing": true}'  # forced text may be written with any tokens, like other text
@@ -87,7 +87,7 @@ class _Writer:
 
     def _of_grammar(self, given: Any) -> str:
         try:
-            inner = lark_of_gbnf(given["grammar"])
+            inner = parser_grammar(given["grammar"])
         except Exception as error:  # any error concerns only this text
             _refuse(f"has a grammar that cannot be parsed: {error}")
         name = f"grammar_{len(self.grammars)}"

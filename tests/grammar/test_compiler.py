@@ -28,9 +28,14 @@ def start(compiler: GrammarCompiler, **wanted: Any) -> Grammar | None:
         ({"regex": "a^b"}, "the regular expression cannot be compiled: .*lookarounds"),
         ({"grammar": "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(9000))}, "grammar"),
         (
-            {"grammar": '%llguidance {}\nstart: "a"'},
-            "no rule is written 'name ::= ...', as GBNF has it; give GBNF, not Lark",
+            {"grammar": 'begin: "a"'},
+            r"neither a rule 'root ::= ...', as in GBNF, nor a rule 'start: ...', as in Lark",
         ),
+        ({"grammar": '%llguidance {}\nstart: "a"'}, "Lark may not have '%llguidance' here; leave it out"),
+        ({"grammar": 'start: %json {"type": "x"}'}, "Lark may not have '%json' here; give json"),
+        ({"grammar": "start: @content"}, "Lark may not have '@content' here"),
+        ({"grammar": "start: <|nothing|>"}, "unknown special token"),
+        ({"grammar": "start: middle"}, "middle"),
         ({"regex": "("}, r"the regular expression cannot be compiled: unclosed group at '\('$"),
         ({"regex": "xa{2,1}"}, r"start must be <= the end at '\{2,1\}'$"),
         (

@@ -98,6 +98,23 @@ def test_walks_match_the_pattern(setup: Setup, pattern: str) -> None:
     assert all(re.fullmatch(pattern, text) for text in found), found
 
 
+PATCH = """
+# the form of patches of a coding agent
+start: "*** Begin" LF hunk+ "*** End" LF?
+hunk: "*** Add: " NAME LF line+
+NAME: /[a-z]{1,3}/
+line: "+" /[ab{}"@%]{0,4}/ LF
+%import common.LF
+"""
+
+
+def test_walks_match_a_grammar_in_lark(setup: Setup) -> None:
+    texts = [setup.walk(setup.start(grammar=PATCH), seed) for seed in range(12)]
+    found = [text for text in texts if text is not None]
+    patch = re.compile(r'\*\*\* Begin\n(\*\*\* Add: [a-z]{1,3}\n(\+[ab{}"@%]{0,4}\n)+)+\*\*\* End\n?')
+    assert found and all(map(patch.fullmatch, found)), found
+
+
 def test_walks_under_a_schema_are_its_instances(setup: Setup) -> None:
     found = [setup.walk(setup.start(json=SCHEMA), seed) for seed in range(8)]
     values = [json.loads(text) for text in found if text is not None]
