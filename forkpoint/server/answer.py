@@ -62,7 +62,8 @@ class AnswerParser:
 
     `reasoning`: separate `<think>` parts from the content. `starts_inside`: the prompt has opened such a part. `tools`:
     parameter schemas by function name; None to look for no calls. `notation`: how the model writes calls. `forced`: the
-    answer is one call in JSON, which a grammar enforces. `single`: report nothing after the first call.
+    answer is one call in JSON, which a grammar enforces. `written`: the answer is the text of a call of this function,
+    which a grammar enforces. `single`: report nothing after the first call.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class AnswerParser:
         tools: Mapping[str, Any] | None = None,
         notation: Notation = QWEN,
         forced: bool = False,
+        written: str | None = None,
         single: bool = False,
     ) -> None:
         self.num_calls = 0
@@ -87,6 +89,7 @@ class AnswerParser:
         self._source = Incoming()
         self._notation = notation
         self._single = single
+        self._written = written
         self._calls: CallsReader | None = None
         if tools is not None and not forced:
             self._calls = CallsReader(notation, self._source, tools)
@@ -343,6 +346,12 @@ class AnswerParser:
                 return
             space, tag = self._source.take(found.start()), self._source.take(found.end())
             yield from self._end_thinking(space, tag)
+        if self._written is not None:
+            self.num_calls = 1
+            yield CallPart(0, self._written, "")
+            while (yield from self._source.more()):
+                yield CallPart(0, None, self._source.take(len(self._source.text)))
+            return
         yield from self._source.skip_space()
         head = yield from self._source.matched(HEAD)
         if head is None:

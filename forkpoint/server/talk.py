@@ -19,7 +19,8 @@ from forkpoint.params import THINK, THINK_END, FinishReason, SamplingParams, Thi
 from forkpoint.server.answer import AnswerParser, CallPart, Piece, Reasoning, with_unopened_reasoning
 from forkpoint.server.chat.body import ChatBody, ChatMessage, FunctionChoice
 from forkpoint.server.chat.history import shown_messages
-from forkpoint.server.chat.tools import plan_tools
+from forkpoint.server.chat.tools import customs_of, plan_tools
+from forkpoint.server.custom_tools import CustomCalls
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
 from forkpoint.server.sampling import PreparedRequest, sampling_params
@@ -49,11 +50,14 @@ def template_variables(body: ChatBody, defaults: Mapping[str, Any]) -> dict[str,
 class PreparedTurn(PreparedRequest):
     """A prepared request of a chat API.
 
-    `parser` creates the parser of an answer's text. `names_call`: the request names the function to call.
+    `parser` creates the parser of an answer's text. `customs` are the names of custom tools. `writes_text`: the
+    answer is the text of a custom tool's call. `names_call`: the request names the function to call.
     `reports_reasoning`: the answer may contain reasoning.
     """
 
     parser: Callable[[], AnswerParser]
+    customs: frozenset[str]
+    writes_text: bool
     names_call: bool
     reports_reasoning: bool
 
@@ -100,6 +104,7 @@ class PreparedTurn(PreparedRequest):
             tools=schemas,
             notation=notation,
             forced=plan.forced,
+            written=plan.written,
             single=plan.single,
         )
         return cls.of(
@@ -109,6 +114,8 @@ class PreparedTurn(PreparedRequest):
             prompts=(replace(prompt, text=None),),
             params=params,
             parser=parser,
+            customs=customs_of(body, texts.notices.add),
+            writes_text=plan.written is not None,
             names_call=isinstance(body.tool_choice, FunctionChoice),
             reports_reasoning=body.reports_reasoning,
             **others,
@@ -217,6 +224,7 @@ class Talk:
         self._turn = turn
         self._generation = generation
         self._parsers = [turn.parser() for _ in range(turn.params.n)]
+        self._customs = [CustomCalls(() if turn.writes_text else turn.customs) for _ in self._parsers]
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -278,10 +286,11 @@ class Talk:
     async def _read(self, delta: CompletionOutput, news: News) -> None:
         parser = self._parsers[delta.index]
         pieces = await self._run(parser.num_held + len(delta.text), _parsed, parser, delta)
+        news.reason, news.stop_reason = self._reason(parser, delta), delta.stop_reason
+        pieces = self._customs[delta.index].pieces(pieces, is_last=news.reason is not None)
         news.pieces += self._reported(pieces)
         news.token_ids += delta.token_ids
         news.logprobs += delta.logprobs or ()
-        news.reason, news.stop_reason = self._reason(parser, delta), delta.stop_reason
 
     async def _run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
         """Return what `work` returns. Large work runs in the thread, so that other requests are served meanwhile."""

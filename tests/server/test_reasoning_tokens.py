@@ -55,6 +55,8 @@ class MergedGeneration:
 
 def counted(text: str, sizes: Sequence[int], *, whole: bool, starts_inside: bool = False, stop: Any = None) -> int:
     turn = SimpleNamespace(
+        customs=frozenset(),
+        writes_text=False,
         parser=lambda: AnswerParser(reasoning=True, starts_inside=starts_inside, tools={"f": {}}),
         params=SimpleNamespace(n=1),
         reports_reasoning=True,

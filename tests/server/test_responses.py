@@ -382,13 +382,12 @@ def test_tools_that_the_server_would_run_are_left_out_and_logged_once(
     assert server.log.count("requests to /v1/responses have text.verbosity, which is ignored") == 1
 
 
-def test_a_grammar_is_shown_and_said_not_to_be_enforced() -> None:
+def test_a_custom_tool_keeps_its_grammar() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
-    tools = validated(ResponsesBody, {"input": "x", "tools": [{**PATCH, "format": grammar}]}).tools
-    notes: list[str] = []
-    [function] = chat_tools(tools or (), notes.append).functions
-    assert function["function"]["description"] == 'Change files.\n\ninput follows this lark grammar:\nstart: "x"'
-    assert len(notes) == 1 and "apply_patch" in notes[0]
+    group = {**NAMESPACE, "tools": [{**PATCH, "format": grammar}]}
+    tools = validated(ResponsesBody, {"input": "x", "tools": [group]}).tools
+    custom = {"name": "agents__apply_patch", "description": "Others.\n\nChange files.", "format": grammar}
+    assert chat_tools(tools or (), [].append).shown == [{"type": "custom", "custom": custom}]
 
 
 def test_items_of_other_tools_are_calls_or_left_out() -> None:

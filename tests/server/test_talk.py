@@ -65,6 +65,8 @@ class ScriptedGeneration:
 )
 def test_no_answer_holds_up_the_event_loop(parser: str, begin: str, again: str, size: int) -> None:
     turn = SimpleNamespace(
+        customs=frozenset(),
+        writes_text=False,
         parser=lambda: AnswerParser(reasoning=True, tools=TOOLS, notation=find_notation(parser, None, "")),
         params=SimpleNamespace(n=1),
         reports_reasoning=True,

@@ -201,7 +201,8 @@ def nested(depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
+        ({"tools": [{"type": "computer", "name": "x"}]}, "tools.0.type"),
+        ({"tools": [{"type": "custom", "custom": {"description": "x"}}]}, "tools.0.custom.name"),
         (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from forkpoint.server.custom_tools import custom_function
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import Body, Many, MaxTokens
 from forkpoint.server.sampling import SamplingBody, bounded
@@ -17,29 +18,44 @@ class FunctionSpec(Body):
     parameters: dict[str, Any] | None = None
 
 
-class FunctionMember(Body):
-    """An object whose `function` may also be given flat, as in the Responses API. Cursor sends chats this form."""
+class CustomSpec(Body):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class ToolMember(Body):
+    """An object with a `function` or a `custom` tool. A custom tool gets the `function` that the model sees for it.
+
+    The members of either may also be given flat, as in the Responses API. Cursor sends chats this form.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _nest(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or "function" in given or "name" not in given:
+        if not isinstance(given, dict):
             return given
-        if given.get("type") not in (None, "function"):
-            return given
-        function = {name: value for name, value in given.items() if name != "type"}
-        if "input_schema" in function:  # Anthropic's name
-            function.setdefault("parameters", function.pop("input_schema"))
-        return {"type": "function", "function": function}
+        kind = given.get("type") or "function"
+        if "input_schema" in given:  # Anthropic's name, of tools that it calls custom
+            kind = "function"
+        if kind in ("function", "custom") and kind not in given and "name" in given:
+            inner = {name: value for name, value in given.items() if name != "type"}
+            if "input_schema" in inner:
+                inner.setdefault("parameters", inner.pop("input_schema"))
+            given = {"type": kind, kind: inner}
+        if kind == "custom" and isinstance(given.get("custom"), dict):
+            return {**given, "function": custom_function(given["custom"])}
+        return given
 
 
-class ToolSpec(FunctionMember):
-    """A function that the model may call. OpenAI's custom tools, which take free text, are refused.
+class ToolSpec(ToolMember):
+    """A function that the model may call, or OpenAI's `custom` tool, which takes a free text.
 
     With `defer_loading` the model sees the tool where a result refers to it, and not before.
     """
 
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
+    custom: CustomSpec | None = None
     function: FunctionSpec
     defer_loading: bool | None = None
 
@@ -48,10 +64,11 @@ class NamedFunction(Body):
     name: str
 
 
-class FunctionChoice(FunctionMember):
-    """A choice of one function, which the answer must call."""
+class FunctionChoice(ToolMember):
+    """A choice of one function or custom tool, which the answer must call."""
 
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
+    custom: NamedFunction | None = None
     function: NamedFunction
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from forkpoint.server.answer import CallPart, Content, Reasoning
 from forkpoint.server.api_answer import CompletionAnswer, NewChoices
@@ -13,6 +13,8 @@ from forkpoint.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprob
 from forkpoint.server.protocol import CacheInfo, CompletionUsage, ReplyModel, SpeculationInfo
 from forkpoint.server.talk import News, PreparedTurn, Reason, Talk
 from forkpoint.server.texts import Texts
+
+TEXTS: Final = {"function": "arguments", "custom": "input"}  # for each kind of call, the field with its text
 
 
 class FunctionCall(ReplyModel):
@@ -26,6 +28,17 @@ class ToolCall(ReplyModel):
     function: FunctionCall
 
 
+class CustomCall(ReplyModel):
+    name: str
+    input: str
+
+
+class CustomToolCall(ReplyModel):
+    id: str
+    type: Literal["custom"] = "custom"
+    custom: CustomCall
+
+
 class AnswerMessage(ReplyModel):
     """The message of an answer. `reasoning` and `reasoning_content` are equal; clients expect one or the other.
 
@@ -37,7 +50,7 @@ class AnswerMessage(ReplyModel):
     refusal: None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall | CustomToolCall] | None = None
     function_call: FunctionCall | None = None
 
 
@@ -87,6 +100,7 @@ class ChatAnswer(CompletionAnswer[PreparedChat]):
     def __post_init__(self) -> None:
         self._talk = Talk(self.prepared, self.generation, self.service.thread)
         self._role = self.service.config.response_role
+        self._kinds: dict[int, str] = {}  # for each choice, the kind of its last call
 
     def usage(self) -> dict[str, Any]:
         details = {"reasoning_tokens": self._talk.num_reasoning_tokens}
@@ -132,16 +146,17 @@ class ChatAnswer(CompletionAnswer[PreparedChat]):
                 case CallPart(_, name, arguments) if self.prepared.has_functions:
                     function = delta.setdefault("function_call", {} if name is None else {"name": name})
                     function["arguments"] = function.get("arguments", "") + arguments
-                case CallPart(index, name, arguments):
+                case CallPart(index, name, text):
                     calls = delta.setdefault("tool_calls", [])
                     if name is not None:
-                        function = {"name": name, "arguments": arguments}
-                        call = {"id": f"call_{self.name[-12:]}_{news.index}_{index}", "type": "function"}
-                        calls.append({"index": index, **call, "function": function})
-                    elif calls:
-                        calls[-1]["function"]["arguments"] += arguments
+                        self._kinds[news.index] = kind = "custom" if name in self.prepared.customs else "function"
+                        call = {"id": f"call_{self.name[-12:]}_{news.index}_{index}", "type": kind}
+                        calls.append({"index": index, **call, kind: {"name": name, TEXTS[kind]: text}})
                     else:
-                        calls.append({"index": index, "function": {"arguments": arguments}})
+                        kind = self._kinds[news.index]
+                        if not calls:
+                            calls.append({"index": index, kind: {TEXTS[kind]: ""}})
+                        calls[-1][kind][TEXTS[kind]] += text
         return delta
 
     def _message(self, delta: dict[str, Any]) -> dict[str, Any]:

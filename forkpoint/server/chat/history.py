@@ -12,6 +12,7 @@ from forkpoint.engine.conversation import is_image
 from forkpoint.obs.notices import Note
 from forkpoint.server.chat.body import ChatMessage, ToolSpec
 from forkpoint.server.chat.tools import shown_tool
+from forkpoint.server.custom_tools import custom_arguments
 
 # Claude Code begins its system prompt with a line for billing, which differs from request to request.
 BILLING_LINES: Final = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
@@ -61,13 +62,19 @@ def shown_messages(
 
 
 def _take_function_calls(messages: Sequence[dict[str, Any]]) -> None:
-    """Give each `function_call`, and each message of the role `function`, the form of a tool's call or result."""
+    """Give each `function_call`, each message of the role `function`, and each call of a custom tool the form that
+    templates show: that of a function's call or result.
+    """
     call_id = ""
     for number, message in enumerate(messages):
         function = message.pop("function_call", None)
         if function is not None and not message.get("tool_calls"):
             call_id = f"call_{number}"
             message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+        for call in message.get("tool_calls") or ():
+            if isinstance(custom := call.pop("custom", None), dict):
+                arguments = custom_arguments(custom.get("input"))
+                call |= {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
         if message["role"] == "function":
             message |= {"role": "tool", "tool_call_id": call_id}
 

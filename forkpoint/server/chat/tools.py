@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from forkpoint.obs.notices import Note
 from forkpoint.params import StructuredOutputsParams
 from forkpoint.server.calls.schema_types import moved
 from forkpoint.server.chat.body import AllowedFunctionsChoice, AnyToolChoice, ChatBody, FunctionChoice, ToolSpec
+from forkpoint.server.custom_tools import grammar_of
 from forkpoint.server.errors import HTTPError
+from forkpoint.server.protocol import MAX_SHOWN
 from forkpoint.server.sampling import structured_outputs
 
 
@@ -18,14 +21,15 @@ class ToolPlan:
     """How an answer may use the tools of its request.
 
     `shown`: tools that the chat template shows. `schemas`: schemas of the functions by name, None if no function may be
-    called. `forced`: the answer is a single call and nothing else, which the grammar `structured` enforces. `single`:
-    the answer ends with its first call.
+    called. `forced`: the answer is a single call and nothing else, which the grammar `structured` enforces. `written`:
+    the name of a custom tool, if the answer is the text of a call of it. `single`: the answer ends with its first call.
     """
 
     shown: list[dict[str, Any]] | None
     schemas: Mapping[str, Any] | None
     structured: StructuredOutputsParams | None
     forced: bool = False
+    written: str | None = None
     single: bool = False
 
 
@@ -54,6 +58,11 @@ def plan_tools(body: ChatBody) -> ToolPlan:
         wanted = [name for name in wanted if name not in hidden] or wanted
     added = hidden.intersection(wanted)  # the model has to see what it must call
     shown = [shown_tool(tool) for tool in tools if not tool.defer_loading or tool.function.name in added]
+    [tool] = [tool for tool in tools if tool.function.name == wanted[0]][:1]
+    syntax, definition = grammar_of(tool.custom.model_dump()) if tool.custom is not None else ("", "")
+    if len(wanted) == 1 and syntax == "lark":
+        text = StructuredOutputsParams(grammar=definition)
+        return ToolPlan(shown or None, schemas, text, forced=True, written=wanted[0])
     if len(wanted) == 1:
         schema = _call_schema(wanted[0], schemas[wanted[0]], "")
     else:
@@ -64,7 +73,8 @@ def plan_tools(body: ChatBody) -> ToolPlan:
 
 def shown_tool(tool: ToolSpec) -> dict[str, Any]:
     """Return a tool as the chat template shows it."""
-    return {"type": tool.type, **tool.model_dump(exclude_unset=True, exclude={"defer_loading"})}
+    shown = tool.model_dump(exclude_unset=True, exclude={"defer_loading", "custom"})
+    return {**shown, "type": "function"}
 
 
 def _hidden(tools: Sequence[ToolSpec], body: ChatBody) -> set[str]:
@@ -105,3 +115,14 @@ def _call_schema(name: str, parameters: Mapping[str, Any], path: str) -> dict[st
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
+
+
+def customs_of(body: ChatBody, note: Note) -> frozenset[str]:
+    """Return the names of the custom tools. `note` receives notices about grammars that nothing enforces."""
+    customs = [tool.custom for tool in body.tools or () if tool.custom is not None]
+    for custom in customs:
+        syntax, _ = grammar_of(custom.model_dump())
+        if syntax:
+            shown = custom.name[:MAX_SHOWN]
+            note(f"the custom tool {shown!r} has a grammar: the model reads it, but only forced calls are held to it")
+    return frozenset(custom.name for custom in customs)

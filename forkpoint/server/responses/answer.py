@@ -14,7 +14,7 @@ from forkpoint.server.api_answer import ApiAnswer
 from forkpoint.server.errors import HTTPError, to_http
 from forkpoint.server.protocol import ReplyModel
 from forkpoint.server.responses.store import NAME_TAIL, Key, ResponseStore, Stored
-from forkpoint.server.responses.tools import CalledTool, custom_input
+from forkpoint.server.responses.tools import CalledTool
 from forkpoint.server.seal import sealed
 from forkpoint.server.sse import encode, named_event
 from forkpoint.server.talk import Change, PreparedTurn, Talk
@@ -186,8 +186,10 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
             case "begins", Content():
                 yield self._begin("msg", "message", {"role": "assistant", "content": []})
                 yield self._begin_part({"type": "output_text", "text": "", "annotations": []})
-            case "grows", CallPart(text=text) if "input" in self._items[-1]:
-                self._texts.append(text)  # JSON; the free text is read from it once it is whole
+            case "grows", CallPart(name=name, text=text) if "input" in self._items[-1]:
+                if text or name is None:
+                    self._texts.append(text)
+                    yield self._of_item("custom_tool_call_input.delta", delta=text)
             case "grows", CallPart(text=text):
                 self._texts.append(text)
                 yield self._of_item("function_call_arguments.delta", delta=text)
@@ -199,9 +201,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 item = self._items[-1]
                 item["status"] = status
                 if isinstance(piece, CallPart) and "input" in item:
-                    item["input"] = text = custom_input(item["input"])
-                    yield self._of_item("custom_tool_call_input.delta", delta=text)
-                    yield self._of_item("custom_tool_call_input.done", input=text)
+                    yield self._of_item("custom_tool_call_input.done", input=item["input"])
                 elif isinstance(piece, CallPart):
                     call = {"name": item["name"], "arguments": item["arguments"]}
                     yield self._of_item("function_call_arguments.done", **call)

@@ -127,7 +127,7 @@ def chat_fields(body: CountBody, conversation: Sequence[dict[str, Any]], tools: 
             name: getattr(body, name, None) for name in ResponsesBody.model_fields.keys() & ChatBody.model_fields.keys()
         },
         "messages": system + messages_of(conversation, note),
-        "tools": tools.functions,
+        "tools": tools.shown,
         "tool_choice": chat_choice(body.tool_choice),
     }
     if isinstance(body, ResponsesBody):

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from forkpoint.checks import listed, member
 from forkpoint.obs.notices import Note
+from forkpoint.server.custom_tools import custom_arguments
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import MAX_SHOWN
-from forkpoint.server.responses.tools import INPUT, flat_name
+from forkpoint.server.responses.tools import flat_name
 from forkpoint.server.seal import unsealed
 
 CALL, OUTPUT = "_call", "_call_output"  # suffixes of the types of calls, and of their results
@@ -80,7 +81,7 @@ def _call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
         case "function_call":
             arguments = item.get("arguments")
         case "custom_tool_call":
-            arguments = json.dumps({INPUT: item.get("input") or ""}, ensure_ascii=False)
+            arguments = custom_arguments(item.get("input"))
         case _:
             name = name or kind.removesuffix(CALL)
             arguments = item.get("action", {key: value for key, value in item.items() if key not in ITEM_FIELDS})

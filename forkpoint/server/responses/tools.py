@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from forkpoint.checks import json_value, member
+from forkpoint.checks import member
 from forkpoint.obs.notices import Note
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many
-
-INPUT: Final = "input"  # the argument of a custom tool's function that holds the free text
 
 
 class FunctionTool(Body):
@@ -27,7 +25,7 @@ class FunctionTool(Body):
 
 
 class CustomTool(Body):
-    """A tool whose input is free text. The model reads the grammar in `format`, but nothing enforces it."""
+    """A tool whose input is a free text, with an optional grammar in `format`."""
 
     type: Literal["custom"]
     name: str = Field(min_length=1)
@@ -104,12 +102,12 @@ class CalledTool:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Tools as functions of a chat completion.
+    """Tools as those of a chat completion.
 
-    `called`: by the function's name, the tools that the client names in another way.
+    `called`: by the name there, the tools that the client names in another way.
     """
 
-    functions: list[dict[str, Any]]
+    shown: list[dict[str, Any]]
     called: Mapping[str, CalledTool]
 
 
@@ -121,11 +119,11 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def chat_tools(tools: Sequence[Any], note: Note) -> Tools:
-    """Return the functions for `tools`. `note` receives notices about tools that are left out.
+    """Return `tools` in the form of a chat completion. `note` receives notices about tools that are left out.
 
     Raises HTTPError if the server would have to run all of the tools, or if two tools have one name.
     """
-    functions: dict[str, dict[str, Any]] = {}
+    shown_tools: dict[str, dict[str, Any]] = {}
     called: dict[str, CalledTool] = {}
     for namespace, tool in _unpacked(tools):
         if isinstance(tool, OtherTool):
@@ -136,20 +134,20 @@ def chat_tools(tools: Sequence[Any], note: Note) -> Tools:
         if namespace is not None:
             group = namespace.name
         name = flat_name(group, tool.name)
-        if name in functions:
+        if name in shown_tools:
             raise HTTPError(400, f"two tools are named {name!r}; give each a name of its own", param="tools")
         is_custom = isinstance(tool, CustomTool)
         if namespace is not None or is_custom:
             called[name] = CalledTool(tool.name, group, is_custom)
-        functions[name] = _function(name, tool, namespace, note)
-    if tools and not functions:
+        shown_tools[name] = _chat_tool(name, tool, namespace)
+    if tools and not shown_tools:
         kinds = ", ".join(sorted({tool.type[:MAX_SHOWN] for _, tool in _unpacked(tools)}))
         raise HTTPError(
             400,
             f"this server runs no tools, and all given tools ({kinds}) would need that; add functions",
             param="tools",
         )
-    return Tools(list(functions.values()), called)
+    return Tools(list(shown_tools.values()), called)
 
 
 def chat_choice(choice: ToolChoice | None) -> Any:
@@ -166,15 +164,6 @@ def chat_choice(choice: ToolChoice | None) -> Any:
     return choice
 
 
-def custom_input(arguments: str) -> str:
-    """Return a custom tool's free text from the arguments of its function.
-
-    Arguments that are cut off, or have another form, are returned unchanged.
-    """
-    text = member(json_value(arguments), INPUT)
-    return text if isinstance(text, str) else arguments
-
-
 def _unpacked(tools: Sequence[Any]) -> list[tuple[NamespaceTool | None, FunctionTool | CustomTool | OtherTool]]:
     """Return each tool with its namespace, or None."""
     found: list[tuple[NamespaceTool | None, FunctionTool | CustomTool | OtherTool]] = []
@@ -186,26 +175,12 @@ def _unpacked(tools: Sequence[Any]) -> list[tuple[NamespaceTool | None, Function
     return found
 
 
-def _function(
-    name: str, tool: FunctionTool | CustomTool, namespace: NamespaceTool | None, note: Note
-) -> dict[str, Any]:
-    texts = [tool.description]
-    if namespace is not None:
-        texts.insert(0, namespace.description)
-    function: dict[str, Any] = {"name": name}
-    if isinstance(tool, FunctionTool):
-        if tool.parameters is not None:
-            function["parameters"] = tool.parameters
-    else:
-        function["parameters"] = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
-        form = tool.format or {}
-        if form.get("definition"):
-            note(f"the custom tool {tool.name[:MAX_SHOWN]!r} has a grammar, which the model reads but nothing enforces")
-            texts.append(f"{INPUT} follows this {form.get('syntax', '')} grammar:\n{form['definition']}")
-    description = "\n\n".join(text for text in texts if text)
-    if description:
-        function["description"] = description
-    return {"type": "function", "function": function}
+def _chat_tool(name: str, tool: FunctionTool | CustomTool, namespace: NamespaceTool | None) -> dict[str, Any]:
+    """Return a tool in the form of a chat completion. The description of its namespace comes before its own."""
+    texts = [namespace.description, tool.description] if namespace is not None else [tool.description]
+    fields = tool.model_dump(include={"parameters", "format"}, exclude_none=True)
+    fields |= {"name": name, "description": "\n\n".join(filter(None, texts)) or None}
+    return {"type": tool.type, tool.type: fields}
 
 
 def _named(namespace: str | None, name: str) -> dict[str, Any]:
