@@ -23,11 +23,8 @@ class GatedStreams(StreamsConfig):
     rank: int
 
 
-def read_join(build: Build, name: str) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], int]:
-    """Read the function from streams `[T, N, H]` to their gated mean `[T, H]` and the normalised streams `[T, N * H]`.
-
-    Also returns the size of the normalised streams.
-    """
+def read_join(build: Build, name: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Read the function from streams `[T, N, H]` to (gated mean `[T, H]`, normalised streams `[T, N * H]`)."""
     streams, hidden = build.config.streams, build.config.hidden_size
     assert isinstance(streams, GatedStreams), "the family's own"
     count, width, eps = streams.count, streams.count * hidden, build.config.rms_norm_eps
@@ -41,15 +38,15 @@ def read_join(build: Build, name: str) -> tuple[Callable[[Tensor], tuple[Tensor,
         gates = sigmoid(torch.unflatten(up(latent), 1, (count, hidden)).float())
         return (weighted(normed, gates) / count).to(states.dtype), normed.flatten(1)
 
-    return join, width
+    return join
 
 
 def gated_mixer(build: Build, name: str) -> Mixer:
     """Read the mixer of one part, which adds the part's output to each stream with a weight of its own."""
-    (join, width), streams = read_join(build, name), build.config.streams
+    join, streams = read_join(build, name), build.config.streams
     assert streams is not None
     count = streams.count
-    inject = read_projection(build, f"{name}.block_inject_weight", count, width)
+    inject = read_projection(build, f"{name}.block_inject_weight", count, count * build.config.hidden_size)
 
     def mix(states: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         joined, normed = join(states)

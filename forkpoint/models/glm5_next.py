@@ -171,8 +171,7 @@ class HyperConnection:
     distribute the part's output to them, and the matrix that mixes them meanwhile.
     """
 
-    def __init__(self, build: Build, name: str, streams: StreamsConfig) -> None:
-        assert isinstance(streams, HyperConnections)
+    def __init__(self, build: Build, name: str, streams: HyperConnections) -> None:
         source, fp32, count = build.weights, torch.float32, streams.count
         self._streams, width = streams, count * build.config.hidden_size
         self._sizes = [count, count, count * count]

@@ -99,7 +99,7 @@ class Mamba2Config(RecurrentConfig):
 
     def taps(self, build: Build, name: str) -> tuple[Tensor, Tensor | None]:
         """Read rows stored as `[x | B | C]` into rows `[C | B | x]`, with their bias or None."""
-        taps, _ = RecurrentConfig.taps(self, build, name)
+        taps, _ = super().taps(build, name)
         order = torch.cat(self._xbc(0)[::-1])
         if not self.conv_bias:
             return taps[order], None

@@ -64,6 +64,11 @@ class NGramConfig(PartConfig):
         return _primes_from(self.least_rows, (self.number + 1) * self.num_heads)[-self.num_heads :]
 
     @property
+    def offsets(self) -> list[int]:
+        """The first row of each head's part."""
+        return [0, *accumulate(self.sizes)][:-1]
+
+    @property
     def num_rows(self) -> int:
         return -(-sum(self.sizes) // self.multiple) * self.multiple
 
@@ -115,14 +120,13 @@ class NGramTable:
         self._rows = build.ops.prepare_host_rows(shards, source.device)
         self._look_up = build.ops.host_rows
         self._multipliers, self._sizes = torch.tensor(config.multipliers), torch.tensor(config.sizes)
-        self._offsets = torch.tensor([0, *accumulate(config.sizes)][:-1])
+        self._offsets = torch.tensor(config.offsets)
 
     def _check_stored(self, build: Build, name: str) -> None:
         """Raise ModelFolderError if the checkpoint's hashes differ from those of config.json."""
         config, source = self._config, build.weights
-        offsets = [0, *accumulate(config.sizes)][:-1]
         parts = {"layer_multipliers": config.multipliers}
-        parts |= {"ngram_heads_vocab_sizes": config.sizes, "ngram_heads_offsets": offsets}
+        parts |= {"ngram_heads_vocab_sizes": config.sizes, "ngram_heads_offsets": config.offsets}
         for part, wanted in parts.items():
             if source.stores(f"{name}.{part}") and source.integers(f"{name}.{part}") != wanted:
                 raise ModelFolderError(f"tensor {name}.{part} differs from the {wanted} that config.json asks for")

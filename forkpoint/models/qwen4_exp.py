@@ -111,7 +111,7 @@ class Qwen4Exp(Model):
         return StreamMTPHead(build)
 
     def build_end(self, build: Build) -> Callable[[Tensor, Tensor | None], Tensor]:
-        join, _ = read_join(build, "model.hyper_connection_mixer")
+        join = read_join(build, "model.hyper_connection_mixer")
         return lambda streams, residual: join(streams)[0]
 
 

@@ -38,7 +38,7 @@ class StreamMTPHead(DraftHead):
         self._attention_mixer = gated_mixer(build, first)
         block = mlp.build(build, f"{prefix}.{mlp.name}", len(config.layers))
         self._layer = StreamLayer([(self._attention_mixer, self._attention), (gated_mixer(build, second), block)])
-        self._end, _ = read_join(build, names.norm)
+        self._end = read_join(build, names.norm)
         self._previous = previous_hidden(build)
 
     def keep(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> None:
