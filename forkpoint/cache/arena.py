@@ -229,7 +229,7 @@ class Arena:
 
     @property
     def turnover(self) -> float:
-        """The cache's clock: bytes handed out since the start, in arenas."""
+        """Bytes handed out since the start, in arenas: the time by which entries age."""
         return self._given_bytes / self._num_bytes
 
     @property
@@ -265,7 +265,7 @@ class Arena:
         self._free_pages += self.windows[window].give([block])
 
     def reissue_blocks(self, blocks: Sequence[int], owner: UnitOwner) -> None:
-        """Give blocks in use to another owner; the clock counts them as handed out."""
+        """Give blocks in use to another owner. They count as handed out."""
         self.blocks.transfer(blocks, [owner] * len(blocks))
         self._given_bytes += len(blocks) * self.blocks.stride_bytes
 

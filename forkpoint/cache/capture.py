@@ -10,24 +10,18 @@ from forkpoint.cache.tree import Origin
 
 @dataclass(frozen=True, slots=True)
 class CaptureContext:
-    """Facts that a policy gets before tokens `[start, end)` of a request are computed. All numbers count tokens.
-
-    `prompt_end` is where prefill ends. States lie at multiples of `grid`. Cached or lately evicted histories part from
-    this one at `junctions`; waiting prompts part from it at `waiting_junctions`. The caller declared the `breakpoints`.
-    `fallback_step` is how many tokens of keys and values a conversation may lose at once. If the conversation lost its
-    end, `num_survived_tokens` is how many were left, otherwise 0. Periodic states lie `interval` apart; 0 means none.
-    """
+    """Facts that a policy gets before tokens `[start, end)` of a request are computed. All numbers count tokens."""
 
     start: int
     end: int
-    prompt_end: int
-    grid: int
-    breakpoints: tuple[int, ...] = ()
-    junctions: frozenset[int] = frozenset()
-    waiting_junctions: frozenset[int] = frozenset()
-    fallback_step: int = 0
-    num_survived_tokens: int = 0
-    interval: int = 0
+    prompt_end: int  # where prefill ends
+    grid: int  # states lie at its multiples
+    breakpoints: tuple[int, ...] = ()  # that the caller declared
+    junctions: frozenset[int] = frozenset()  # where cached or lately evicted histories part from this one
+    waiting_junctions: frozenset[int] = frozenset()  # where waiting prompts part from this one
+    fallback_step: int = 0  # tokens of keys and values that a conversation may lose at once
+    num_survived_tokens: int = 0  # tokens that were left of a conversation that lost its end; 0: it did not
+    interval: int = 0  # distance of periodic states; 0: there are none
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,29 +30,22 @@ class RecomputeCost:
 class EntryFacts(NamedTuple):
     """Facts that a policy may know of a cached entry, or of a state that might be saved.
 
-    `cost` is what a hit here spares (`RecomputeCost`; floating-point operations in the engine): computing the tokens
-    since the nearest checkpoint above, whose origin is `above_origin`. Evicting the entry frees `num_bytes`: its slot,
-    and also the `kv_bytes` of keys and values since that checkpoint unless the history goes on below it (`inside`).
-    Times count in arenas of new data: `last_used` is a reading of the cache's clock (bytes handed out since the start /
-    bytes of the arena), `age` the time since then. `uses` counts the hits so far, `num_expected` the waiting requests
-    that would resume here. A `superseded` entry belongs to a conversation that has gone on from a later state.
-    `block_hash` names all tokens up to the entry's end. `note` is the policy's note of the checkpoint; of a state that
-    might be saved, that of its request. A block has none.
+    Times count new data, in arenas. The turnover is the bytes that the arena has handed out, divided by its size.
     """
 
     origin: Origin
-    cost: float
-    num_bytes: int
-    kv_bytes: int
-    last_used: float
-    age: float
-    block_hash: BlockHash
-    uses: int = 0
-    num_expected: int = 0
-    inside: bool = False
-    superseded: bool = False
-    above_origin: Origin | None = None
-    note: object = None
+    cost: float  # of the tokens since the nearest checkpoint above; a hit here spares it. In the engine: operations
+    num_bytes: int  # that evicting the entry frees: its slot and, unless it is `inside`, the `kv_bytes`
+    kv_bytes: int  # of keys and values since the nearest checkpoint above
+    last_used: float  # turnover at the last use
+    age: float  # turnover since then
+    block_hash: BlockHash  # names all tokens up to the entry's end
+    uses: int = 0  # hits so far
+    num_expected: int = 0  # waiting requests that would resume here
+    inside: bool = False  # the history goes on below it
+    superseded: bool = False  # the conversation has gone on from a later state
+    above_origin: Origin | None = None  # of the nearest checkpoint above
+    note: object = None  # the checkpoint's; of a state that might be saved, its request's; a block has none
 
 
 class EvictionPolicy:
@@ -63,9 +56,9 @@ class EvictionPolicy:
     queued key holds. A key that has risen meanwhile is noticed at the front. A key that falls by itself must fall at
     those ages.
 
-    The cache calls the other methods to report events. A policy may keep a note of its own in `Checkpoint.note`, and
-    one for each request: `resumed` and `missed` return the request's new note, and other methods only read it. Both
-    notes are None at first.
+    The cache calls the other methods to report events; `now` is the turnover. A policy may keep a note of its own in
+    `Checkpoint.note`, and one for each request: `resumed` and `missed` return the request's new note, and other methods
+    only read it. Both notes are None at first.
     """
 
     clock: Callable[[], float] = time.perf_counter  # in seconds, which are simulated in the simulator

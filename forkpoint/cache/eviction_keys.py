@@ -18,7 +18,7 @@ Above: TypeAlias = Checkpoint | StateSave  # the nearest earlier state of the sa
 
 
 class EvictionKeys:
-    """Computes the keys of the entries of the arena or of one tier, by the clock of that memory. Changes nothing."""
+    """Computes the keys of the entries of the arena or of one tier, by the turnover of that memory. Changes nothing."""
 
     def __init__(self, layout: CacheLayout, arena: Arena, policy: EvictionPolicy, cost: RecomputeCost) -> None:
         self._arena, self._policy, self._cost = arena, policy, cost
@@ -108,5 +108,5 @@ class EvictionKeys:
         return self._cost(start, end), num_bytes, kv_bytes, above_origin
 
     def due(self, entry: Entry) -> float:
-        """Return when the entry's key may fall by itself, by the cache's clock; inf if it never does."""
+        """Return the turnover at which the entry's key may fall by itself; inf if it never does."""
         return entry.last_used + checked_next_change(self._policy, self._arena.turnover - entry.last_used)

@@ -18,7 +18,7 @@ class EvictionQueue(Generic[Queued]):
     """Orders entries by the key that the function `key` computes.
 
     A key may rise unnoticed, because an ancestor was dropped: `lowest` computes it again. A key may fall by itself when
-    the clock reaches `due(entry)`: then the entry is queued again.
+    `now` reaches `due(entry)`: then the entry is queued again.
     """
 
     def __init__(self, key: Callable[[Queued], float], due: Callable[[Queued], float]) -> None:
