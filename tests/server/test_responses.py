@@ -162,6 +162,45 @@ def test_the_background(server: RunningServer, client: openai.OpenAI) -> None:
     assert client.responses.cancel(short.id).status == "incomplete"
 
 
+def test_a_stream_in_the_background_outlives_its_client(client: openai.OpenAI, http: httpx2.Client) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "max_output_tokens": 60, "extra_body": {"ignore_eos": True}}
+    seen: list[Any] = []
+    with client.responses.create(**fields, input="Go on", background=True, stream=True) as stream:
+        for event in stream:
+            seen.append(event)
+            if len(seen) == 5:
+                break
+    assert [event.sequence_number for event in seen] == [0, 1, 2, 3, 4]
+    assert [seen[0].response.status, seen[1].response.status] == ["queued", "in_progress"]
+    name = seen[0].response.id
+    later = list(client.responses.retrieve(name, stream=True, starting_after=4))
+    assert [event.sequence_number for event in later] == list(range(5, 5 + len(later)))
+    last: Any = later[-1]
+    assert last.type == "response.incomplete" and last.response == client.responses.retrieve(name)
+    assert last.response.usage.output_tokens == 60
+    again = list(client.responses.retrieve(name, stream=True))
+    assert again == seen + later
+    text = "".join(event.delta for event in again if event.type == "response.output_text.delta")
+    assert text == last.response.output_text
+    assert http.get(f"/v1/responses/{name}", params={"stream": True, "starting_after": "x"}).status_code == 400
+
+
+def test_a_stream_in_the_background_ends_when_it_is_cancelled(server: RunningServer, client: openai.OpenAI) -> None:
+    with stopped(server.engine_pid):
+        stream = client.responses.create(**GREEDY, input="Wait for me", background=True, stream=True)
+        first: Any = next(iter(stream))
+        client.responses.cancel(first.response.id)
+        *_, last = stream
+    event = last.model_dump()  # of a type that the client does not know
+    assert event["type"] == "response.cancelled" and event["response"]["status"] == "cancelled"
+
+
+def test_only_responses_that_stream_in_the_background_stream_later(client: openai.OpenAI) -> None:
+    stored = client.responses.create(**GREEDY, input="x")
+    with pytest.raises(openai.BadRequestError, match="created with background and stream"):
+        client.responses.retrieve(stored.id, stream=True)
+
+
 def test_what_a_cancelled_response_has_said_is_kept(client: openai.OpenAI) -> None:
     long: dict[str, Any] = {"model": "tiny", "max_output_tokens": 400, "extra_body": {"ignore_eos": True}}
     wait_s = 0.05
@@ -192,7 +231,7 @@ def test_what_a_cancelled_response_has_said_is_kept(client: openai.OpenAI) -> No
         ({"input": "x", "conversation": "c"}, "previous_response_id"),
         ({"input": "x", "top_logprobs": 3}, "/v1/chat/completions"),
         ({"input": "x", "include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
-        ({"input": "x", "background": True, "stream": True}, "background"),
+        ({"input": "x", "background": True, "store": False}, "background"),
         ({"input": "x" * 600}, "context length is 512 tokens"),
         ({"input": "x", "user": "\ud800"}, "lone surrogate"),
         ({"input": "x", "metadata": nested(900)}, "metadata is nested more than 64"),

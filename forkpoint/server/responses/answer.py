@@ -13,6 +13,7 @@ from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.api_answer import ApiAnswer
 from forkpoint.server.errors import HTTPError, to_http
 from forkpoint.server.protocol import ReplyModel
+from forkpoint.server.responses.event_log import EventLog
 from forkpoint.server.responses.store import NAME_TAIL, Key, ResponseStore, Stored
 from forkpoint.server.responses.tools import CalledTool
 from forkpoint.server.seal import sealed
@@ -110,6 +111,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         self._texts: list[str] = []  # pieces of the last item's text that are not in the item yet
         self._part: dict[str, Any] = {}  # the last part of an item
         self._num_events = 0
+        self.log: EventLog | None = None  # of a response that streams in the background
         self._reply: dict[str, Any] = {
             "id": self.name,
             "object": "response",
@@ -124,8 +126,9 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        for kind in ("response.created", "response.in_progress"):
-            yield self._event({"type": kind, "response": self._reply})
+        yield self._event({"type": "response.created", "response": self._reply})
+        self._reply["status"] = "in_progress"
+        yield self._event({"type": "response.in_progress", "response": self._reply})
         async for data in self._item_events():
             yield self._event(data)
         yield self._event({"type": f"response.{self._reply['status']}", "response": self._reply})
@@ -146,22 +149,30 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
     def begin(self) -> dict[str, Any]:
         """Store the response as queued, and return it. For a response that runs in the background."""
         self._reply["status"] = "queued"
+        if self.prepared.stream:
+            self.log = EventLog()
         self._keep()
         return self._reply
 
     async def run(self) -> None:
         """Generate the answer in the background and close the generation; raises nothing.
 
-        The stored response reports the end, whatever it is.
+        The stored response reports the end, whatever it is, and so does the last event of its log.
         """
+        log = self.log or EventLog()
         try:
-            await self.reply()
+            async for event in self.events():
+                if self.log is not None:
+                    log.add(event)
         except asyncio.CancelledError:
             self._end("cancelled")
+            log.add(self._event({"type": "response.cancelled", "response": self._reply}))
         except Exception as error:
-            self.fail(to_http(error, "a response in the background"))
+            log.add(self.error_event(to_http(error, "a response in the background")))
         finally:
             self.generation.close()
+            log.close()
+            self._keep()
 
     async def _item_events(self) -> AsyncIterator[dict[str, Any]]:
         async for change, piece in self._talk.changes():
@@ -270,7 +281,9 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
     def _keep(self) -> None:
         if self.prepared.input_items is not None:
             whole = self._reply["status"] in ("completed", "incomplete")
-            self.store.put(self.key, Stored(encode(self._reply), self.prepared.input_items, whole))
+            num_bytes = self.log.num_bytes if self.log is not None else 0
+            stored = Stored(encode(self._reply), self.prepared.input_items, whole, self.log, num_bytes)
+            self.store.put(self.key, stored)
 
     def _event(self, data: dict[str, Any]) -> bytes:
         event = named_event({**data, "sequence_number": self._num_events})

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,11 +26,12 @@ from forkpoint.server.responses.body import (
     echo,
     wanted,
 )
+from forkpoint.server.responses.event_log import EventLog
 from forkpoint.server.responses.input_items import ItemsQuery, ItemsReply, named, page_of_items
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
 from forkpoint.server.responses.tools import chat_tools
 from forkpoint.server.service import Service
-from forkpoint.server.sse import encode
+from forkpoint.server.sse import EventStream, encode, event
 from forkpoint.server.talk import prompt_of
 from forkpoint.server.texts import Texts
 
@@ -49,8 +51,8 @@ def prepare_response(
     body, note = texts.parse(ResponsesBody, data), texts.notices.add
     if found is None and (missing := wanted(body)) is not None:
         return missing
-    if body.background and (body.stream or body.store is False):
-        raise HTTPError(400, "a background response is stored and asked for again; leave out stream and store: false")
+    if body.background and body.store is False:
+        raise HTTPError(400, "a background response is stored and asked for again; leave out store: false")
     conversation = conversation_of(body, found)
     tools = chat_tools(body.tools or (), note)
     return PreparedResponse.read(
@@ -75,6 +77,13 @@ def count_input_tokens(texts: Texts, data: bytes, found: Found | None = None) ->
     return CountedTokens(input_tokens=len(prompt_of(texts, chat).token_ids))
 
 
+class EventsQuery(BaseModel):
+    """The query of a stored response: whether its events are streamed, and after which number."""
+
+    stream: bool = False
+    starting_after: int = Field(-1, ge=-1)
+
+
 class Responses:
     """The endpoints. A stored response is found only with the API key that created it."""
 
@@ -97,8 +106,9 @@ class Responses:
         generation = await service.open(key.name, prepared, request.receive)
         answer = ResponseAnswer(key.name, prepared, generation, service, self._store, key)
         if prepared.background:
+            begun = answer.begin()
             self._store.run(key, asyncio.create_task(answer.run()))
-            return answer.begin()
+            return begun if answer.log is None else self._stream(answer.log, 0)
         return await answer.send(request)
 
     async def count(self, request: Request) -> CountedTokens:
@@ -140,9 +150,19 @@ class Responses:
         return Found(previous, tuple({stored: None for stored in with_items if stored is not None}))
 
     async def retrieve(self, name: str, request: Request) -> Response:
-        if request.query_params.get("stream", "").lower() in ("true", "1"):
-            raise HTTPError(400, "a stored response is sent as a whole; leave stream out", param="stream")
-        return Response(self._stored(name).reply, media_type=JSON)
+        """Return a stored response, or a stream of its events that come after the number `starting_after`."""
+        stored, query = self._stored(name), validated(EventsQuery, dict(request.query_params))
+        if not query.stream:
+            return Response(stored.reply, media_type=JSON)
+        if stored.log is None:
+            text = "only a response that was created with background and stream can be streamed; leave stream out"
+            raise HTTPError(400, text, param="stream")
+        return self._stream(stored.log, query.starting_after + 1)
+
+    def _stream(self, log: EventLog, start: int) -> EventStream:
+        """Return a stream of a log's events from the number `start` on. A client that leaves ends the stream alone."""
+        interval_s = self._service.config.sse_keep_alive_interval
+        return EventStream(log.read(start), lambda: None, lambda error: event(error.body()), interval_s)
 
     async def input_items(self, name: str, request: Request) -> ItemsReply:
         """Return a page of the items that a stored response answers. They may be large, so a reader reads them."""

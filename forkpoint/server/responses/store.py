@@ -9,6 +9,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Final
 
+from forkpoint.server.responses.event_log import EventLog
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -23,16 +25,19 @@ class Stored:
     """A stored response.
 
     `reply`: the response as JSON. `input_items`: the items of the conversation that it answers, as a JSON list.
-    `whole`: the answer is there, so a conversation can go on from it.
+    `whole`: the answer is there, so a conversation can go on from it. `log` has the events of a response that streams
+    in the background, and `num_logged_bytes` are those that it had when the response was stored.
     """
 
     reply: bytes
     input_items: bytes
     whole: bool
+    log: EventLog | None = None
+    num_logged_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return len(self.reply) + len(self.input_items)
+        return len(self.reply) + len(self.input_items) + self.num_logged_bytes
 
     def items(self) -> list[dict[str, Any]]:
         """Return the items of the conversation and of its answer."""
