@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -32,6 +33,7 @@ FIRST_MESSAGES, LAST_MESSAGES = 8, 56  # Messages whose ends are located. Each c
 # Limit on messages in all these renderings, about 0.3 s for a plain template. A longer conversation gets fewer ends.
 # Otherwise, the time would grow with the product of messages and ends.
 MAX_RENDERED = 20_000
+NO_TEMPLATES: Final[Mapping[str, str]] = MappingProxyType({})
 # Parameters of transformers' `apply_chat_template` and jinja2's `render`, which template variables must not shadow.
 RESERVED = (
     *("chat_template", "conversation", "kwargs", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
@@ -74,7 +76,7 @@ class ChatTemplate:
         template needs too much, all conversations are refused.
         """
         self._tokenizer = tokenizer
-        self._template = read_template(template)
+        self._template = read_template(template, tokenizer.templates)
         self._images, self._placeholder = images, ""
         if images is not None:
             self._placeholder = tokenizer.decode([images.settings.image_token_id], skip_special_tokens=False)
@@ -108,7 +110,7 @@ class ChatTemplate:
         check, forms = Checker(InvalidPromptError), get_args(ContentFormat)
         check.require(content_format in forms, "chat_template_content_format", content_format, " or ".join(forms))
         check.require(isinstance(template, str | None), "chat_template", template, "None, a file or a Jinja template")
-        text = read_template(template)
+        text = read_template(template, self._tokenizer.templates)
         if text is not None and (wrong := _syntax_error(text)):
             raise ConfigError(f"chat_template {wrong}")
         return ChatTemplate(self._tokenizer, text or self._template, content_format, images=self._images, in_fork=False)
@@ -129,9 +131,8 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The template's text; empty if there is none."""
-        template = self._template or getattr(self._tokenizer.hf, "chat_template", None)
-        return str(template or "")
+        """The template's text, or those of all the model's templates; empty if there is none."""
+        return self._template or "\n".join(self._tokenizer.templates.values())
 
     def render(
         self,
@@ -297,16 +298,21 @@ def _common_prefix(first: str, other: str) -> int:
     return min(len(first), len(other))
 
 
-def read_template(template: str | None) -> str | None:
-    """Return the text of a template that is given as a file or as itself; None stays None.
+def read_template(template: str | None, named: Mapping[str, str] = NO_TEMPLATES) -> str | None:
+    """Return the text of a template that is given as one of the model's `named` ones, as a file or as itself.
 
-    Raises ConfigError if it is neither, or the file is not UTF-8 text.
+    None stays None. Raises ConfigError if it is none of them, or the file is not UTF-8 text.
     """
     if template is None or "{" in template or "\n" in template:
         return template
     path = Path(template)
+    if not path.is_file() and template in named:
+        return named[template]
     if not path.is_file():
-        raise ConfigError(f"chat_template={template!r} is neither a file nor a Jinja template; give one of them")
+        names = f" The model's own templates are {', '.join(sorted(named))}." if len(named) > 1 else ""
+        raise ConfigError(
+            f"chat_template={template!r} is neither a file nor a Jinja template; give one of them.{names}"
+        )
     try:
         return path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -317,7 +323,7 @@ def read_template(template: str | None) -> str | None:
 
 def check_template(config: EngineConfig, tokenizer: Tokenizer | None) -> None:
     """Raise ConfigError if a given template cannot be parsed. Log a warning if the model's own cannot."""
-    given = read_template(config.chat_template)
+    given = read_template(config.chat_template, tokenizer.templates if tokenizer is not None else NO_TEMPLATES)
     if given is not None and (wrong := _syntax_error(given)):
         file = "" if given == config.chat_template else f"={config.chat_template!r}"
         raise ConfigError(f"chat_template{file} {wrong}")
@@ -327,10 +333,11 @@ def check_template(config: EngineConfig, tokenizer: Tokenizer | None) -> None:
 
 def _own_error(tokenizer: Tokenizer) -> str | None:
     """Return what is wrong with the model's own template, with file and line; None if Jinja can parse it."""
-    wrong = _syntax_error(getattr(tokenizer.hf, "chat_template", None))
-    if wrong is None:
-        return None
-    return f"the model's {_own_name(tokenizer)} {wrong}; correct it, or give another with --chat-template"
+    for name, text in tokenizer.templates.items():
+        if (wrong := _syntax_error(text)) is not None:
+            file = _own_name(tokenizer) if name == "default" else f"chat template {name}"
+            return f"the model's {file} {wrong}; correct it, or give another with --chat-template"
+    return None
 
 
 def _own_name(tokenizer: Tokenizer) -> str:
@@ -340,12 +347,10 @@ def _own_name(tokenizer: Tokenizer) -> str:
     return name if (folder / name).is_file() else "chat_template in tokenizer_config.json"
 
 
-def _syntax_error(template: object) -> str | None:
+def _syntax_error(template: str) -> str | None:
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    if not isinstance(template, str):  # no template, or several by name
-        return None
     try:
         render_jinja_template([], chat_template=template)  # without conversations the template is only compiled
     except TemplateSyntaxError as error:

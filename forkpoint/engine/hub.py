@@ -23,6 +23,7 @@ HUB_ID: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 # Configs, the index of the weights, tokenizers and chat templates: all files but weights, in the top folder.
 SMALL_FILES: Final = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS: Final = "*.safetensors"
+TEMPLATES: Final = "additional_chat_templates/*.jinja"
 UNWANTED: Final = ("*/*", "consolidated*")  # files in inner folders, and Mistral's second copy of the weights
 
 
@@ -91,6 +92,7 @@ def _fetch(
 
     snapshot = partial(snapshot_download, name, cache_dir=download_dir, ignore_patterns=list(UNWANTED))
     folder = str(snapshot(revision=revision, allow_patterns=list(SMALL_FILES), tqdm_class=bar))
+    snapshot(revision=Path(folder).name, allow_patterns=TEMPLATES, ignore_patterns=None, tqdm_class=bar)
     if weights:
         _require(Path(folder), "config.json", "config.json", name)
         at = {"revision": Path(folder).name, "allow_patterns": [*SMALL_FILES, WEIGHTS]}

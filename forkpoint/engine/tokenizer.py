@@ -53,9 +53,10 @@ class Tokenizer:
         of_processor = Path(folder) / PROCESSOR_TEMPLATE
         if getattr(hf, "chat_template", None) is None and of_processor.is_file():
             hf.chat_template = read_json(of_processor).get("chat_template")
-        if isinstance(getattr(hf, "chat_template", None), str):
-            hf.chat_template = hf.chat_template.removeprefix("\ufeff")  # Windows begins texts with a byte order mark
         found = cls.wrap(hf)
+        texts = {name: text.removeprefix("\ufeff") for name, text in found.templates.items()}
+        if texts:  # Windows begins texts with a byte order mark
+            hf.chat_template = texts if len(texts) > 1 else texts.get("default", texts)
         if not found.has_tokens:  # transformers has made one from config.json alone
             cls._refuse(folder, ValueError("none of its files has tokens"))
         try:  # some wrong fields are read only now
@@ -134,6 +135,14 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, which need not be whole characters; empty for an id without a token."""
         return self._bytes.of(token_id)
+
+    @property
+    def templates(self) -> dict[str, str]:
+        """The model's chat templates by name. A single one is the `default`; `tool_use` is for prompts with tools."""
+        given = getattr(self.hf, "chat_template", None)
+        if not isinstance(given, dict):
+            given = {"default": given}
+        return {str(name): str(text) for name, text in given.items() if text}
 
     @property
     def has_tokens(self) -> bool:

@@ -46,7 +46,8 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
     and the errors of loading the model.
     """
     tls_context(config)
-    read_template(engine.chat_template)
+    if not (engine.chat_template or "").isidentifier():  # such a name may be that of one of the model's own templates
+        read_template(engine.chat_template)
     set_up_logging(engine.log_level)
     # prometheus_client would add to each metric a series with its time of creation, which nobody reads.
     disable_created_metrics()  # type: ignore[no-untyped-call]

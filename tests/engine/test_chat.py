@@ -183,6 +183,35 @@ def test_a_template_that_is_none_is_told_before_a_model_is_loaded(
                 LLM(str(tiny_model), log_level="warning", chat_template=given, skip_tokenizer_init=without)
 
 
+def test_templates_by_name(tiny_model: Path, tmp_path: Path) -> None:
+    """As in transformers: prompts with tools use `tool_use`, others `default`, and a call may name another."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "additional_chat_templates").mkdir()
+    texts = {
+        "default": "plain {{ messages[0].content }}",
+        "tool_use": "\ufefftools <tool_call>\n{{ tools }}",
+        "rag": "{{ 'found' }}",
+    }
+    for name, text in texts.items():
+        path = (
+            folder / "chat_template.jinja" if name == "default" else folder / f"additional_chat_templates/{name}.jinja"
+        )
+        path.write_text(text)
+    tokenizer = Tokenizer.load(str(folder))
+    said, tool = [{"role": "user", "content": "hi"}], {"type": "function", "function": {"name": "f"}}
+    chat = ChatTemplate(tokenizer)
+    assert "<tool_call>\n{" in chat.source
+    assert chat.render(said).text == "plain hi"
+    assert str(chat.render(said, tools=[tool]).text).startswith("tools <tool_call>")
+    assert chat.replaced("rag", "auto").render(said, tools=[tool]).text == "found"
+    assert ChatTemplate(tokenizer, "tool_use").render(said).text == "tools <tool_call>\nNone"
+    with pytest.raises(ConfigError, match=r"give one of them\. The model's own templates are default, rag, tool_use\."):
+        ChatTemplate(tokenizer, "rags")
+    (folder / "additional_chat_templates/rag.jinja").write_text("{% if %}")
+    with pytest.raises(InvalidPromptError, match="the model's chat template rag is not a Jinja template"):
+        ChatTemplate(Tokenizer.load(str(folder))).render([{"role": "nobody", "content": "hi"}])
+
+
 @pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
 def test_a_models_own_template_that_is_none_is_told_at_start_and_to_chats_alone(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str

@@ -78,6 +78,13 @@ def test_a_model_is_fetched_once_and_then_runs_without_a_network(
     assert not hub.requests
 
 
+def test_templates_by_name_are_fetched(hub: Hub) -> None:
+    templates = {f"additional_chat_templates/{name}": b"{{ messages }}" for name in ("tool_use.jinja", "notes.txt")}
+    hub.repos[ID].revisions["main"] |= {**templates, "other/rag.jinja": b"{{ messages }}"}
+    folder = Path(fetched(weights=False))
+    assert [path.name for path in folder.rglob("*.jinja") if path.parent != folder] == ["tool_use.jinja"]
+
+
 def test_a_server_has_the_name_and_bench_serve_finds_the_tokenizer(hub: Hub, tmp_path: Path) -> None:
     server = start_server(Path(ID), tmp_path, "--max-model-len", "256", "--download-dir", str(tmp_path / "models"))
     try:
