@@ -80,7 +80,7 @@ class Rig:
         self.layout = layout = loaded.layout
         num_pages = options.num_pages or layout.num_pages_for(options.ample_tokens, AMPLE_SLOTS) + 1
         config = SchedulerConfig(max_num_batched_tokens=options.budget, max_num_seqs=options.max_num_seqs)
-        shapes = graph_shapes(options.max_num_seqs, MAX_GRAPH_TOKENS)
+        shapes = graph_shapes(options.max_num_seqs, MAX_GRAPH_TOKENS) if loaded.platform.has_graphs else ()
         ready = Loaded(loaded.model, loaded.ops, layout, config, loaded.platform, shapes, loaded.max_num_drafts)
         runner = ModelRunner(ready, num_pages)
         while runner.record_next():

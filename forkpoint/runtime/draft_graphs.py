@@ -10,18 +10,16 @@ import torch
 
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import CONV
-from forkpoint.models.decoder import Model
 from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits, running_total
 from forkpoint.ops.rows.columns import IdColumns, OptimisticColumns
-from forkpoint.ops.table import OpTable
 from forkpoint.platforms.packing import Arrays, Tensors
-from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.dealt_keys import DealtKeys, HostLens
 from forkpoint.runtime.graphs import Graphs
+from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.records import TokenRecords
-from forkpoint.runtime.step_inputs import StepShape, draft_places
+from forkpoint.runtime.step_inputs import draft_places
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan
 
 _CORRECTED = ("token_ids", "positions", "kv_lens", "slot_mapping")  # corrected on the device, in place
@@ -43,33 +41,19 @@ class DraftGraphs:
     large enough, the work is launched kernel by kernel.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        ops: OpTable,
-        batch: Batch,
-        records: TokenRecords,
-        platform: Platform,
-        most: int,
-        steps: Sequence[StepShape],
-        dealt: DealtKeys | None = None,
-        runs_before_recording: bool = True,
-    ) -> None:
-        """`most` is the largest number of drafts of a row; `steps` are the shapes of steps that verify drafts.
-
-        `dealt` is given if the tokens of the batch's first table are dealt to ranks. `runs_before_recording`: see
-        Graphs.
-        """
-        self._model, self._ops, self._batch, self._records, self._platform = model, ops, batch, records, platform
-        self._layer, self._splits = len(model.config.layers), KeySplits(batch.table.kernel_block_size)
-        num_rows, self.most, self._dealt = batch.table.num_rows, most, dealt
-        self.drafted = torch.zeros((num_rows + 1, most), dtype=torch.int64, device=platform.device)  # last: padding's
-        steps = [step for step in steps if step.num_verified and not step.num_segments]
+    def __init__(self, loaded: Loaded, batch: Batch, records: TokenRecords, dealt: DealtKeys | None = None) -> None:
+        """`dealt` is given if the tokens of the batch's first table are dealt to ranks."""
+        self._model, self._ops, self._platform = loaded.model, loaded.ops, loaded.platform
+        self._batch, self._records, self._dealt, self.most = batch, records, dealt, loaded.max_num_drafts
+        self._layer, self._splits = len(self._model.config.layers), KeySplits(batch.table.kernel_block_size)
+        lines = batch.table.num_rows + 1  # the last one is padding's
+        self.drafted = torch.zeros((lines, self.most), dtype=torch.int64, device=self._platform.device)
+        steps = [step for step in loaded.shapes if step.num_verified and not step.num_segments]
         rows = {step.num_verified for step in steps}
         drafts = {step.num_decodes // step.num_verified - 1 for step in steps}
         shapes = [_Shape(count, each) for count in sorted(rows)[::-1] for each in sorted(drafts)[::-1]]
         padding = {shape: self._padding(shape) for shape in shapes}
-        self._graphs: Graphs[_Shape, None] = Graphs(platform, padding, runs_before_recording)
+        self._graphs: Graphs[_Shape, None] = Graphs(self._platform, padding, loaded.runs_before_recording)
 
     def issue_all(self) -> None:
         """Compute drafts for padding in all shapes, without recording the work."""

@@ -63,7 +63,6 @@ class ModelRunner:
         """Allocate arena and batch; a host tier too with `num_host_pages`. `num_pages` includes page 0."""
         model, ops, layout, platform = loaded.model, loaded.ops, loaded.layout, loaded.platform
         num_rows, most = loaded.sched.max_num_seqs, loaded.max_num_drafts
-        shapes = loaded.shapes if platform.has_graphs else ()
         self.platform, self._model, self._ops = platform, model, ops
         self.arena = ArenaBuffer(layout, num_pages, platform, num_host_pages)
         images: RowImages | None = None
@@ -76,7 +75,7 @@ class ModelRunner:
         deal = ALL if dealt is None else dealt.deal
         config = model.config
         self.batch = Batch(layout, num_rows, config.max_model_len, config.vocab_size, platform, images, deal)
-        self._states = StateOperators(self.arena, ops.redirects)
+        self._states = StateOperators(self.arena, ops, platform)
         self._sampler = Sampler(ops, self.platform)
         splits: KeySplits | None = None
         if not platform.shares_memory:
@@ -88,9 +87,7 @@ class ModelRunner:
             sizes = (num_rows, 1 + most, loaded.state_write_interval)
             self._records = TokenRecords(self.arena, ops, *sizes, platform, model.fold_constants)
             if most and model.config.draft_layer:
-                self._drafts = DraftGraphs(
-                    model, ops, self.batch, self._records, platform, most, shapes, dealt, loaded.runs_before_recording
-                )
+                self._drafts = DraftGraphs(loaded, self.batch, self._records, dealt)
         self._builder = StepBuilder(
             self.batch.table,
             bool(layout.kv),
@@ -102,10 +99,8 @@ class ModelRunner:
             tables={group.window: table for group, table in zip(layout.groups, self.batch.tables, strict=False)},
             dealt=dealt,
         )
-        self._shapes: ShapeTable | None = None  # shapes with graphs
-        if shapes:
-            self._shapes = ShapeTable(shapes)
-        padding = {shape: self._builder.padding(shape) for shape in shapes}
+        self._shapes = ShapeTable(loaded.shapes)
+        padding = {shape: self._builder.padding(shape) for shape in loaded.shapes}
         self._graphs: Graphs[StepShape, StepOutputs] = Graphs(platform, padding, loaded.runs_before_recording)
         self._failure: Exception | None = None
 
@@ -231,16 +226,14 @@ class ModelRunner:
         """
         exact = StepShape.of(plan, self._has_drafts and self._verifies(plan))
         to_score = self._prompts_to_score(plan, exact.num_decodes)
-        shape: StepShape | None = None
-        if self._shapes is not None and not to_score:
-            shape = self._shapes.find(exact)
+        shape = None if to_score else self._shapes.find(exact)
         replayed = shape is not None
         images: StepImages | None = None
         if self.batch.images is not None and self._encoded is not None:
             images = self.batch.images.step(plan.rows, recorded=replayed)
             self._encoded.place(images)
         arrays = self._builder.build(plan, shape or exact, replayed, images)
-        copied = self._states.place(arrays, self._ops, self.platform)
+        copied = self._states.place(arrays)
         prompts: list[tuple[int, list[Scores]]] = []
         outputs: StepOutputs | None
         if shape is not None:
@@ -277,7 +270,7 @@ class ModelRunner:
         """
         rows = plan.rows
         prefills = plan.num_decodes < len(rows)
-        return (self._shapes is not None and prefills) or bool(rows.num_drafts.any() or rows.pending.any())
+        return (bool(self._graphs.shapes) and prefills) or bool(rows.num_drafts.any() or rows.pending.any())
 
     def _issue(self, tensors: Tensors, shape: StepShape) -> StepOutputs:
         """Issue a whole step on the device, with greedy sampling, and return its outputs: what a graph records."""

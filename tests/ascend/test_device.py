@@ -239,9 +239,10 @@ def test_nothing_waits_for_a_step_that_is_on_its_way(
     ids, answers = tokens(5, 1), list[list[int]]()
     for ops, device in ((triton_ops(), torch.device("npu", 0)), (torch_table(), None)):
         model = tiny_hybrid(tmp_path, ops, 1, 1, device, mtp=True)
-        shapes = [StepShape(3, 0, 0, 1)] if recorded else []
-        options = {"max_num_drafts": 2, "shapes": shapes} | ({"platform": NpuPlatform()} if device else {})
-        driver = Driver.create(model, ops, **options)
+        options: dict[str, Any] = {"platform": NpuPlatform()} if device else {}
+        if device and recorded:
+            options["shapes"] = [StepShape(3, 0, 0, 1)]
+        driver = Driver.create(model, ops, max_num_drafts=2, **options)
         while driver.runner.record_next():
             pass
         slot, ahead = driver.slot(), device is not None

@@ -374,7 +374,7 @@ def start(
 ) -> RealEngine:
     """A fresh engine; its whole arena holds NaN. `options` say how many drafts a drafter may give.
 
-    On a platform with graphs, those of `shapes` are recorded."""
+    Graphs of `shapes` are recorded."""
     models = bank.models(options)
     sizes_of_blocks, context_size = options.kernel_block_sizes, options.context_size
     layout = CacheLayout.create(models[0].layer_specs, sizes_of_blocks, MAX_MODEL_LEN, context_size)
