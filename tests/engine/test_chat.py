@@ -207,9 +207,9 @@ def test_templates_by_name(tiny_model: Path, tmp_path: Path) -> None:
     assert ChatTemplate(tokenizer, "tool_use").render(said).text == "tools <tool_call>\nNone"
     with pytest.raises(ConfigError, match=r"give one of them\. The model's own templates are default, rag, tool_use\."):
         ChatTemplate(tokenizer, "rags")
-    (folder / "additional_chat_templates/rag.jinja").write_text("{% if %}")
-    with pytest.raises(InvalidPromptError, match="the model's chat template rag is not a Jinja template"):
-        ChatTemplate(Tokenizer.load(str(folder))).render([{"role": "nobody", "content": "hi"}])
+    (folder / "additional_chat_templates/tool_use.jinja").write_text("{% if %}")
+    with pytest.raises(InvalidPromptError, match="the model's chat template tool_use is not a Jinja template"):
+        ChatTemplate(Tokenizer.load(str(folder))).render(said, tools=[tool])
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
