@@ -115,7 +115,7 @@ class Replays:
         self.restore()
         for graphs in (self.runner._graphs, self.drafts):
             graphs._region.device.fill_(0x55)
-        self.runner._shapes = None if shape is None else ShapeTable([shape])
+        self.runner._shapes = ShapeTable([] if shape is None else [shape])
         self.drafts._padding = {} if shape is None else self.largest
         result = self.submit(windows, chunks).result()
         assert result.replayed == (shape is not None)
