@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from forkpoint.cache.tree import Origin
+from forkpoint.config import BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,6 @@ class CaptureContext:
     start: int
     end: int
     prompt_end: int  # where prefill ends
-    grid: int  # states lie at its multiples
     breakpoints: tuple[int, ...] = ()  # that the caller declared
     junctions: frozenset[int] = frozenset()  # where cached or lately evicted histories part from this one
     waiting_junctions: frozenset[int] = frozenset()  # where waiting prompts part from this one
@@ -26,7 +26,7 @@ class CaptureContext:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A position on the grid in `(start, end]`, and why it is worth a state. `displaces`: it may evict others."""
+    """A multiple of BLOCK_SIZE in `(start, end]`, and why it is worth a state. `displaces`: it may evict others."""
 
     num_tokens: int
     origin: Origin
@@ -36,8 +36,8 @@ class Candidate:
 class CapturePolicy:
     """Names the positions of a prompt that are worth a state, the most valuable first.
 
-    The cache rounds them down to the grid; the first reason for a position counts. A policy is made without arguments
-    and keeps nothing between chunks. The last boundary of an answer is always a candidate.
+    The cache rounds them down to multiples of BLOCK_SIZE; the first reason for a position counts. A policy is made
+    without arguments and keeps nothing between chunks. The last boundary of an answer is always a candidate.
     """
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
@@ -61,30 +61,34 @@ class DenseCapture(CapturePolicy):
     """Keeps every boundary."""
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
-        yield Origin.INTERVAL, _every(context.grid, context, context.end)
+        yield Origin.INTERVAL, _every(BLOCK_SIZE, context, context.end)
 
 
 class DefaultCapture(PromptEndCapture):
     """Keeps all origins that a chunk can have. Periodic states take free room only; the others may evict."""
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
-        grid, end = context.grid, context.end
         yield Origin.JUNCTION, (*context.junctions, *context.waiting_junctions)
         yield from super().positions(context)
         yield Origin.BREAKPOINT, context.breakpoints
-        yield Origin.NEAR_END, ((context.prompt_end - 1) // grid * grid - grid,)
+        yield Origin.NEAR_END, (context.prompt_end - 1 - BLOCK_SIZE,)
         if context.fallback_step:
-            step = -(-context.fallback_step // grid) * grid
-            last = min(end, context.prompt_end - step // 2)  # closer to it, the prompt's end is nearly as good
+            step = _in_blocks(context.fallback_step)
+            last = min(context.end, context.prompt_end - step // 2)  # closer to it, the prompt's end is nearly as good
             if context.num_survived_tokens >= step:  # expect as much to survive the next time
                 last = min(last, context.num_survived_tokens)
                 yield Origin.FALLBACK, (context.num_survived_tokens,)
             yield Origin.FALLBACK, _every(step, context, last)
         if context.interval:
-            yield Origin.INTERVAL, _every(-(-context.interval // grid) * grid, context, end)
+            yield Origin.INTERVAL, _every(_in_blocks(context.interval), context, context.end)
 
     def displaces(self, origin: Origin) -> bool:
         return origin is not Origin.INTERVAL
+
+
+def _in_blocks(num_tokens: int) -> int:
+    """Return tokens rounded up to whole blocks."""
+    return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def _every(step: int, context: CaptureContext, last: int) -> range:

@@ -13,6 +13,7 @@ from forkpoint.cache.eviction import EntryFacts, EvictionPolicy
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.tree import Origin
 from forkpoint.checks import shown
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError, ForkpointError
 
 POSITIONS_OF: Final = "positions() of the capture policy"
@@ -56,7 +57,7 @@ def _wrong(policy: EvictionPolicy, method: str, returned: object, do: str) -> Co
 
 
 def checked_candidates(policy: CapturePolicy, context: CaptureContext) -> list[Candidate]:
-    """Return the positions that the policy names, rounded down to the grid: each once, with its first reason.
+    """Return the positions that the policy names, rounded down to whole blocks: each once, with its first reason.
 
     Those outside `(start, end]` are left out. Raises ConfigError if the policy gave something else than reasons and
     integers.
@@ -78,7 +79,7 @@ def _candidates(policy: CapturePolicy, context: CaptureContext) -> list[Candidat
         origin, positions = reason
         for position in _each(policy, positions, "gave"):
             try:
-                floored = index(position) // context.grid * context.grid
+                floored = index(position) // BLOCK_SIZE * BLOCK_SIZE
             except TypeError:
                 said = f"gave the position {shown(position)}"
                 raise _wrong_answer(policy, POSITIONS_OF, said, INTEGERS) from None

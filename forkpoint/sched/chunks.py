@@ -83,7 +83,6 @@ class Chunks:
             start=start,
             end=end,
             prompt_end=scheduled.prefill_end,
-            grid=BLOCK_SIZE,
             breakpoints=scheduled.request.breakpoints,
             junctions=scheduled.junctions,
             waiting_junctions=self._waiting.junctions(lease.chain.hashes, start, end),

@@ -15,9 +15,7 @@ from forkpoint.cache.tree import Origin
 
 
 def found(interval: int = 0, **changes: Any) -> dict[int, Origin]:
-    context = CaptureContext(
-        **{"start": 0, "end": 2048, "prompt_end": 5000, "grid": 64, "interval": interval, **changes}
-    )
+    context = CaptureContext(**{"start": 0, "end": 2048, "prompt_end": 5000, "interval": interval, **changes})
     candidates = checked_candidates(DefaultCapture(), context)
     positions = [candidate.num_tokens for candidate in candidates]
     assert len(set(positions)) == len(positions)
@@ -72,11 +70,11 @@ def test_no_interval() -> None:
     breakpoints=st.lists(st.integers(0, 6000), max_size=4),
     junctions=st.frozensets(st.integers(0, 6000), max_size=4),
 )
-def test_candidates_are_on_the_grid_and_inside(
+def test_candidates_are_at_block_boundaries_and_inside(
     start: int, length: int, more: int, interval: int, breakpoints: list[int], junctions: frozenset[int]
 ) -> None:
     context = CaptureContext(
-        start, start + length, start + length + more, 64, tuple(breakpoints), junctions, interval=interval
+        start, start + length, start + length + more, tuple(breakpoints), junctions, interval=interval
     )
     for candidate in checked_candidates(DefaultCapture(), context):
         assert isinstance(candidate, Candidate)
@@ -92,7 +90,7 @@ def test_candidates_are_on_the_grid_and_inside(
     ],
 )
 def test_policies_by_name(name: str, positions: set[int]) -> None:
-    context = CaptureContext(0, 2000, 2000, 64, (576,), frozenset({640}), frozenset({704}), interval=512)
+    context = CaptureContext(0, 2000, 2000, (576,), frozenset({640}), frozenset({704}), interval=512)
     candidates = checked_candidates(CAPTURE.find(name)(), context)
     assert {candidate.num_tokens for candidate in candidates} == positions
     periodic = [c for c in candidates if c.origin is Origin.INTERVAL]
@@ -106,7 +104,7 @@ def test_fallbacks_inside_prompts_that_fill_much_of_the_arena() -> None:
         chosen = found(end=prompt_end, prompt_end=prompt_end, fallback_step=step)
         return {position for position, origin in chosen.items() if origin is Origin.FALLBACK}
 
-    assert fallbacks(20_000, 6000) == {6016, 12_032}  # 6,016 is on the grid; 18,048 is too near the end
+    assert fallbacks(20_000, 6000) == {6016, 12_032}  # 6,016 is a multiple of 64; 18,048 is too near the end
     assert fallbacks(22_000, 6000) == {6016, 12_032, 18_048}
     assert fallbacks(5000, 6000) == set() and fallbacks(20_000, 0) == set()
 

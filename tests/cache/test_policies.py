@@ -144,7 +144,7 @@ def test_positions_that_are_none_are_refused(answer: Any, shown: str) -> None:
             return answer  # type: ignore[no-any-return]
 
     with pytest.raises(ConfigError) as raised:
-        checked_candidates(Wrong(), CaptureContext(0, 2000, 2000, 64))
+        checked_candidates(Wrong(), CaptureContext(0, 2000, 2000))
     says = str(raised.value)
     assert says.startswith("positions() of the capture policy tests.cache.test_policies:") and shown in says
 
@@ -154,7 +154,7 @@ def test_positions_of_numpy_are_integers() -> None:
         def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
             yield Origin.INTERVAL, np.arange(-64, 2000, 640)
 
-    found = checked_candidates(OfNumpy(), CaptureContext(0, 2000, 2000, 64))
+    found = checked_candidates(OfNumpy(), CaptureContext(0, 2000, 2000))
     assert [(candidate.num_tokens, type(candidate.num_tokens)) for candidate in found] == [
         (at, int) for at in (576, 1216, 1856)
     ]
