@@ -19,9 +19,9 @@ class CaptureContext:
     breakpoints: tuple[int, ...] = ()  # that the caller declared
     junctions: frozenset[int] = frozenset()  # where cached or lately evicted histories part from this one
     waiting_junctions: frozenset[int] = frozenset()  # where waiting prompts part from this one
-    fallback_step: int = 0  # tokens of keys and values that a conversation may lose at once
+    fallback_step: int = 0  # whole blocks of keys and values that a conversation may lose at once; 0: no fallbacks
     num_survived_tokens: int = 0  # tokens that were left of a conversation that lost its end; 0: it did not
-    interval: int = 0  # distance of periodic states; 0: there are none
+    interval: int = 0  # distance of periodic states, whole blocks; 0: there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +73,17 @@ class DefaultCapture(PromptEndCapture):
         yield Origin.BREAKPOINT, context.breakpoints
         yield Origin.NEAR_END, (context.prompt_end - 1 - BLOCK_SIZE,)
         if context.fallback_step:
-            step = _in_blocks(context.fallback_step)
+            step = context.fallback_step
             last = min(context.end, context.prompt_end - step // 2)  # closer to it, the prompt's end is nearly as good
             if context.num_survived_tokens >= step:  # expect as much to survive the next time
                 last = min(last, context.num_survived_tokens)
                 yield Origin.FALLBACK, (context.num_survived_tokens,)
             yield Origin.FALLBACK, _every(step, context, last)
         if context.interval:
-            yield Origin.INTERVAL, _every(_in_blocks(context.interval), context, context.end)
+            yield Origin.INTERVAL, _every(context.interval, context, context.end)
 
     def displaces(self, origin: Origin) -> bool:
         return origin is not Origin.INTERVAL
-
-
-def _in_blocks(num_tokens: int) -> int:
-    """Return tokens rounded up to whole blocks."""
-    return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def _every(step: int, context: CaptureContext, last: int) -> range:

@@ -104,9 +104,9 @@ def test_fallbacks_inside_prompts_that_fill_much_of_the_arena() -> None:
         chosen = found(end=prompt_end, prompt_end=prompt_end, fallback_step=step)
         return {position for position, origin in chosen.items() if origin is Origin.FALLBACK}
 
-    assert fallbacks(20_000, 6000) == {6016, 12_032}  # 6,016 is a multiple of 64; 18,048 is too near the end
-    assert fallbacks(22_000, 6000) == {6016, 12_032, 18_048}
-    assert fallbacks(5000, 6000) == set() and fallbacks(20_000, 0) == set()
+    assert fallbacks(20_000, 6016) == {6016, 12_032}  # 18,048 is too near the end
+    assert fallbacks(22_000, 6016) == {6016, 12_032, 18_048}
+    assert fallbacks(5000, 6016) == set() and fallbacks(20_000, 0) == set()
 
 
 def test_no_fallback_beyond_what_survived_the_last_time() -> None:
