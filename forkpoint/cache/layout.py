@@ -265,12 +265,12 @@ class CacheLayout:
     def capture_interval(self, asked: int) -> int:
         """Return the distance in tokens between periodic states, where `asked` is the option's; 0: none.
 
-        It is rounded up to whole blocks. If slots are small next to blocks, it is 64: every boundary.
+        If slots are small next to blocks, it is 64: every boundary.
         """
         is_small = self.has_kv and self.checkpoint_bytes <= SMALL_SLOT * self.block_bytes
         if asked and is_small:
             return BLOCK_SIZE
-        return -(-asked // BLOCK_SIZE) * BLOCK_SIZE
+        return asked
 
     def longest_request(self, num_pages: int) -> int:
         """Return how many tokens, prompt and output, a request may have in an empty arena.
