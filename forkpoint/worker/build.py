@@ -140,7 +140,7 @@ def _make_layout(config: EngineConfig, model: Model, platform: Platform) -> Cach
     Raises ConfigError if the model's keys cannot be dealt to ranks.
     """
     longest = model.config.max_model_len
-    if config.host_tier_bytes or config.disk_tier_bytes or config.links_peers:
+    if _has_tiers_or_peers(config):
         if any(WIDEST_STORED < window < longest for window in _windows(model)):
             LOGGER.info(
                 "layers with a window of more than %d tokens keep all blocks: tiers and links to other engines would "
@@ -160,6 +160,10 @@ def _make_layout(config: EngineConfig, model: Model, platform: Platform) -> Cach
     if why:
         raise ConfigError(f"decode_context_parallel_size={dealt_to} is not possible {why}; leave it out")
     return layout
+
+
+def _has_tiers_or_peers(config: EngineConfig) -> bool:
+    return bool(config.host_tier_bytes or config.disk_tier_bytes or config.links_peers)
 
 
 def _windows(model: Model) -> list[int]:
@@ -220,8 +224,7 @@ def _check_device(config: EngineConfig, num_rows: int, platform: Platform) -> No
             f"kv_cache_dtype='fp8' is not possible on {device}, which does not convert 8-bit floats (NVIDIA GPUs of "
             "compute capability 8.9 or more do); give 'auto'"
         )
-    has_tiers = config.host_tier_bytes or config.disk_tier_bytes or config.links_peers
-    if has_tiers and not (platform.shares_memory or platform.has_copy_streams):
+    if _has_tiers_or_peers(config) and not (platform.shares_memory or platform.has_copy_streams):
         raise ConfigError(
             f"tiers and links to other engines (kv_offloading_size, kv_disk_path, kv_transfer_config) are not possible "
             f"on {device}, whose steps would wait for their copies; they need a CPU or a device that torch calls cuda; "
@@ -292,8 +295,7 @@ def _size_arena(config: EngineConfig, loaded: Loaded) -> int:
         # Read again: by now the driver holds the memory that kernels take when they first run.
         share = max(0, (platform.arena_bytes(config.gpu_memory_utilization) or 0) - beside)
     ring_bytes = 0
-    has_buffers = config.host_tier_bytes or config.disk_tier_bytes or config.links_peers
-    if share is not None and has_buffers and platform.has_copy_streams:
+    if share is not None and _has_tiers_or_peers(config) and platform.has_copy_streams:
         if config.kv_transfer_config is not None and platform.lends_memory:
             ring_bytes = config.kv_transfer_config.ring_bytes // config.tensor_parallel_size
         share = max(0, share - STORED_AT_ONCE - FETCHED_AT_ONCE - ring_bytes)
