@@ -30,7 +30,7 @@ LOGGER: Final = logging.getLogger("forkpoint")
 class Job:
     """A read, a write, a copy from one unit to another, or the removal of entries.
 
-    Jobs run in their order, except that reads overtake those that do not touch their unit.
+    Jobs run in their order, except that a read overtakes jobs that do not touch its unit.
     """
 
     kind: int

@@ -105,7 +105,7 @@ class ProcessFetching:
         self._lock = threading.Lock()  # guards all below; `contents` alone reads without it
         self._ordered: dict[int, _Ordered] = {}  # by ticket
         self._written: set[int] = set()  # tickets of fetches to whose buffers the process may write
-        self._leaving: dict[int, list[memoryview]] = {}  # by ticket: such buffers of fetches that were forgotten
+        self._leaving: dict[int, list[memoryview]] = {}  # by ticket: buffers that it may write after `forget`
         self._rings: dict[tuple[str, int], _PeerRing] = {}  # by the peer's address
         self._unreported = Unreported()
         self._child: _Child | None = None

@@ -94,7 +94,7 @@ class DraftGraphs:
         return replace(plan, rows=replace(plan.rows, tokens=tokens))
 
     def _draft(self, *columns: IntArray) -> None:
-        """Compute drafts for the rows of these columns, those of `_arrays`, by a graph if one fits."""
+        """Compute drafts for rows, given as the columns of `_arrays`, by a graph if one fits."""
         row, _, counts, *_ = columns
         exact = _Shape(len(row), int(counts.max()))
         shapes = self._graphs.shapes

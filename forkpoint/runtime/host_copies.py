@@ -292,7 +292,7 @@ class StreamCopies(DirectCopies):
     def copy_beside(self, move: Move, target: Stretch) -> None:
         """Copy the unit `move.src` of the arena to other memory of the device.
 
-        The copy has ended when a `copy_out` of the unit that is called next has ended.
+        Call `copy_out` of the unit next: when its copy has ended, this one has, too.
         """
         self._unfilled_beside += self._memory.copies_out(move, target)
 
