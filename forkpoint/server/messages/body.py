@@ -10,6 +10,7 @@ from pydantic import Field
 from forkpoint.obs.notices import Note
 from forkpoint.server.chat.body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
+from forkpoint.server.messages.client_tools import client_tool
 from forkpoint.server.messages.history import chat_messages, not_understood, text_of
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, RequestBody, TransferParams
 from forkpoint.server.sampling import bounded
@@ -26,12 +27,15 @@ class InputMessage(Body):
 
 
 class Tool(Body):
-    """A tool that the client runs. Tools that Anthropic's servers run have another `type` and are left out."""
+    """A tool that the client runs, or that Anthropic's servers run, which is left out.
+
+    Some tools of the client have a `type` of Anthropic's in place of a schema.
+    """
 
     name: str = Field(min_length=1)
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    type: str | None = Field(None, description="custom")
+    type: str | None = Field(None, description="custom, or one such as bash_20250124")
     defer_loading: bool | None = Field(None, description="true: the model sees the tool where a result refers to it")
 
 
@@ -122,8 +126,8 @@ def _tools(tools: Sequence[Tool], note: Note) -> list[dict[str, Any]]:
 
     Raises HTTPError if none is left.
     """
-    own = [tool for tool in tools if tool.type in (None, "custom")]
-    others = [tool.type for tool in tools if tool.type not in (None, "custom")]
+    own = [tool for tool in tools if tool.type in (None, "custom") or client_tool(tool.type)]
+    others = [tool.type for tool in tools if tool not in own]
     if others and not own:
         raise not_understood(f"tools of the type {others[0]!r}", "tools")
     for kind in others:
@@ -135,9 +139,10 @@ def _tools(tools: Sequence[Tool], note: Note) -> list[dict[str, Any]]:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "parameters": tool.input_schema or {"type": "object", "properties": {}}}
-    if tool.description is not None:
-        function["description"] = tool.description
+    description, schema = client_tool(tool.type or "") or (None, {"type": "object", "properties": {}})
+    function = {"name": tool.name, "parameters": tool.input_schema or schema}
+    if (text := tool.description or description) is not None:
+        function["description"] = text
     return {"type": "function", "function": function}
 
 
