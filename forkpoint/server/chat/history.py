@@ -13,6 +13,7 @@ from forkpoint.obs.notices import Note
 from forkpoint.server.chat.body import ChatMessage, ToolSpec
 from forkpoint.server.chat.tools import shown_tool
 from forkpoint.server.custom_tools import custom_arguments
+from forkpoint.server.text_files import file_text
 
 # Claude Code begins its system prompt with a line for billing, which differs from request to request.
 BILLING_LINES: Final = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
@@ -49,6 +50,11 @@ def shown_messages(
     follows_result = False
     for message in shown:
         role, parts = message["role"], message.get("content")
+        if isinstance(parts, list):
+            texts = map(file_text, parts)
+            message["content"] = parts = [
+                part if text is None else text_part(text) for part, text in zip(parts, texts, strict=True)
+            ]
         if isinstance(parts, list) and role == "assistant":
             _take_reasoning(message)
         elif isinstance(parts, list) and role == "tool":

@@ -10,6 +10,7 @@ from forkpoint.server.chat.history import text_part
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import MAX_SHOWN
 from forkpoint.server.seal import unsealed
+from forkpoint.server.text_files import decoded_text
 
 IMAGE_SOURCES: Final = "{type: base64, media_type, data} or {type: url, url}"
 FILES_NOT_READ: Final = (
@@ -88,6 +89,8 @@ def _parts(block: dict[str, Any]) -> list[dict[str, Any]] | None:
         case {"type": "image", "source": {"type": "file"} as source}:
             return [{"type": "image", "source": source}]
         case {"type": "document", "source": {"type": "text", "data": str(content)}}:
+            pass
+        case {"type": "document", "source": {"type": "base64", "data": data}} if content := decoded_text(data):
             pass
         case {"type": "document", "source": {"type": "content", "content": content}} | {
             "type": "search_result",
