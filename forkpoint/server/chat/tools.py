@@ -73,8 +73,7 @@ def plan_tools(body: ChatBody) -> ToolPlan:
 
 def shown_tool(tool: ToolSpec) -> dict[str, Any]:
     """Return a tool as the chat template shows it."""
-    shown = tool.model_dump(exclude_unset=True, exclude={"defer_loading", "custom"})
-    return {**shown, "type": "function"}
+    return {"type": "function", **tool.model_dump(exclude_unset=True, exclude={"type", "custom", "defer_loading"})}
 
 
 def _hidden(tools: Sequence[ToolSpec], body: ChatBody) -> set[str]:
