@@ -55,6 +55,16 @@ class FirstError(FailFast):
 
 T = TypeVar("T")
 Many = Annotated[list[T], FirstError()]  # a list that may be long; checking stops at its first wrong element
+
+
+def _without_empty(given: object) -> object:
+    """Return stop strings without empty ones, which clients send for none."""
+    if isinstance(given, list):
+        return [text for text in given if text != ""]
+    return given or None
+
+
+Stops = Annotated[str | Many[str] | None, BeforeValidator(_without_empty)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_INTEGER)]  # above MAX_INT32 there is no limit
 TransferParams = Annotated[

@@ -20,7 +20,7 @@ from forkpoint.params import (
     StructuredOutputsParams,
 )
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.protocol import Body, Many, RequestBody, TokenId, TransferParams, at_most
+from forkpoint.server.protocol import Body, Many, RequestBody, Stops, TokenId, TransferParams, at_most
 from forkpoint.server.texts import Texts
 
 MAX_REQUEST_ID_LENGTH: Final = 128  # characters, as for the header X-Request-Id
@@ -63,7 +63,7 @@ class SampledBody(RequestBody):
         None, max_length=MAX_BIASED_TOKENS
     )
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="the highest of its 64 bits is ignored")
-    stop: str | Many[Annotated[str, Field(min_length=1)]] | None = None
+    stop: Stops = None
     min_tokens: int | None = bounded("min_tokens")
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(None, description="prompts share cached prefixes only under the same salt")

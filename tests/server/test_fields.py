@@ -69,7 +69,7 @@ def test_what_is_not_read_is_refused(http: httpx2.Client, path: str, fields: dic
     [
         ({"separate_reasoning": False}, "--reasoning-parser none"),
         ({"input_ids": [1]}, "/v1/completions takes ids"),
-        ({"function_call": "auto"}, "give functions"),
+        ({"function_call": {"name": "f"}}, "give functions"),
         ({"chat_template": "{{ 1 }}"}, "--chat-template"),
         ({"echo": True}, "continue_final_message"),
         ({"add_special_tokens": True}, "chat template"),
@@ -244,6 +244,22 @@ def test_minus_one_asks_for_a_random_seed(http: httpx2.Client) -> None:
 def test_an_empty_grammar_asks_for_none(http: httpx2.Client, path: str) -> None:
     for name in ("grammar", "ebnf", "regex", "json_schema", "guided_grammar", "guided_regex", "guided_json"):
         assert ask(http, path, **{name: ""}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("name", ["stop", "stop_sequences"])
+def test_an_empty_text_stops_nothing(http: httpx2.Client, path: str, name: str) -> None:
+    given: dict[str, Any] = {TEXT: {"prompt": "hello"}, "/v1/responses": {"input": "hello"}}.get(
+        path, {"messages": MESSAGES}
+    )
+    for stop in ("", [""], [], ["", "~~"]):
+        reply = http.post(path, json={"max_tokens": 2, **given, name: stop})
+        assert reply.status_code == 200, reply.text
+
+
+def test_no_functions_need_no_choice(http: httpx2.Client) -> None:
+    assert ask(http, CHAT, functions=[], function_call="auto").status_code == 200
+    assert "there are no functions" in ask(http, CHAT, functions=[], function_call={"name": "f"}).text
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])

@@ -77,7 +77,7 @@ def test_models_and_requests_have_what_the_client_reads(client: anthropic.Anthro
     named = client.messages.with_raw_response.create(**ask("x"), extra_headers={"X-Request-Id": "abc"})
     assert named.parse()._request_id == "abc"
     for wrong in (
-        lambda: client.messages.create(**ask("x", stop_sequences=[""])),
+        lambda: client.messages.create(**ask("x", stop_sequences=[5])),
         lambda: client.models.retrieve("no"),
     ):
         with pytest.raises(anthropic.APIStatusError) as refused:

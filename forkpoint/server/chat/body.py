@@ -189,7 +189,7 @@ class ChatBody(SamplingBody, ThinkingFields, path="/v1/chat/completions", apis=(
         """Set the tools and the choice for `functions` and `function_call`."""
         functions, choice = self.functions, self.function_call
         if not functions:
-            if choice not in (None, "none"):
+            if isinstance(choice, NamedFunction):
                 text = "function_call asks for a call, but there are no functions; give functions or leave it out"
                 raise HTTPError(400, text, param="function_call")
             return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from forkpoint.server.chat.body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.client_tools import client_tool
 from forkpoint.server.messages.history import chat_messages, not_understood, text_of
-from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, RequestBody, TransferParams
+from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, RequestBody, Stops, TransferParams
 from forkpoint.server.sampling import bounded
 
 
@@ -76,7 +76,7 @@ class MessagesBody(CountTokensBody, path="/v1/messages"):
     """Answer a conversation. The end of each message is a breakpoint of the prefix cache, with or without a mark."""
 
     max_tokens: MaxTokens
-    stop_sequences: str | Many[Annotated[str, Field(min_length=1)]] | None = None
+    stop_sequences: Stops = None
     stream: bool | None = None
     temperature: float | None = bounded("temperature")
     top_p: float | None = bounded("top_p")
