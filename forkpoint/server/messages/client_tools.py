@@ -31,7 +31,9 @@ def _of_files(required: list[str], *commands: str, **more: Any) -> dict[str, Any
 TOOLS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "bash_2": (
         "Run a command in a bash session, which keeps its state from call to call.",
-        _schema([], command=TEXT, restart={"type": "boolean", "description": "true: start a new session instead"}),
+        _schema(
+            ["command"], command=TEXT, restart={"type": "boolean", "description": "true: start a new session first"}
+        ),
     ),
     "text_editor_2": ("View, create and change text files.", _of_files(["path"])),
     "memory_2": (
