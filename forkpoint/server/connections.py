@@ -9,6 +9,7 @@ then read at a bounded rate and dropped, so that clients which read only after t
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ PACE_S: Final = 0.001  # between two reads, of at most 256 KiB, of the rest of s
 MAX_FILES: Final = 2**20  # open files; no client load needs more
 RESERVED_FILES: Final = 128  # open files that are kept for files, readers and the engine
 LOG_INTERVAL_S: Final = 10.0  # between two log lines about too many connections
+UPGRADE: Final = re.compile(rb"\nupgrade:", re.IGNORECASE)
 
 
 def raise_file_limit() -> int:
@@ -145,6 +147,16 @@ def _before_close(cycle: RequestResponseCycle, close_later: Callable[[], None]) 
     return send_before_close
 
 
+def _without_upgrade(piece: bytes) -> bytes:
+    """Return bytes that begin in a head, in which the header Upgrade has a name that means nothing.
+
+    No upgrade is supported. The parser would take the body of a request that asks for one for another protocol.
+    """
+    end = piece.find(b"\r\n\r\n")
+    head = piece if end < 0 else piece[:end]
+    return UPGRADE.sub(b"\nignored:", head) + piece[len(head) :]
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's connection, with the limits above. It refuses in JSON."""
 
@@ -153,6 +165,7 @@ class Connection(HttpToolsProtocol):
         self._shared = shared
         self._timer: asyncio.TimerHandle | None = None
         self._num_silent_bytes = 0  # bytes since the parser last reported the end of a head, or a part or end of a body
+        self._in_head = True  # whether the head of a request is to come, or has come in part
         self._num_body_bytes = 0
         self._body_began_s = 0.0
         self._discards = False  # whether the rest of the body is dropped, because the request has been answered
@@ -201,9 +214,9 @@ class Connection(HttpToolsProtocol):
             self._wait_for_head()
         self._num_silent_bytes += len(piece)
         try:
-            self.parser.feed_data(piece)
+            self.parser.feed_data(_without_upgrade(piece) if self._in_head else piece)
         except httptools.HttpParserUpgrade:
-            pass  # upgrades are not supported; the request is answered as if it had not asked for one
+            pass  # the method CONNECT
         except httptools.HttpParserError:
             if self.headers is not None and len(self.headers) > MAX_HEADERS:
                 self._refuse(HTTPError(431, f"the request has more than {MAX_HEADERS} headers; send fewer"))
@@ -224,6 +237,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError("too many headers")  # httptools turns it into an HttpParserError
 
     def on_headers_complete(self) -> None:
+        self._in_head = False
         self._num_silent_bytes = 0
         self._stop_waiting()
         super().on_headers_complete()
@@ -240,6 +254,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._in_head = True
         self._num_silent_bytes = 0
         self._stop_waiting()
         super().on_message_complete()

@@ -93,6 +93,23 @@ def test_what_is_too_much_is_said(server: RunningServer) -> None:
     assert "WebSocket" not in server.log and "Traceback" not in server.log
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_request_that_asks_for_an_upgrade_keeps_its_body(server: RunningServer, apart: bool) -> None:
+    """Java's client offers HTTP/2 with its first request on each connection."""
+    body = b'{"prompt": "Upgrade: h2c"}'
+    head = b"POST /tokenize HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: %d\r\n" % len(body)
+    head += b"HTTP2-Settings: AAMAAABkAAQ\r\nUPGRADE: h2c\r\nContent-Type: application/json\r\n\r\n"
+    with connect(server) as one:
+        for _ in range(2):
+            one.sendall(head if apart else head + body)
+            if apart:
+                time.sleep(0.1)
+                one.sendall(body)
+            answer = HTTPResponse(one)
+            answer.begin()
+            assert answer.status == 200 and json.loads(answer.read())["count"] == len("Upgrade: h2c")
+
+
 def test_many_requests_on_one_connection(server: RunningServer) -> None:
     """What is counted is counted for each request: 200 heads of 1 KB and bodies of 100 KB are fine."""
     with server.client() as http:
