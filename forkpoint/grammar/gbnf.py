@@ -13,7 +13,8 @@ _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[\w-]+\s*::
 # Strings, regular expressions and comments of Lark.
 _LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*')
 _LARK_START = re.compile(r"^\s*[?!]?start\b[^:\n]*:(?!:)", re.MULTILINE)
-_NOT_TAKEN = re.compile(r"%json|%llguidance|@[\w-]+")  # llguidance's own, which other parts of this package write
+# llguidance's own: what other parts of this package write, special tokens, which outputs have not, and a temperature.
+_NOT_TAKEN = re.compile(r"%json|%llguidance|@[\w-]+|<[^<>\n]*>|\btemperature\s*=")
 _IN_REGEX = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _LONG_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 
