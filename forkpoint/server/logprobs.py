@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -61,6 +62,11 @@ def prompt_logprobs(state: RequestState) -> list[dict[int, dict[str, Any]] | Non
 
 def _prompt_logprob(one: Logprob) -> dict[str, Any]:
     return {"logprob": _finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
+
+
+def named_by_ids(entry: Mapping[int, Logprob]) -> dict[int, Logprob]:
+    """Return alternatives with each token's id in place of its text, as vLLM writes it."""
+    return {token: replace(one, decoded_token=f"token_id:{token}") for token, one in entry.items()}
 
 
 def chat_logprobs(entries: Sequence[Mapping[int, Logprob]], num_top: int) -> dict[str, Any]:

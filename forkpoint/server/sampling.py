@@ -109,6 +109,9 @@ class SamplingBody(SampledBody):
     )
     prompt_logprobs: int | None = bounded("prompt_logprobs", "not in streams")
     return_token_ids: bool | None = Field(None, description="return the token ids of the prompt and of the answer too")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="log-probabilities have `token_id:ID` in place of each token's text"
+    )
     request_id: str | None = Field(
         None, pattern=r"^[!-~]+$", max_length=MAX_REQUEST_ID_LENGTH, description="the answer's id, in printable ASCII"
     )
@@ -138,7 +141,8 @@ class SamplingBody(SampledBody):
 class PreparedRequest:
     """A request as a reader has read it: what the engine is to do, and what the answer has to contain.
 
-    `returns_ids`: the answer has token ids. `request_id`: the id that the client has chosen for the answer, or None.
+    `returns_ids`: the answer has token ids. `names_ids`: its log-probabilities have ids in place of tokens' texts.
+    `request_id`: the id that the client has chosen for the answer, or None.
     """
 
     model: str
@@ -149,6 +153,7 @@ class PreparedRequest:
     include_usage: bool
     continuous_usage: bool
     returns_ids: bool
+    names_ids: bool
     request_id: str | None
 
     @classmethod
@@ -162,6 +167,7 @@ class PreparedRequest:
             include_usage=asks_usage or texts.config.enable_force_include_usage,
             continuous_usage=bool(options and options.continuous_usage_stats),
             returns_ids=bool(body.return_token_ids),
+            names_ids=bool(body.return_tokens_as_token_ids),
             request_id=body.request_id,
             **others,
         )

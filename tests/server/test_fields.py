@@ -53,7 +53,6 @@ def ask(http: httpx2.Client, path: str, **fields: Any) -> httpx2.Response:
         ({"stop_regex": "a+"}, "give stop"),
         ({"lora_path": "mine"}, "adapters are not supported"),
         ({"response_format": {"type": "json_schema"}}, 'needs json_schema: {"name", "schema"}'),
-        ({"return_tokens_as_token_ids": True}, "return_token_ids"),
         ({"stream_options": {"include_usage": True}}, "stream: true"),
         ({"stream": True, "prompt_logprobs": 1}, "not available in streams"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
@@ -255,6 +254,36 @@ def test_an_empty_text_stops_nothing(http: httpx2.Client, path: str, name: str) 
     for stop in ("", [""], [], ["", "~~"]):
         reply = http.post(path, json={"max_tokens": 2, **given, name: stop})
         assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_may_name_ids(http: httpx2.Client, stream: bool) -> None:
+    """As vLLM writes them. Frameworks for reinforcement learning read ids from there."""
+    fields = {"return_tokens_as_token_ids": True, "return_token_ids": True, "temperature": 0, "stream": stream}
+
+    def choices(path: str, **more: Any) -> list[dict[str, Any]]:
+        reply = ask(http, path, **fields, **more)
+        if not stream:
+            return [reply.json()["choices"][0]]
+        events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+        return [choice for event in events for choice in event["choices"] if choice["logprobs"]]
+
+    ids, names, top = [], [], []
+    for choice in choices(CHAT, logprobs=True, top_logprobs=1):
+        ids += choice["token_ids"]
+        names += [entry["token"] for entry in choice["logprobs"]["content"]]
+        top += [entry["top_logprobs"][0]["token"] for entry in choice["logprobs"]["content"]]
+    assert ids and names == top == [f"token_id:{token}" for token in ids]
+    parts = choices(TEXT, logprobs=1, echo=True)
+    ids = parts[0]["prompt_token_ids"] + [token for part in parts for token in part["token_ids"]]
+    names = [token for part in parts for token in part["logprobs"]["tokens"]]
+    assert names == [f"token_id:{token}" for token in ids]
+    assert all(
+        name in entry
+        for part in parts
+        for name, entry in zip(part["logprobs"]["tokens"], part["logprobs"]["top_logprobs"], strict=True)
+        if entry
+    )
 
 
 def test_no_functions_need_no_choice(http: httpx2.Client) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from forkpoint.server.answer import CallPart, Content, Reasoning
 from forkpoint.server.api_answer import CompletionAnswer, NewChoices
 from forkpoint.server.chat.body import ChatBody
-from forkpoint.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
+from forkpoint.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, named_by_ids, prompt_logprobs
 from forkpoint.server.protocol import CacheInfo, CompletionUsage, ReplyModel, SpeculationInfo
 from forkpoint.server.talk import News, PreparedTurn, Reason, Talk
 from forkpoint.server.texts import Texts
@@ -128,7 +128,8 @@ class ChatAnswer(CompletionAnswer[PreparedChat]):
         choice = {"index": news.index, "delta": self._delta(news), "logprobs": None, "finish_reason": reason}
         num_top = self.prepared.params.logprobs
         if num_top is not None:
-            choice["logprobs"] = chat_logprobs(news.logprobs, num_top)
+            named = map(named_by_ids, news.logprobs) if self.prepared.names_ids else news.logprobs
+            choice["logprobs"] = chat_logprobs(list(named), num_top)
         if news.reason is not None:
             choice["stop_reason"] = news.stop_reason
         if self.prepared.returns_ids:

@@ -10,7 +10,7 @@ from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.server.api_answer import CompletionAnswer, NewChoices
 from forkpoint.server.completions.body import NO_LIMIT, CompletionBody
-from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, prompt_logprobs, text_logprobs
+from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, named_by_ids, prompt_logprobs, text_logprobs
 from forkpoint.server.protocol import CacheInfo, CompletionUsage, ReplyModel, SpeculationInfo
 from forkpoint.server.sampling import PreparedRequest, sampling_params, structured_outputs
 from forkpoint.server.texts import Texts
@@ -144,7 +144,7 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
         if prepared.drops_output:
             delta = _without_output(delta)
         text = delta.text
-        entries: list[Entry] = [(_text_of(entry), entry) for entry in delta.logprobs or ()]
+        entries = list(map(self._named, delta.logprobs or ()))
         first = index not in self._offsets
         num_top = prepared.params.logprobs
         if prepared.echoed is not None and first:
@@ -171,14 +171,19 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
 
     def _prompt_entries(self, number: int) -> list[Entry]:
         found = self.generation.states[number].all_prompt_logprobs() or ()
-        return [(_text_of(entry) if entry else self.prepared.first_texts[number], entry) for entry in found]
+        first = self.prepared.first_texts[number]
+        if self.prepared.names_ids:
+            first = f"token_id:{self.prepared.prompts[number].token_ids[0]}"
+        return [self._named(entry) if entry else (first, entry) for entry in found]
+
+    def _named(self, entry: dict[int, Logprob]) -> Entry:
+        """Return a token's alternatives with its text, or with its id if the request asks for that."""
+        if self.prepared.names_ids:
+            entry = named_by_ids(entry)
+        return next(iter(entry.values())).decoded_token, entry
 
 
 def _without_output(delta: CompletionOutput) -> CompletionOutput:
     """Return `delta` without the token that the engine generates although `max_tokens` is 0."""
     reason = delta.finish_reason and FinishReason.LENGTH
     return replace(delta, text="", token_ids=(), logprobs=None, finish_reason=reason)
-
-
-def _text_of(entry: dict[int, Logprob]) -> str:
-    return next(iter(entry.values())).decoded_token
