@@ -31,7 +31,11 @@ CASES: list[tuple[Any, Any, str]] = [
     (ChatBody, {**CHAT, "max_tokens": 1.5}, "max_tokens=1.5 is not allowed; give an integer"),
     (ChatBody, {**CHAT, "max_tokens": "x"}, "max_tokens='x' is not allowed; give an integer"),
     (ChatBody, {**CHAT, "stream": 5}, "stream=5 is not allowed; give true or false"),
-    (ChatBody, {**CHAT, "stop": ["a", ""]}, "stop.1='' is not allowed; give a string with a length of at least 1"),
+    (
+        ChatBody,
+        {**CHAT, "bad_words": ["a", ""]},
+        "bad_words.1='' is not allowed; give a string with a length of at least 1",
+    ),
     (ChatBody, {**CHAT, "tool_choice": "some"}, "give 'none', 'auto' or 'required', or an object"),
     (
         ChatBody,
