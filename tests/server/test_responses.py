@@ -408,6 +408,37 @@ def test_a_custom_tool_takes_free_text(client: openai.OpenAI, stream: bool) -> N
     assert client.responses.create(**GREEDY, input=items, tools=[PATCH]).output_text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["local_shell", "shell"])  # a prompt with apply_patch is too long here
+def test_openais_tools_that_clients_run_are_called(client: openai.OpenAI, kind: str, stream: bool) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "tools": [{"type": kind}], "tool_choice": {"type": kind}}
+    # a random text would not end
+    fields |= {"max_output_tokens": 200, "extra_body": {"logit_bias": {str(ord(end)): 30 for end in '"]}'}}}
+    if stream:
+        events = list(client.responses.create(**fields, input="Go", stream=True))
+        [item] = [event.item for event in events if event.type == "response.output_item.done"]
+        response: Any = events[-1].response  # type: ignore[union-attr]
+        assert response.output == [item] and not any("delta" in event.type for event in events)
+    else:
+        [item] = client.responses.create(**fields, input="Go").output
+    assert item.type == f"{kind}_call" and item.status == "completed" and item.call_id
+    if item.type == "local_shell_call":
+        assert item.action.type == "exec" and item.action.command
+    else:
+        assert item.type == "shell_call" and item.action.commands
+    result = {"type": f"{kind}_call_output", "call_id": item.call_id, "output": "done"}
+    items: Any = [{"role": "user", "content": "Go"}, item.model_dump(exclude_none=True), result]
+    assert client.responses.create(**GREEDY, input=items).output_text
+
+
+def test_a_shell_of_openais_servers_is_left_out() -> None:
+    tools = [TOOLS[0], {"type": "shell", "environment": {"type": "container_auto"}}, {"type": "shell"}]
+    notes: list[str] = []
+    body = validated(ResponsesBody, {"input": "x", "tools": tools})
+    shown = chat_tools(body.tools or (), notes.append).shown
+    assert [tool["function"]["name"] for tool in shown] == ["forecast", "shell"] and len(notes) == 1
+
+
 def test_tools_that_the_server_would_run_are_left_out_and_logged_once(
     server: RunningServer, http: httpx2.Client
 ) -> None:
@@ -458,7 +489,7 @@ def test_items_of_other_tools_are_calls_or_left_out() -> None:
         {"name": "mcp__agents__spawn", "arguments": "{}"},
         {"name": "computer", "arguments": {"type": "screenshot"}},
         {"name": "see", "arguments": '{"input": ""}'},
-        {"name": "apply_patch", "arguments": {"operation": {"type": "delete_file", "path": "a"}}},
+        {"name": "apply_patch", "arguments": {"type": "delete_file", "path": "a"}},
     ]
     assert messages[0]["reasoning_content"] == "Hm"
     assert [message["role"] for message in messages] == ["assistant", "tool"] * 6

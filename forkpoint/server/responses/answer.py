@@ -9,10 +9,12 @@ from typing import Any, Final, Literal
 
 from pydantic import ConfigDict
 
+from forkpoint.checks import json_value
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.api_answer import ApiAnswer
 from forkpoint.server.errors import HTTPError, to_http
 from forkpoint.server.protocol import ReplyModel
+from forkpoint.server.responses.client_tools import CLIENT_TOOLS
 from forkpoint.server.responses.event_log import EventLog
 from forkpoint.server.responses.store import NAME_TAIL, Key, ResponseStore, Stored
 from forkpoint.server.responses.tools import CalledTool
@@ -201,9 +203,11 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 if text or name is None:
                     self._texts.append(text)
                     yield self._of_item("custom_tool_call_input.delta", delta=text)
-            case "grows", CallPart(text=text):
+            case "grows", CallPart(text=text) if "arguments" in self._items[-1]:
                 self._texts.append(text)
                 yield self._of_item("function_call_arguments.delta", delta=text)
+            case "grows", CallPart(text=text):
+                self._texts.append(text)  # of a tool of OpenAI's, whose arguments are read once they are whole
             case "grows", Reasoning(text) | Content(text):
                 self._texts.append(text)
                 yield self._of_text("delta", delta=text)
@@ -213,10 +217,10 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 item["status"] = status
                 if isinstance(piece, CallPart) and "input" in item:
                     yield self._of_item("custom_tool_call_input.done", input=item["input"])
-                elif isinstance(piece, CallPart):
+                elif isinstance(piece, CallPart) and "arguments" in item:
                     call = {"name": item["name"], "arguments": item["arguments"]}
                     yield self._of_item("function_call_arguments.done", **call)
-                else:
+                elif not isinstance(piece, CallPart):
                     if isinstance(piece, Reasoning) and self.prepared.seals_reasoning:
                         item["encrypted_content"] = sealed(self._part["text"])
                     yield self._of_text("done", text=self._part["text"])
@@ -230,6 +234,9 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
             item = self._items[-1]
             if item["type"] in ("reasoning", "message"):
                 self._part["text"] += text
+            elif (client := CLIENT_TOOLS.get(item["type"].removesuffix("_call"))) is not None:
+                arguments = json_value(text)
+                item[client.place] |= arguments if isinstance(arguments, dict) else {}
             else:
                 item["input" if "input" in item else "arguments"] += text
 
@@ -242,10 +249,14 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
     def _begin_call(self, index: int, name: str) -> dict[str, Any]:
         """Begin the item of a call, with the name that the client knows, and return the event."""
         tool = self.prepared.called.get(name, CalledTool(name))
-        call = {"name": tool.name, "call_id": f"call_{self.name[-NAME_TAIL:]}_{index}"}
+        call_id = f"call_{self.name[-NAME_TAIL:]}_{index}"
+        if (client := CLIENT_TOOLS.get(tool.type)) is not None:
+            fields = {"call_id": call_id, client.place: dict(client.fixed)}
+            return self._begin(client.prefix, f"{tool.type}_call", fields)
+        call = {"name": tool.name, "call_id": call_id}
         if tool.namespace is not None:
             call["namespace"] = tool.namespace
-        if tool.is_custom:
+        if tool.type == "custom":
             return self._begin("ctc", "custom_tool_call", {**call, "input": ""})
         return self._begin("fc", "function_call", {**call, "arguments": ""})
 

@@ -84,7 +84,8 @@ def _call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
             arguments = custom_arguments(item.get("input"))
         case _:
             name = name or kind.removesuffix(CALL)
-            arguments = item.get("action", {key: value for key, value in item.items() if key not in ITEM_FIELDS})
+            rest = {key: value for key, value in item.items() if key not in ITEM_FIELDS}
+            arguments = item.get("action", item.get("operation", rest))
     return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
@@ -12,6 +12,9 @@ from forkpoint.checks import member
 from forkpoint.obs.notices import Note
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many
+from forkpoint.server.responses.client_tools import CLIENT_TOOLS, ClientToolType, client_tool
+
+OWN_TYPES: Final = ("function", "custom")  # types of tools that the client defines
 
 
 class FunctionTool(Body):
@@ -34,7 +37,7 @@ class CustomTool(Body):
 
 
 class OtherTool(Body):
-    """A tool of another type, which OpenAI's servers would run. It is left out."""
+    """A tool of another type. It is left out if OpenAI's servers would run it."""
 
     type: str
 
@@ -72,6 +75,12 @@ class NamedTool(Body):
     namespace: str | None = None
 
 
+class ClientToolChoice(Body):
+    """A choice of one of OpenAI's tools that the client runs, which the answer must call."""
+
+    type: ClientToolType
+
+
 class AllowedTool(Body):
     """A tool that the answer may call. Tools that OpenAI's servers would run are left out."""
 
@@ -88,16 +97,16 @@ class AllowedTools(Body):
     tools: Many[AllowedTool] = Field(min_length=1)
 
 
-ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | ClientToolChoice | AllowedTools
 
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """The client's name for a tool that the model calls."""
+    """The client's name for a tool that the model calls, and its type."""
 
     name: str
     namespace: str | None = None
-    is_custom: bool = False
+    type: str = "function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +135,22 @@ def chat_tools(tools: Sequence[Any], note: Note) -> Tools:
     shown_tools: dict[str, dict[str, Any]] = {}
     called: dict[str, CalledTool] = {}
     for namespace, tool in _unpacked(tools):
+        kind = tool.type
         if isinstance(tool, OtherTool):
-            shown = tool.type[:MAX_SHOWN]
-            note(f"requests have tools of the type {shown!r}, which are left out: this server runs no tools")
-            continue
+            client = client_tool(tool.model_dump())
+            if client is None:
+                shown = kind[:MAX_SHOWN]
+                note(f"requests have tools of the type {shown!r}, which are left out: this server runs no tools")
+                continue
+            tool = FunctionTool(type="function", name=kind, description=client.description, parameters=client.schema)
         group: str | None = None
         if namespace is not None:
             group = namespace.name
         name = flat_name(group, tool.name)
         if name in shown_tools:
             raise HTTPError(400, f"two tools are named {name!r}; give each a name of its own", param="tools")
-        is_custom = isinstance(tool, CustomTool)
-        if namespace is not None or is_custom:
-            called[name] = CalledTool(tool.name, group, is_custom)
+        if namespace is not None or kind != "function":
+            called[name] = CalledTool(tool.name, group, kind)
         shown_tools[name] = _chat_tool(name, tool, namespace)
     if tools and not shown_tools:
         kinds = ", ".join(sorted({tool.type[:MAX_SHOWN] for _, tool in _unpacked(tools)}))
@@ -155,11 +167,13 @@ def chat_choice(choice: ToolChoice | None) -> Any:
     match choice:
         case NamedTool():
             return _named(choice.namespace, choice.name)
+        case ClientToolChoice():
+            return _named(None, choice.type)
         case AllowedTools():
-            own = [tool for tool in choice.tools if tool.type in ("function", "custom") and tool.name is not None]
-            if not own:
+            tools = [_named(tool.namespace, tool.name) for tool in choice.tools if tool.name and tool.type in OWN_TYPES]
+            tools += [_named(None, tool.type) for tool in choice.tools if tool.type in CLIENT_TOOLS]
+            if not tools:
                 raise HTTPError(400, "tool_choice allows no function or custom tool; name one", param="tool_choice")
-            tools = [_named(tool.namespace, str(tool.name)) for tool in own]
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
     return choice
 
