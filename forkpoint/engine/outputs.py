@@ -250,14 +250,14 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """Return the output so far, or only what is new if the request asks for that."""
-        outputs: list[CompletionOutput | None] = [c.output() for c in self.completions]
+        read: Callable[[Completion], CompletionOutput | None] = Completion.output
         if self.completions[0].request.params.output_kind is RequestOutputKind.DELTA:
-            outputs = [c.take_delta() for c in self.completions]
+            read = Completion.take_delta
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prepare(),
-            outputs=tuple(filter(None, outputs)),
+            outputs=tuple(filter(None, map(read, self.completions))),
             finished=self.finished,
             cache=self.cache,
             metrics=self.metrics,
