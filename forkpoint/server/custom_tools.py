@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from forkpoint.checks import json_value, member
+from forkpoint.checks import is_text, json_value, member
 from forkpoint.server.answer import CallPart, Piece
 
 INPUT: Final = "input"  # the argument of the function that holds the free text
+MAX_ESCAPE: Final = 6  # characters of the longest escape in JSON, which may be cut off
 
 
 def custom_function(custom: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,12 +43,15 @@ def custom_arguments(text: object) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """Return a custom tool's free text from the arguments of its function.
+    """Return a custom tool's free text from the arguments of its function, or its beginning if they are cut off.
 
-    Arguments that are cut off, or have another form, are returned unchanged.
+    Arguments that have another form are returned unchanged.
     """
-    text = member(json_value(arguments), INPUT)
-    return text if isinstance(text, str) else arguments
+    cut_off = (arguments[: len(arguments) - num_dropped] + '"}' for num_dropped in range(MAX_ESCAPE + 1))
+    for whole in (arguments, *cut_off):
+        if is_text(text := member(json_value(whole), INPUT)):
+            return str(text)
+    return arguments
 
 
 class CustomCalls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -128,10 +129,14 @@ def test_text_between_calls_keeps_its_place() -> None:
     pieces: list[Piece] = [CallPart(0, "run", '{"in'), CallPart(0, None, 'put": "a"}'), Content("b")]
     assert calls.pieces(pieces[:1], is_last=False) == [CallPart(0, "run", "")]
     assert calls.pieces(pieces[1:], is_last=False) == [CallPart(0, None, "a"), Content("b")]
-    assert calls.pieces([CallPart(1, "run", '{"input": "')], is_last=True)[-1] == CallPart(1, None, '{"input": "')
+    assert calls.pieces([CallPart(1, "run", '{"input": "a')], is_last=True)[-1] == CallPart(1, None, "a")
 
 
 def test_arguments_of_another_form_are_the_text() -> None:
     assert custom_input('{"input": "a"}') == "a"
+    assert custom_input(r'{"input": "a\ud83d') == "a" and custom_input(half := r'{"input": "\ud83d"}') == half
+    whole = json.dumps({"input": 'é "\\\n'})
+    texts = [custom_input(whole[:length]) for length in range(len('{"input": "'), len(whole) + 1)]
+    assert texts == sorted(texts) and {*texts} == {"", "é", "é ", 'é "', 'é "\\', 'é "\\\n'}
     others = ["print", '{"input": 1}', '{"x": "a"}']
     assert [custom_input(text) for text in others] == others
