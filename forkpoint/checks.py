@@ -246,9 +246,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_value(text: str | bytes, default: object = None) -> Any:
-    """Return what a JSON text says; `default` for a text that is not JSON, or is nested too deeply."""
+    """Return what a JSON text says; `default` for a text that is not JSON, or is nested too deeply.
+
+    U+FFFD replaces a lone half of a surrogate pair, which JSON can escape, but which no UTF-8 text can hold.
+    """
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if ("\\ud" if isinstance(text, str) else b"\\ud") in text.lower():  # type: ignore[operator]
+            written = json.dumps(value, ensure_ascii=False)
+            value = json.loads(written.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        return value
     except (ValueError, RecursionError):
         return default
 

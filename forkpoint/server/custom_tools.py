@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from forkpoint.checks import is_text, json_value, member
+from forkpoint.checks import json_value, member
 from forkpoint.server.answer import CallPart, Piece
 
 INPUT: Final = "input"  # the argument of the function that holds the free text
@@ -47,10 +47,10 @@ def custom_input(arguments: str) -> str:
 
     Arguments that have another form are returned unchanged.
     """
-    cut_off = (arguments[: len(arguments) - num_dropped] + '"}' for num_dropped in range(MAX_ESCAPE + 1))
+    cut_off = (arguments[: len(arguments) - num_dropped] + '"}' for num_dropped in range(MAX_ESCAPE))
     for whole in (arguments, *cut_off):
-        if is_text(text := member(json_value(whole), INPUT)):
-            return str(text)
+        if isinstance(text := member(json_value(whole), INPUT), str):
+            return text
     return arguments
 
 

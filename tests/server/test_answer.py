@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forkpoint.checks import json_value
 from forkpoint.server.answer import AnswerParser, CallPart, Content, Piece, Reasoning
+from forkpoint.server.messages.endpoint import _whole_arguments
+from forkpoint.server.sse import encode
 
 TOOLS: dict[str, Any] = {
     "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -273,3 +276,10 @@ def test_a_forced_call_that_is_cut_off_is_a_call_or_nothing() -> None:
     assert taken_apart(['{ \n "na'], tools=TOOLS, forced=True) == ("", "", [])
     text = '{"name": "weather", "arguments": {"city": "U'
     assert taken_apart(list(text), tools=TOOLS, forced=True) == ("", "", [("weather", '{"city": "U')])
+
+
+def test_a_half_of_a_surrogate_pair_fails_no_answer() -> None:
+    """JSON can escape it, and models write such JSON, but it has no bytes."""
+    arguments = r'{"a": "\ud83d", "b": ["\ud83d\ude00"], "\ude00": 1}'
+    assert json_value(arguments) == {"a": "\ufffd", "b": ["\U0001f600"], "\ufffd": 1}
+    assert encode(_whole_arguments(arguments)) and json_value(r'"\\ud83d"') == r"\ud83d"

@@ -134,7 +134,6 @@ def test_text_between_calls_keeps_its_place() -> None:
 
 def test_arguments_of_another_form_are_the_text() -> None:
     assert custom_input('{"input": "a"}') == "a"
-    assert custom_input(r'{"input": "a\ud83d') == "a" and custom_input(half := r'{"input": "\ud83d"}') == half
     whole = json.dumps({"input": 'é "\\\n'})
     texts = [custom_input(whole[:length]) for length in range(len('{"input": "'), len(whole) + 1)]
     assert texts == sorted(texts) and {*texts} == {"", "é", "é ", 'é "', 'é "\\', 'é "\\\n'}
