@@ -20,7 +20,7 @@ def custom_function(custom: Mapping[str, Any]) -> dict[str, Any]:
     Its description has the tool's grammar. The schema of the text has it too if it is a regular expression.
     """
     syntax, definition = grammar_of(custom)
-    text, descriptions = {"type": "string"}, [custom.get("description")]
+    text, descriptions = {"type": "string"}, [str(custom.get("description") or "")]
     if definition:
         descriptions.append(f"{INPUT} follows this {syntax} grammar:\n{definition}")
         if syntax == "regex":

@@ -203,6 +203,7 @@ def nested(depth: int) -> dict[str, Any]:
     [
         ({"tools": [{"type": "computer", "name": "x"}]}, "tools.0.type"),
         ({"tools": [{"type": "custom", "custom": {"description": "x"}}]}, "tools.0.custom.name"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x", "description": 5}}]}, "tools.0.custom.description"),
         (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
