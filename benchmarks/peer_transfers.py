@@ -28,6 +28,7 @@ from benchmarks import machine
 from forkpoint.cache.peer_offers import Fetch, PeerFacts
 from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.peer.link import PeerLink, open_link
+from forkpoint.peer.offered import OfferedEntry
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.pinned import PinnedBuffers
 
@@ -77,7 +78,7 @@ def offer_prompts(connection: Connection) -> None:
         for name in entries:
             buffer = buffers.take(UNIT_BYTES[name.kind])
             buffer[:] = contents[: len(buffer)].data
-            link.offered.add(name, buffer, lease)
+            link.offered.add([OfferedEntry(name, buffer)], lease)
 
     while (call := connection.recv()) is not None:
         lease, *chunks = call

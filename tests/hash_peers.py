@@ -55,6 +55,7 @@ class HashPeers:
                 for lease, entries in list(self.offered.items()):
                     if move.name is None or any(key[1] == move.name.hash for key in entries):
                         del self.offered[lease]
+                        self.complete.add(lease)
             case MoveRoute.FETCHED:
                 kind, contents = self.entry(step, move.ticket, move.src)
                 require(kind is move.kind, step, f"copies a {kind.value} to a {move.kind.value}")
@@ -93,15 +94,14 @@ class HashPeers:
         return self.engines.get(fetch.engine_id) or HashPeers(complete={fetch.lease})
 
     def _answer(self, fetch: Fetch) -> None:
-        """Decide a fetch if its lease is complete or has all its entries. Let some of its first entries arrive."""
+        """Decide a fetch if its lease is complete or has ended. Let some of its first entries arrive."""
         source = self._source(fetch)
         entries = source.offered.get(fetch.lease, {})
         keys = [(MoveKind.BLOCK if name.kind == BLOCK else MoveKind.SLOT, name.hash) for name in fetch.names]
         there = [(kind, entries[kind, name]) for kind, name in itertools.takewhile(entries.__contains__, keys)]
-        is_whole = len(there) == len(keys)
-        if is_whole or fetch.lease in source.complete:
+        if fetch.lease in source.complete:
             del self._started[fetch.ticket]
-            fails = not is_whole or self.random.random() < self.fail_chance
+            fails = len(there) < len(keys) or self.random.random() < self.fail_chance
             self._waiting[fetch.ticket] = self.random.randint(0, self.most_delay), fails
         arrived = self.buffers.setdefault(fetch.ticket, [])
         if len(there) > len(arrived):

@@ -68,6 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         "cache.tier_entries",
         "disk.store",
         "peer.link",
+        "peer.offered",
         "peer.ring",
     }
     | {"cache.layer_spec", "sched.plan"}

@@ -354,9 +354,11 @@ class FetchedPrompts(RestoreSource):
         if prompt is None:
             return 0
         count = sum(1 for _ in itertools.takewhile(prompt.has, entries))
-        if self._reader is None:
-            return count
-        return self._reader.num_ready(entries[:count], is_busy=is_busy)
+        if self._reader is not None:
+            count = self._reader.num_ready(entries[:count], is_busy=is_busy)
+        if not prompt.has_arrived and count and isinstance(entries[count - 1], Checkpoint):
+            count -= 1  # others could use a state that the other engine may still find to be wrong
+        return count
 
     def _stage(self, entry: Entry, ticket: int) -> Move:
         """Return the copy of an entry that has arrived to a buffer of the device."""

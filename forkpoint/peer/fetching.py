@@ -29,6 +29,7 @@ from forkpoint.peer.protocol import (
     Line,
     PeerError,
     WantedEntries,
+    complete_head,
     num_parts,
     part_of,
     part_sum,
@@ -326,6 +327,8 @@ class Fetching:
                 if position is not None and not ring:
                     raise PeerError("it does not send what it was asked for")
                 self._note_arrival(running, index, part, position)
+            if line.receive_head() != complete_head(self._namespace, fetch.names[parts[-1][0]]):
+                raise _NotHeldError("its prompt was not computed to the end")
             with contextlib.suppress(OSError):  # it has sent everything; its lease ends by itself
                 line.send_bytes(DONE)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -23,16 +24,22 @@ MOST_ENDED: Final = 4096  # leases that have ended and are remembered, so that n
 class OfferedEntry:
     """An entry's bytes, held by leases and by connections that send them.
 
-    `sums` has the checksums of parts that were fetched. `place` is set if the bytes are in shared memory, `position` if
-    they were also written to the ring.
+    `position` is set if the bytes were also written to the ring. `is_copied`: `data` has them, and nobody may change
+    it any more. `place` is that of `data` in shared memory. `sums` has the checksums of parts that were fetched.
     """
 
     name: EntryName
     data: Buffer
-    num_holders: int = 0
-    place: Place | None = None
     position: int | None = None
+    is_copied: bool = True
+    is_dropped: bool = False
+    num_holders: int = 0
+    place: Place | None = field(init=False, default=None)
     sums: dict[int, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.data, memoryview):
+            self.place = place_of(np.frombuffer(self.data, np.uint8))
 
 
 @dataclass(slots=True)
@@ -61,16 +68,25 @@ class Offered:
         self._ended: dict[int, None] = {}  # leases, in the order in which they ended
         self.num_bytes = 0
 
-    def add(self, name: EntryName, data: Buffer, lease: int, position: int | None = None) -> None:
-        """Add an entry to a lease. If the lease alone needs more than `max_bytes`, it ends.
+    def add(self, entries: Sequence[OfferedEntry], lease: int) -> None:
+        """Add entries to a lease. If the lease alone needs more than `max_bytes`, it ends.
 
-        `position` is that of the same bytes in the ring. Nobody may change `data` any more. If the entry is not kept,
-        `data` is given back at once.
+        An entry that is not kept is dropped: its `data` is given back, once it `is_copied`.
         """
-        place = place_of(np.frombuffer(data, np.uint8)) if isinstance(data, memoryview) else None
         with self._changed:
-            if not self._add(OfferedEntry(name, data, place=place, position=position), lease):
-                self._give(data)
+            for entry in entries:
+                if not self._add(entry, lease):
+                    self._give(entry)
+            self._changed.notify_all()
+
+    def copied(self, entries: Iterable[OfferedEntry]) -> None:
+        """Note, once, that entries have their bytes by now. They may be added before or after that."""
+        with self._changed:
+            for entry in entries:
+                entry.is_copied = True
+                if entry.is_dropped:
+                    self._give(entry)
+            self._changed.notify_all()
 
     def _add(self, new: OfferedEntry, lease: int) -> bool:
         """Add an entry. Returns whether `new` is kept."""
@@ -87,14 +103,12 @@ class Offered:
             while self.num_bytes + len(new.data) > self._max_bytes and self._leases:
                 self._end(next(iter(self._leases)))
             if lease not in self._leases:
-                self._changed.notify_all()
                 return False
             entry = self._entries[key] = new
             self.num_bytes += len(new.data)
         entry.position = new.position  # the latest copy in the ring stays longest
         entry.num_holders += 1
         held.entries[key] = entry
-        self._changed.notify_all()
         return is_new
 
     def _renewed(self, lease: int) -> _Lease | None:
@@ -113,21 +127,34 @@ class Offered:
                 held.is_complete = True
             self._changed.notify_all()
 
-    def wait_for(self, lease: int, key: bytes, wait_s: float) -> OfferedEntry | None:
-        """Return an entry of a lease; None if it is not added in time. `sent` has to follow.
+    def wait_for(self, lease: int, keys: Sequence[bytes], wait_s: float) -> list[OfferedEntry]:
+        """Return the first entries of a lease that are asked for, as many as there are, and wait for one of them.
 
-        A decode engine may ask before the entry is computed. None is returned at once if the lease has ended or is
-        complete without the entry.
+        `sent` has to follow. A decode engine may ask before an entry is computed. Nothing is returned if the first one
+        is not added in time, and at once if the lease has ended or is complete without it.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_decided(lease, key), wait_s)
+            self._changed.wait_for(lambda: self._is_closed(lease) or self._has(lease, keys[0]), wait_s)
             self._expire()
             held = self._leases.get(lease)
-            entry = None if held is None else held.entries.get(key)
-            if entry is None:
-                return None
-            entry.num_holders += 1
-        return entry
+            if held is None:
+                return []
+            wanted = itertools.takewhile(held.entries.__contains__, keys)
+            entries = [held.entries[key] for key in wanted]
+            for entry in entries:
+                entry.num_holders += 1
+        return entries
+
+    def wait_until_complete(self, lease: int, wait_s: float) -> bool:
+        """Return whether a lease is complete in time. False at once if it has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed(lease), wait_s)
+            return lease in self._leases and self._leases[lease].is_complete
+
+    def wait_for_copy(self, entry: OfferedEntry, wait_s: float) -> bool:
+        """Return whether an entry that `wait_for` returned has its bytes in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: entry.is_copied, wait_s)
 
     def part_sum(self, entry: OfferedEntry, part: int) -> bytes:
         """Return the checksum of a part of an entry. It is computed here because steps would wait for it in `add`."""
@@ -142,11 +169,12 @@ class Offered:
         with self._changed:
             self._drop(entries)
 
-    def _is_decided(self, lease: int, key: bytes) -> bool:
-        held = self._leases.get(lease)
-        if held is None:
-            return lease in self._ended
-        return held.is_complete or key in held.entries
+    def _has(self, lease: int, key: bytes) -> bool:
+        return lease in self._leases and key in self._leases[lease].entries
+
+    def _is_closed(self, lease: int) -> bool:
+        """Return whether a lease gets no more entries."""
+        return lease in self._ended or (lease in self._leases and self._leases[lease].is_complete)
 
     def end(self, lease: int) -> None:
         """Let nobody fetch the entries of a lease any more."""
@@ -191,11 +219,13 @@ class Offered:
             if self._entries.get(key_of(entry.name)) is entry:
                 del self._entries[key_of(entry.name)]
             self.num_bytes -= len(entry.data)
-            self._give(entry.data)
+            self._give(entry)
 
-    def _give(self, data: Buffer) -> None:
-        if isinstance(data, memoryview):
-            self.give(data)
+    def _give(self, entry: OfferedEntry) -> None:
+        """Drop an entry that nobody holds. A copy that still runs writes to its memory."""
+        entry.is_dropped = True
+        if entry.is_copied and isinstance(entry.data, memoryview):
+            self.give(entry.data)
 
 
 def key_of(name: EntryName) -> bytes:

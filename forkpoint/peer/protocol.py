@@ -4,8 +4,8 @@ A decode engine opens one or more connections and sends `WantedEntries` over eac
 `HeldEntries`. Unless that refuses, parts of entries follow in the order of the keys, each as soon as its entry has been
 computed: a PartHead, then the part's bytes. The bytes are left out if the decode engine can read them from shared
 memory, or from the ring of the prefill engine's device (ring.py). Both sides know each entry's size, because the
-namespace covers the layout. The decode engine sends one byte once it has everything. A message without keys ends the
-lease.
+namespace covers the layout. A last PartHead says that all of the prompt has been computed, and that no entry turned out
+to be wrong. The decode engine sends one byte once it has everything. A message without keys ends the lease.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forkpoint.disk.namespace import entry_sum
 from forkpoint.peer.ring import RingFacts
 from forkpoint.shared_arrays import Place
 
-MAGIC: Final = b"FKP4"
+MAGIC: Final = b"FKP5"
 HEAD: Final = struct.Struct("<4sI")  # magic and bytes of the message
 PART: Final = struct.Struct("<B16sqqqq")  # status, checksum, place in shared memory
 MAX_MESSAGE_BYTES: Final = 2**22  # 16 bytes for each block of a prompt of 16 million tokens
@@ -36,8 +36,8 @@ PART_NUMBER: Final = struct.Struct("<I")
 COPIES_WAIT_S: Final = 10.0  # longest wait for the next entry of a prompt, which may still be computed
 LEAST_WAIT_S: Final = 0.001  # timeout of a system call; 0 would mean to wait for ever
 DONE: Final = b"D"
-# Status of a part: there is none, its bytes follow, or they are in shared memory or in the ring.
-GONE, SENT, SHARED, IN_RING = range(4)
+# Status of a part: there is none, its bytes follow, or they are in shared memory or in the ring. COMPLETE comes last.
+GONE, SENT, SHARED, IN_RING, COMPLETE = range(5)
 NO_PLACE: Final = Place(0, 0, 0, 0)
 
 
@@ -111,6 +111,11 @@ def part_sum(namespace: bytes, name: EntryName, part: int, data: memoryview) -> 
     return entry_sum(namespace + PART_NUMBER.pack(part), name, data)
 
 
+def complete_head(namespace: bytes, name: EntryName) -> PartHead:
+    """Return the last head of an answer whose last entry has this name. No damaged one passes for it."""
+    return PartHead(COMPLETE, part_sum(namespace, name, 0, memoryview(b"")))
+
+
 class Line:
     """A connection that ends at `until_s`, by `time.monotonic`, or when nothing has come for `silence_s`.
 
@@ -160,7 +165,7 @@ class Line:
             except BlockingIOError as error:
                 raise TimeoutError("it took too long") from error
         head = PartHead.unpack(self._receive(PART.size))
-        if head.status > IN_RING or (head.status in (SHARED, IN_RING)) == (head.place == NO_PLACE):
+        if head.status > COMPLETE or (head.status in (SHARED, IN_RING)) == (head.place == NO_PLACE):
             raise PeerError("it does not speak this protocol")
         return head
 

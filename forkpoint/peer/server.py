@@ -23,6 +23,7 @@ from forkpoint.peer.protocol import (
     PartHead,
     PeerError,
     WantedEntries,
+    complete_head,
     in_ring,
     part_of,
     part_start,
@@ -100,29 +101,29 @@ class OfferServer:
         ring = self._offered.ring
         line.send(HeldEntries(ring=None if ring is None or not wanted.shares_memory else ring.facts))
         shares_ring = ring is not None and wanted.ring == ring.facts.ring_id
-        entries, unsent = list[OfferedEntry](), list[bytes]()
+        keys, entries = [key[: -PART_NUMBER.size] for key in wanted.keys], list[OfferedEntry]()
         try:
-            for key in wanted.keys:
-                name = key[: -PART_NUMBER.size]
-                entry = self._offered.wait_for(wanted.lease, name, 0.0) if unsent else None
-                if entry is None:
-                    line.send_bytes(b"".join(unsent))
-                    unsent.clear()
-                    entry = self._offered.wait_for(wanted.lease, name, COPIES_WAIT_S)
-                if entry is None:
+            while len(entries) < len(keys):
+                start, found = len(entries), self._offered.wait_for(wanted.lease, keys[len(entries) :], COPIES_WAIT_S)
+                if not found:
                     line.send_bytes(PartHead(GONE).pack())
                     return
-                entries.append(entry)
-                (part,) = PART_NUMBER.unpack(key[-PART_NUMBER.size :])  # an entry was found, so the key is long enough
-                position = entry.position  # a later offer of the entry may change it
-                if ring is not None and shares_ring and position is not None and ring.holds(position):
-                    known = part_sum(self._namespace, entry.name, part, memoryview(b""))
-                    unsent.append(PartHead(IN_RING, known, in_ring(position)).pack())
-                    continue
+                entries += found
+                unsent = list[bytes]()  # heads
+                for entry, key in zip(found, wanted.keys[start:], strict=False):
+                    (part,) = PART_NUMBER.unpack(key[-PART_NUMBER.size :])  # it was found, so the key is long enough
+                    position = entry.position  # a later offer of the entry may change it
+                    if ring is not None and shares_ring and position is not None and ring.holds(position):
+                        known = part_sum(self._namespace, entry.name, part, memoryview(b""))
+                        unsent.append(PartHead(IN_RING, known, in_ring(position)).pack())
+                        continue
+                    line.send_bytes(b"".join(unsent))
+                    unsent.clear()
+                    self._send(line, entry, part, wanted.shares_memory)
                 line.send_bytes(b"".join(unsent))
-                unsent.clear()
-                self._send(line, entry, part, wanted.shares_memory)
-            line.send_bytes(b"".join(unsent))
+            is_complete = self._offered.wait_until_complete(wanted.lease, COPIES_WAIT_S)
+            last = complete_head(self._namespace, entries[-1].name) if is_complete else PartHead(GONE)
+            line.send_bytes(last.pack())
             line.receive_into(memoryview(bytearray(len(DONE))))
         finally:
             self._offered.sent(entries)
@@ -132,6 +133,8 @@ class OfferServer:
         data = part_of(memoryview(entry.data), part)
         if not data:
             raise PeerError(f"it asks for part {part} of an entry of {len(entry.data)} bytes")
+        if not self._offered.wait_for_copy(entry, COPIES_WAIT_S):
+            raise PeerError("its entry did not come from the device in time")
         found = self._offered.part_sum(entry, part)
         if shares_memory and entry.place is not None:
             place = entry.place._replace(offset=entry.place.offset + part_start(part))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from queue import SimpleQueue
 
 from forkpoint.platforms.platform import MARK_POLL_S, Mark
@@ -26,24 +27,26 @@ class AtOnce:
 
 
 class AfterCopies(AtOnce):
-    """Runs functions one after the other in a thread, each once the copies that it was added with are done.
+    """Runs functions one after the other in a thread, each once a batch of copies has come to a mark.
 
     The worker's thread calls all methods. Functions must not raise.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, mark_of: Callable[[CopyBatch], Mark | None] = attrgetter("mark")) -> None:
+        """`mark_of` returns the mark of a batch that was issued. Without it all of its copies have to be done."""
+        self._mark_of = mark_of
         self._added: list[tuple[Callable[[], object], CopyBatch | None]] = []
         self._work = SimpleQueue[tuple[Callable[[], object], Mark | None] | None]()  # None: the thread ends
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def add(self, run: Callable[[], object], after: CopyBatch | None = None) -> None:
-        """Run a function after `flush`, these copies, and all functions that were added before."""
+        """Run a function after `flush`, these copies' mark, and all functions that were added before."""
         self._added.append((run, after))
 
     def flush(self) -> None:
         for run, after in self._added:
-            self._work.put((run, None if after is None else after.mark))
+            self._work.put((run, None if after is None else self._mark_of(after)))
         self._added.clear()
 
     def close(self) -> None:

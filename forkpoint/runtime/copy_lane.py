@@ -14,7 +14,10 @@ from forkpoint.runtime.stretch import Stretch, joined
 
 @dataclass(slots=True)
 class CopyBatch:
-    """Copies that were issued together. Their tensors stay alive until `mark`, the point after the last copy."""
+    """Copies that were issued together. Their tensors stay alive until `mark`, the point after the last copy.
+
+    `filled` is the point at which the buffers of copies to the host have their contents.
+    """
 
     tickets: list[int] = field(default_factory=list)
     checks: dict[int, Callable[[], bool]] = field(default_factory=dict)  # ticket -> whether its source was still there
@@ -23,6 +26,7 @@ class CopyBatch:
     tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the same, as they were issued
     num_bytes: int = 0
     after: list[Mark] = field(default_factory=list)
+    filled: Mark | None = None
     mark: Mark | None = None
 
 

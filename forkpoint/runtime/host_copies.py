@@ -360,7 +360,9 @@ class StreamCopies(DirectCopies):
 
     def _issue_out(self) -> None:
         self.fill()
-        self._out.next.after.append(self._platform.mark())  # the buffers are filled by then
+        batch = self._out.next
+        batch.filled = self._platform.mark()
+        batch.after.append(batch.filled)
         self._out.issue(self._in)
 
     def _wait_for_all(self) -> None:

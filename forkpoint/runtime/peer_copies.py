@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
 from forkpoint.cache.tier_entries import EntryName
 from forkpoint.peer.link import PeerLink
+from forkpoint.peer.offered import OfferedEntry
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.after_copies import AfterCopies, AtOnce
 from forkpoint.runtime.copy_lane import CopyBatch
@@ -27,7 +30,10 @@ class DirectPeers:
     def __init__(self, memory: TierMemory, link: PeerLink, buffers: PinnedBuffers) -> None:
         self._memory, self._link, self._buffers = memory, link, buffers
         self._staged: dict[int, CopyBatch] = {}  # by fetch: the batch of its last copy
-        self._after_copies = AtOnce()  # keeps changes of leases after the offers before them
+        self._after_copies = AtOnce()
+        self._offers = AtOnce()  # keeps changes of leases after the offers before them
+        self._new: dict[int, list[OfferedEntry]] = {}  # by lease: what no function offers yet
+        self._last: CopyBatch | None = None  # the batch of the last of them
         link.use_buffers(buffers.take, buffers.give)
 
     def run(self, move: Move, sound: bool) -> None:
@@ -39,25 +45,40 @@ class DirectPeers:
             forget = partial(self._link.fetching.forget, move.ticket)
             self._after_copies.add(forget, self._staged.pop(move.ticket, None))
         elif move.route is MoveRoute.WITHDRAW and move.ticket:
-            self._after_copies.add(partial(self._link.offered.end, move.ticket))
+            self._change(partial(self._link.offered.end, move.ticket))
         elif move.route is MoveRoute.WITHDRAW:
-            self._after_copies.add(partial(self._link.offered.withdraw, None if name is None else name.hash))
+            self._change(partial(self._link.offered.withdraw, None if name is None else name.hash))
         elif name is None:
-            self._after_copies.add(partial(self._link.offered.complete, move.ticket))
+            self._change(partial(self._link.offered.complete, move.ticket))
         elif sound:
             self._offer(move, name)
 
     def _offer(self, move: Move, name: EntryName) -> None:
         data = self._buffers.take(self._memory.unit_bytes(move.kind))
         self._memory.copy_out(move, as_tensor(data))
-        self._link.offered.add(name, data, move.ticket)
+        self._new.setdefault(move.ticket, []).append(OfferedEntry(name, data, is_copied=False))
+
+    def _change(self, run: Callable[[], object]) -> None:
+        """Run a function after all offers before it."""
+        self._offer_new()
+        self._offers.add(run)
+
+    def _offer_new(self) -> None:
+        """Offer what was copied since the last call, all of a plan at once: threads take the interpreter for it."""
+        for lease, entries in self._new.items():
+            self._offers.add(partial(self._link.offered.add, entries, lease), self._last)
+            self._after_copies.add(partial(self._link.offered.copied, entries), self._last)
+        self._new = {}
 
     def issue(self) -> None:
         """Begin the work that `run` has only noted. Call it after the last move of a plan."""
+        self._offer_new()
+        self._offers.flush()
         self._after_copies.flush()
 
     def close(self) -> None:
         """End the link. All copies of the device must be done."""
+        self._offers.close()
         self._after_copies.close()
         self._link.close()
 
@@ -69,8 +90,8 @@ class StreamedPeers(DirectPeers):
     It is reported when it is there, and LAND is then a move of `copies`. Its pinned memory is given back when the
     device has read it.
 
-    Offered units also go to a ring of `ring_bytes`, if the device can share one. Fetched units come from the ring of
-    the other engine if they are still there.
+    Offered units also go to a ring of `ring_bytes`, if the device can share one, and are offered as soon as they are
+    there. Fetched units come from the ring of the other engine if they are still there.
     """
 
     def __init__(
@@ -86,6 +107,7 @@ class StreamedPeers(DirectPeers):
         pinned.prepare(link.facts.max_bytes)
         self._copies = copies
         self._after_copies = AfterCopies("peer copies")
+        self._offers = AfterCopies("offers", attrgetter("filled"))
         self._own: OwnRing | None = None
         if ring_bytes:
             try:
@@ -131,8 +153,8 @@ class StreamedPeers(DirectPeers):
             position, target = taken
             self._copies.copy_beside(move, Stretch(target.memory, target.start, target.start + num_bytes))
         data = self._buffers.take(num_bytes)
-        batch = self._copies.copy_out(move, Stretch.of(as_tensor(data)))
-        self._after_copies.add(partial(self._link.offered.add, name, data, move.ticket, position), batch)
+        self._last = self._copies.copy_out(move, Stretch.of(as_tensor(data)))
+        self._new.setdefault(move.ticket, []).append(OfferedEntry(name, data, position, is_copied=False))
 
     def close(self) -> None:
         super().close()

@@ -199,8 +199,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "wrong bytes": (flipped, "checksum"),
     "cut off": (lambda data, offset: data if offset < 3000 else None, "ended the connection early"),
     "another protocol": (lambda data, _: b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak this protocol"),
-    "a huge message": (lambda data, _: b"FKP4" + b"\xff" * 100, "does not speak this protocol"),
-    "no message": (lambda data, _: b"FKP4" + (100).to_bytes(4, "little") + bytes(100), "cannot be read"),
+    "a huge message": (lambda data, _: b"FKP5" + b"\xff" * 100, "does not speak this protocol"),
+    "no message": (lambda data, _: b"FKP5" + (100).to_bytes(4, "little") + bytes(100), "cannot be read"),
     "silence": (lambda data, _: SILENCE.wait(20) and None, "late|timed out|too long"),
 }
 SILENCE = threading.Event()

@@ -7,6 +7,7 @@ import random
 from forkpoint.cache.peer_offers import Fetch, PeerFacts
 from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.peer.link import PeerLink
+from forkpoint.peer.offered import OfferedEntry
 
 SIZES = {BLOCK: 700, SLOT: 3000}
 NAMES = (*(EntryName(BLOCK, bytes([i]) * 16, bytes([i - 1]) * 16, i) for i in range(1, 5)),)
@@ -28,7 +29,8 @@ LEASES = iter(range(1, 10**6))
 def offer(link: PeerLink) -> int:
     lease = next(LEASES)
     for name in NAMES:
-        link.offered.add(name, contents(name), lease)
+        link.offered.add([OfferedEntry(name, contents(name))], lease)
+    link.offered.complete(lease)
     return lease
 
 

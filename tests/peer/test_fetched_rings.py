@@ -65,8 +65,9 @@ def offer(link: PeerLink, lease: int) -> list[int]:
     for name in NAMES:
         position = link.offered.ring.take(SIZES[name.kind])
         assert position is not None
-        link.offered.add(name, contents(name), lease, position)
+        link.offered.add([OfferedEntry(name, contents(name), position)], lease)
         positions.append(position)
+    link.offered.complete(lease)
     return positions
 
 
@@ -206,12 +207,12 @@ def test_parts_of_an_entry_may_be_at_several_positions(prefill: PeerLink, monkey
     monkeypatch.setattr("forkpoint.peer.protocol.PART_BYTES", 450)  # blocks have two parts, states seven
     wait_for, positions = prefill.offered.wait_for, dict[bytes, list[int | None]]()
 
-    def found(lease: int, key: bytes, wait_s: float) -> OfferedEntry | None:
-        entry = wait_for(lease, key, wait_s)
-        if entry is not None and prefill.offered.ring is not None:
-            entry.position = prefill.offered.ring.take(len(entry.data))
-            positions.setdefault(key, []).append(entry.position)
-        return entry
+    def found(lease: int, keys: Sequence[bytes], wait_s: float) -> list[OfferedEntry]:
+        [entry] = wait_for(lease, keys[:1], wait_s)
+        assert prefill.offered.ring is not None
+        entry.position = prefill.offered.ring.take(len(entry.data))
+        positions.setdefault(keys[0], []).append(entry.position)
+        return [entry]
 
     monkeypatch.setattr(prefill.offered, "wait_for", found)
     prefill.offered.ring = Ring(HANDLE, 100_000)

@@ -17,7 +17,7 @@ import pytest
 from forkpoint.cache.peer_offers import Fetch
 from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.peer.link import PeerLink, open_link
-from forkpoint.peer.offered import key_of
+from forkpoint.peer.offered import OfferedEntry, key_of
 from forkpoint.peer.protocol import (
     HEAD,
     MAGIC,
@@ -161,7 +161,7 @@ def test_connections_that_say_nothing_are_bounded(prefill: PeerLink, decode: Pee
     for each in idle[MAX_CONNECTIONS:]:
         each.settimeout(20)
         assert each.recv(1) == b"", "closed at once"
-    garbage = [b"", b"GET / HTTP/1.1\r\n\r\n", b"FKP4\xff\xff\xff\xff", b"FKP3\x03\x00\x00\x00abc"]
+    garbage = [b"", b"GET / HTTP/1.1\r\n\r\n", b"FKP5\xff\xff\xff\xff", b"FKP3\x03\x00\x00\x00abc"]
     for number, each in enumerate(idle[:MAX_CONNECTIONS]):
         each.sendall(garbage[number % len(garbage)])
         each.close()
@@ -224,10 +224,10 @@ def share(sharing: tuple[PeerLink, PinnedBuffers]) -> tuple[int, list[memoryview
     for name in NAMES:
         held.append(buffers.take(SIZES[name.kind]))
         held[-1][:] = contents(name)
-        link.offered.add(name, held[-1], lease)
+        link.offered.add([OfferedEntry(name, held[-1])], lease)
+    link.offered.complete(lease)
     for name in NAMES:
-        entry = link.offered.wait_for(lease, key_of(name), 0)
-        assert entry is not None
+        [entry] = link.offered.wait_for(lease, [key_of(name)], 0)
         for part in range(num_parts(SIZES[name.kind])):
             link.offered.part_sum(entry, part)  # as they are before a test changes them
         link.offered.sent([entry])
@@ -319,7 +319,7 @@ def test_entries_are_used_before_the_others_come(
     fetching.start(Fetch(1, HOST, (link.facts.port,), "p", lease, NAMES, 3600.0))
     for end in (2, 4):
         for name in NAMES[end - 2 : end]:
-            link.offered.add(name, contents(name), lease)
+            link.offered.add([OfferedEntry(name, contents(name))], lease)
         report = fetching.next_report(20.0)
         assert report is not None and report.arrived == ((1, end),) and not report.done, "it wakes up for two blocks"
         assert fetching.next_report() is None, "nothing is reported twice"
@@ -333,6 +333,27 @@ def test_entries_are_used_before_the_others_come(
     assert fetching.contents(1, 3) == contents(NAMES[3])
     fetching.forget(1)
     assert len(given) >= 4
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_fetch_ends_when_its_prompt_is_known_to_be_right(prefill: PeerLink, decode: PeerLink, is_right: bool) -> None:
+    """The other engine offers entries before that."""
+    fetching, lease = decode.fetching, next(LEASES)
+    prefill.offered.add([OfferedEntry(name, contents(name)) for name in NAMES], lease)
+    fetching.start(Fetch(1, HOST, (prefill.facts.port,), "p", lease, NAMES, 30.0))
+    arrived = 0
+    while arrived < len(NAMES):
+        report = fetching.next_report(1.0)
+        assert report is None or not (report.done or report.failed)
+        arrived = arrived if report is None else report.arrived[0][1]
+    assert fetching.next_report() is None
+    if is_right:
+        prefill.offered.complete(lease)
+    else:
+        prefill.offered.withdraw(NAMES[0].hash)
+    report = fetching.next_report(20.0)
+    assert report is not None and (report.done, report.failed) == (((1,), ()) if is_right else ((), (1,)))
+    fetching.forget(1)
 
 
 def test_what_has_arrived_is_not_fetched_again(

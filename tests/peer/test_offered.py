@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
-from forkpoint.peer.offered import Offered, key_of
+from forkpoint.peer.offered import Offered, OfferedEntry, key_of
 
 UNIT = 100  # bytes
 
@@ -28,14 +30,13 @@ def make(max_bytes: int = 10 * UNIT) -> tuple[Offered, Clock]:
 
 def add(offered: Offered, lease: int, *numbers: int) -> list[bytes]:
     for number in numbers:
-        offered.add(name(number), memoryview(bytes([number]) * UNIT), lease)
+        offered.add([OfferedEntry(name(number), memoryview(bytes([number]) * UNIT))], lease)
     return [key_of(name(number)) for number in numbers]
 
 
 def got(offered: Offered, lease: int, keys: list[bytes]) -> list[bytes] | None:
     """What a connection sends of a lease."""
-    found = [offered.wait_for(lease, key, 0) for key in keys]
-    held = [entry for entry in found if entry is not None]
+    held = offered.wait_for(lease, keys, 0)
     sent = [bytes(entry.data) for entry in held]
     offered.sent(held)
     return sent if len(held) == len(keys) else None
@@ -85,11 +86,11 @@ def test_wrong_contents_are_withdrawn() -> None:
 def test_who_comes_before_the_copies_waits_for_them() -> None:
     offered, _ = make()
     found: list[object] = []
-    waiting = threading.Thread(target=lambda: found.append(offered.wait_for(1, key_of(name(7)), 20)))
+    waiting = threading.Thread(target=lambda: found.extend(offered.wait_for(1, [key_of(name(7))], 20)))
     waiting.start()
     add(offered, 1, 7)
     waiting.join()
-    assert found[0] is not None
+    assert len(found) == 1
 
 
 def test_what_is_being_sent_stays_as_it_is() -> None:
@@ -97,16 +98,39 @@ def test_what_is_being_sent_stays_as_it_is() -> None:
     given: list[memoryview] = []
     offered.give = given.append
     data = [memoryview(bytearray(bytes([number]) * UNIT)) for number in (1, 2, 3)]
-    offered.add(name(1), data[0], 1)
-    sending = offered.wait_for(1, key_of(name(1)), 0)
-    assert sending is not None
+    offered.add([OfferedEntry(name(1), data[0])], 1)
+    sending = offered.wait_for(1, [key_of(name(1))], 0)
     offered.withdraw(name(1).hash)
     assert not given and offered.num_bytes == UNIT, "its memory may not be used again yet"
-    offered.add(name(1), data[1], 2)
-    offered.add(name(1), data[2], 2)
+    offered.add([OfferedEntry(name(1), data[1])], 2)
+    offered.add([OfferedEntry(name(1), data[2])], 2)
     assert given == [data[2]], "the lease has it already"
     assert got(offered, 2, [key_of(name(1))]) == [bytes([2]) * UNIT], "what was withdrawn is not shared"
-    offered.sent([sending])
+    offered.sent(sending)
     assert given == [data[2], data[0]] and offered.num_bytes == UNIT
     offered.end(2)
     assert given == [data[2], data[0], data[1]] and offered.num_bytes == 0
+
+
+@pytest.mark.parametrize("is_added_first", [True, False])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_memory_comes_back_once_its_copy_is_done(is_added_first: bool, is_kept: bool) -> None:
+    """The copy writes to it until then. A thread adds entries when they are in the ring, another follows the copies."""
+    offered, _ = make()
+    given: list[memoryview] = []
+    offered.give = given.append
+    entry = OfferedEntry(name(1), memoryview(bytearray(UNIT)), is_copied=False)
+    if not is_kept:
+        offered.end(1)
+    if is_added_first:
+        offered.add([entry], 1)
+        offered.end(1)
+        assert not given, "the copy still writes there"
+        assert not offered.wait_for_copy(entry, 0)
+        offered.copied([entry])
+    else:
+        offered.copied([entry])
+        offered.add([entry], 1)
+        assert not given or not is_kept
+        offered.end(1)
+    assert given == [entry.data] and offered.wait_for_copy(entry, 0)

@@ -24,6 +24,7 @@ from forkpoint.cache.peer_offers import Fetch, FetchReport
 from forkpoint.cache.tier_entries import EntryName
 from forkpoint.peer.fetch_child import Forget
 from forkpoint.peer.link import PeerLink, open_link
+from forkpoint.peer.offered import OfferedEntry
 from forkpoint.peer.process_fetching import ProcessFetching
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.pinned import PinnedBuffers
@@ -40,7 +41,9 @@ def order(link: PeerLink, lease: int) -> Fetch:
 
 def offer(link: PeerLink, lease: int, count: int = len(NAMES)) -> None:
     for name in NAMES[:count]:
-        link.offered.add(name, contents(name), lease)
+        link.offered.add([OfferedEntry(name, contents(name))], lease)
+    if count == len(NAMES):
+        link.offered.complete(lease)
 
 
 def next_report(fetching: ProcessFetching) -> FetchReport:

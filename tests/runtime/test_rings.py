@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import msgspec
@@ -15,6 +15,7 @@ from torch import Tensor
 from forkpoint.cache.peer_offers import Fetch, PeerFacts
 from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.peer.link import PeerLink, open_link
+from forkpoint.peer.offered import OfferedEntry
 from forkpoint.peer.ring import RingFacts
 from forkpoint.runtime.after_copies import AtOnce
 from forkpoint.runtime.buffers import ArenaBuffer
@@ -126,14 +127,16 @@ def test_a_ring_is_written_before_units_are_offered_although_memory_is_short(mon
 
     with worker(0, "p", 1 << 20) as prefill:
         monkeypatch.setattr(prefill.arena.copies, "_new_buffer", new_buffer)
-        monkeypatch.setattr(prefill.arena._peer_copies, "_after_copies", AtOnce())
+        monkeypatch.setattr(prefill.arena._peer_copies, "_offers", AtOnce())
         given, add = list[bytes](), prefill.link.offered.add
 
-        def noted(name: EntryName, data: memoryview, lease: int, position: int | None = None) -> None:
-            assert position is not None and prefill.link.offered.ring is not None
+        def noted(entries: Sequence[OfferedEntry], lease: int) -> None:
+            assert prefill.link.offered.ring is not None
             memory = prefill.platform.shared[prefill.link.offered.ring.facts.handle]
-            given.append(memory[position : position + len(data)].numpy().tobytes())
-            add(name, data, lease, position)
+            for entry in entries:
+                assert entry.position is not None
+                given.append(memory[entry.position : entry.position + len(entry.data)].numpy().tobytes())
+            add(entries, lease)
 
         prefill.link.offered.add = noted  # type: ignore[method-assign]
         offer(prefill, 2)
