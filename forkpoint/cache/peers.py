@@ -18,7 +18,7 @@ from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.peer_offers import Offer, PeerFacts
 from forkpoint.cache.tier import unit_of, windows_of
 from forkpoint.cache.tier_entries import BLOCK, EntryName
-from forkpoint.cache.tree import Entry, Node, Origin, path_below
+from forkpoint.cache.tree import Checkpoint, Entry, Node, Origin, path_below
 from forkpoint.checks import is_loopback
 from forkpoint.config import BLOCK_SIZE
 
@@ -29,10 +29,17 @@ LOGGER: Final = logging.getLogger("forkpoint")
 
 @dataclass(slots=True)
 class _OpenOffer:
-    """An offer of a prompt that is still computed. The first `num_blocks` blocks of its path were copied by now."""
+    """An offer of a prompt that is still computed.
+
+    The first `num_blocks` blocks of its path and the `state` at its end, if it is known, were copied by now. Once all
+    entries were copied, results have to confirm `num_tokens` before it `is_complete`.
+    """
 
     lease: int
     num_blocks: int = 0
+    state: Checkpoint | None = None
+    num_tokens: int | None = None
+    is_complete: bool = False
 
 
 class PeerExchange:
@@ -79,9 +86,23 @@ class PeerExchange:
 
         A request's later calls copy what has been computed since. `lease`: that of the offer, if a proxy chose it.
         """
-        if not self.offers or not self._layout.has_kv or not node.depth:
+        if self.offers and node.depth:
+            self._copy_computed(self._offer_of(request_id, lease), node, None, lease)
+
+    def offer_whole(self, request_id: str, hit: PrefixHit, lease: int | None) -> None:
+        """Copy all that other engines can fetch of a prompt, before it is known that it was computed."""
+        if self.offers and hit.path:
+            offer = self._offer_of(request_id, lease)
+            self._copy_computed(offer, hit.path[-1], hit.checkpoint, lease)
+            offer.num_tokens = hit.num_tokens
+
+    def complete(self, request_id: str, num_confirmed: int) -> None:
+        """Complete the offer of a request if all of its entries were copied and results have confirmed them."""
+        offer = self._open.get(request_id)
+        if offer is None or offer.is_complete or offer.num_tokens is None or num_confirmed < offer.num_tokens:
             return
-        self._copy_blocks(self._offer_of(request_id, lease), node)
+        offer.is_complete = True
+        self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.OFFER, offer.lease))
 
     def _offer_of(self, request_id: str, lease: int | None) -> _OpenOffer:
         found = self._open.get(request_id)
@@ -89,11 +110,17 @@ class PeerExchange:
             found = self._open[request_id] = _OpenOffer(lease or next(self._leases))
         return found
 
-    def _copy_blocks(self, offer: _OpenOffer, end: Node) -> None:
-        """Add the copies of the path to `end`, as far as they were not added before."""
-        for node in path_below(offer.num_blocks, end):
-            self._copy(offer.lease, node, name_of(node))
-        offer.num_blocks = max(offer.num_blocks, end.depth)
+    def _copy_computed(self, offer: _OpenOffer, end: Node, state: Checkpoint | None, lease: int | None) -> None:
+        """Add the copies of the path to `end` and of its state, as far as they were not added before."""
+        if self._layout.has_kv:
+            for node in path_below(offer.num_blocks, end):
+                self._copy(offer.lease, node, name_of(node))
+            offer.num_blocks = max(offer.num_blocks, end.depth)
+        if state is not None and state is not offer.state:
+            offer.state, name = state, name_of(state)
+            if lease is not None:  # who asks early cannot know what the state is
+                name = replace(name, origin=ORIGINS.index(Origin.PROMPT_END), decoded=False)
+            self._copy(offer.lease, state, name)
 
     def _copy(self, lease: int, entry: Entry, name: EntryName) -> None:
         kind, unit, num_bytes = unit_of(self._layout, entry)
@@ -108,18 +135,13 @@ class PeerExchange:
         """
         if not self.offers or not hit.path:
             return None
-        offer, end = self._offer_of(request_id, lease), hit.path[-1]
-        if self._layout.has_kv:
-            self._copy_blocks(offer, end)
+        offer, end, state = self._offer_of(request_id, lease), hit.path[-1], hit.checkpoint
+        self._copy_computed(offer, end, state, lease)
         origin, decoded = Origin.PROMPT_END, False
-        if hit.checkpoint is not None:
-            name = name_of(hit.checkpoint)
-            if lease is None:
-                origin, decoded = hit.checkpoint.origin, hit.checkpoint.decoded
-            else:  # who asks early cannot know what the state is
-                name = replace(name, origin=ORIGINS.index(origin), decoded=decoded)
-            self._copy(offer.lease, hit.checkpoint, name)
-        self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.OFFER, offer.lease))
+        if state is not None and lease is None:
+            origin, decoded = state.origin, state.decoded
+        offer.num_tokens = end.depth * BLOCK_SIZE
+        self.complete(request_id, offer.num_tokens)
         del self._open[request_id]
         facts = self._facts
         place = (facts.engine_id, facts.host, facts.port, facts.namespace)
@@ -129,7 +151,9 @@ class PeerExchange:
         """End the offer of a request that leaves before its prompt has been computed, so that nobody waits for it."""
         if not self.offers or (request_id not in self._open and lease is None):
             return
-        self.end_lease(self._offer_of(request_id, lease).lease)
+        offer = self._offer_of(request_id, lease)
+        if not offer.is_complete:
+            self.end_lease(offer.lease)
         del self._open[request_id]
 
     def end_lease(self, lease: int) -> None:

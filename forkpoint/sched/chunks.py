@@ -15,10 +15,9 @@ from forkpoint.sched.request import Request
 from forkpoint.sched.scheduled_request import ScheduledRequest
 
 # If another engine fetches a prompt early, a chunk leaves this share of the tokens from its start to the prompt's end.
-# Its blocks are fetched while the next chunk is computed, and the last chunk has few blocks. The share is smaller if
-# only engines of this machine can fetch the prompt, because their fetches take less time. A rest of FEW_LEFT tokens is
-# one chunk.
-LEAST_LEFT_SHARE, LEAST_LEFT_SHARE_HERE, FEW_LEFT = 0.25, 0.05, 1024
+# Its blocks are fetched while the next chunk is computed, and the last chunk has few blocks. A rest of FEW_LEFT tokens
+# is one chunk, or of more if only engines of this machine can fetch the prompt, because their fetches take less time.
+LEAST_LEFT_SHARE, FEW_LEFT, FEW_LEFT_HERE = 0.25, 1024, 2048
 
 
 class Chunks:
@@ -55,15 +54,17 @@ class Chunks:
     def end(self, request: Request, start: int, prefill_end: int, budget: int) -> int:
         """Return where a chunk from `start` of at most `budget` tokens ends: at `prefill_end` or a block boundary.
 
-        Chunks get shorter towards the end if another engine may wait for their blocks. Images whose turn in the vision
-        tower has not come end a chunk earlier. The chunk is empty if the end is not after `start`: then the request has
-        to wait for another step.
+        Chunks get shorter towards the end if another engine may wait for their blocks, and one ends with the last block
+        that it can fetch. Images whose turn in the vision tower has not come end a chunk earlier. The chunk is empty if
+        the end is not after `start`: then the request has to wait for another step.
         """
         end, left = min(prefill_end, start + budget), prefill_end - start
         peers = self._cache.tiers.peers
-        if left > FEW_LEFT and peers is not None and self._is_fetched_early(request, peers):
-            share = LEAST_LEFT_SHARE_HERE if peers.is_local else LEAST_LEFT_SHARE
-            end = min(end, prefill_end - int(left * share))
+        if peers is not None and self._is_fetched_early(request, peers):
+            if left > (FEW_LEFT_HERE if peers.is_local else FEW_LEFT):
+                end = min(end, prefill_end - int(left * LEAST_LEFT_SHARE))
+            if start < (whole := self._cache.layout.usable_prefix(prefill_end)):
+                end = min(end, whole)
         if end != prefill_end:
             end = end // BLOCK_SIZE * BLOCK_SIZE
         if self._encoder is not None and end > start:

@@ -47,10 +47,23 @@ class Handover:
             fetched.take_up(lease, offer, usable, hit.kv_num_tokens)
 
     def offer_computed(self, scheduled: ScheduledRequest) -> None:
-        """Offer what earlier plans have computed of a prompt, if its request asks for an offer."""
+        """Offer what earlier plans have computed of a prompt, if its request asks for an offer.
+
+        The offer is complete once results have confirmed all that another engine can fetch: it computes the prompt's
+        last tokens itself.
+        """
         peers, request, lease = self._offering(scheduled), scheduled.request, scheduled.lease
-        if peers is not None and lease.node is not None and not lease.detached:
-            peers.offer_computed(request.id, lease.node, chosen_lease(request.params.kv_transfer_params))
+        if peers is None or lease.node is None or lease.detached:
+            return
+        chosen = chosen_lease(request.params.kv_transfer_params)
+        usable = self._cache.layout.usable_prefix(request.num_prompt_tokens)
+        if lease.num_planned < usable:
+            peers.offer_computed(request.id, lease.node, chosen)
+            return
+        hit = self._cache.lookup(lease, request.num_prompt_tokens)
+        if hit.num_tokens == usable:
+            peers.offer_whole(request.id, hit, chosen)
+            peers.complete(request.id, lease.num_confirmed)
 
     def offer(self, scheduled: ScheduledRequest) -> None:
         """Offer the prompt of a request that ends, if the request asks for that, in its `kv_transfer_params`."""

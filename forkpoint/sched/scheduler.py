@@ -155,7 +155,7 @@ class Scheduler:
     def has_copies_alone(self) -> bool:
         """Whether the next plan only carries copies for other engines."""
         peers = self._tiers.peers
-        return peers is not None and peers.has_unsent and not (self._requests or self._issued)
+        return peers is not None and peers.has_unsent and not self._requests
 
     def reset_prefix_cache(self) -> None:
         """Let nothing cached so far be found again, embeddings of images included."""
@@ -294,8 +294,8 @@ class Scheduler:
                 in_prefill.append(scheduled)
             elif departures.num_preemptions != num_preempted_before and (scheduled.leaving or scheduled.row == NO_ROW):
                 continue
-            elif start >= scheduled.num_to_compute:
-                continue  # its last token is in flight
+            elif start >= scheduled.num_to_compute:  # its last token is in flight
+                self._handover.offer_computed(scheduled)
             elif scheduled.waits_for_output or (request.grammar is not None and request.is_constrained):
                 if start < request.num_tokens or scheduled in early:
                     self._plan_decode(builder, scheduled)

@@ -147,10 +147,7 @@ def test_a_prompt_is_fetched_while_it_is_computed(tiny_model: Path, one: LLM, de
         answers: dict[str, RequestOutput] = {}
         while second_id not in answers:
             if first._engine.has_unfinished():
-                is_answered = first_id in answers
                 step(first, answers)
-                waits = bool(core._in_flight) or not core.has_unfinished()
-                assert is_answered or first_id not in answers or not waits, "an answer does not wait for copies"
             time.sleep(0.02)  # a step of a real model takes longer than the fetch of a block
             step(decode, answers)
             landed += [len(found.landed) for found in peers.fetched._prompts.values() if first_id not in answers]
@@ -406,7 +403,9 @@ def test_prompts_come_from_the_ring(
     assert [bits_of(answer) for answer in answers] == [bits_of(ask(one, each)) for each in prompts[1:]]
     restored = [answer.cache.num_peer_tokens for answer in answers]  # late copies may let a prompt be computed
     assert set(restored) <= {0, 512} and sum(restored) >= 4 * 512
-    assert None not in found
+    # A prompt is copied again if an earlier one of the queue arrives meanwhile, and is restored first.
+    least = 1 if num_prompts == 2 else 9 * (sum(restored) // 512)
+    assert least <= len(found) and None not in found
 
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2", "falcon_mamba", "mistral", "lara_mini"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from forkpoint.cache.peer_offers import FetchReport, PeerFacts
+from forkpoint.sched.plan import MoveKind
 from tests.sched.harness import LAYOUTS, WITH_WINDOWS, Harness, tokens
 
 ASKS = {"do_remote_decode": True}
@@ -89,7 +90,7 @@ def test_a_prompt_is_offered_while_it_is_computed(layout: str, repeats: bool, st
 def test_little_is_left_to_fetch_after_the_last_chunk(lease: int | None, offers: bool, host: str) -> None:
     """The chunks of a prompt that is fetched early get shorter, less so for an engine of the same machine.
 
-    Other prompts have as few chunks as possible.
+    One ends with the last block that can be fetched. Other prompts have as few chunks as possible.
     """
     known = replace(facts("p"), port=int(offers), host=host)
     first = Harness(LAYOUTS["no states"], num_pages=400, peers=known, budget=4096)
@@ -104,9 +105,9 @@ def test_little_is_left_to_fetch_after_the_last_chunk(lease: int | None, offers:
     if lease is None or not offers:
         assert chunks == [0, 1024, 0, 4096, 2904, 0, 4096, 4096, 808]
     elif host == "127.0.0.1":
-        assert chunks == [0, 1024, 0, 4096, 2752, 152, 0, 4096, 4096, 808]
+        assert chunks == [0, 960, 64, 0, 4096, 2176, 704, 24, 0, 4096, 3648, 1216, 40]
     else:
-        assert chunks == [0, 1024, 0, 4096, 2176, 728, 0, 4096, 3648, 896, 360]
+        assert chunks == [0, 960, 64, 0, 4096, 2176, 704, 24, 0, 4096, 3648, 896, 320, 40]
 
 
 @pytest.mark.parametrize("layout", ["several blocks a page", "no states"])
@@ -137,6 +138,40 @@ def test_an_early_fetch_ends_with_what_it_waits_for(how: str, layout: str) -> No
     second.check_output("d")
     assert decode.cache is not None and decode.cache.num_peer_tokens == decode.cache.num_cached_tokens == 0
     assert not first.sched.cache.tiers.peers._open  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_state_is_not_reused_before_it_is_known_to_be_right(fails: bool, streams: bool) -> None:
+    """It is offered while the step that computes it runs, and confirmed before the prompt's last tokens are."""
+    first, second, params = streaming("several blocks a page", host_streams=streams, disk_delay=1)
+    prompt, peers = tokens(1, 641), first.runner.peers
+    decode = second.add("d", prompt, 3, kv_transfer_params=params)
+    first.add("p", prompt, 1, kv_transfer_params={**ASKS, "forkpoint": {"lease": LEASE}})
+    for _ in range(4):
+        first.step()
+    submitted = [first.runner.submit(plan) for _ in range(2) if (plan := first.sched.schedule()) is not None]
+    assert any(kind is MoveKind.SLOT for kind, _ in peers.offered[LEASE]) and LEASE not in peers.complete
+    for _ in range(30):
+        second.step()
+    lease = second.sched._requests["d"].lease
+    assert second.runner.peers.num_landed_early == 10 + streams, "it may wait in a buffer of the device"
+    assert second.sched.cache.lookup(lease, len(prompt)).num_tokens == 0, "the state is not in the arena"
+    if fails:
+        first.sched.reset_prefix_cache()
+    else:
+        first.sched.apply(submitted.pop(0).result())
+        plan = first.sched.schedule()
+        assert plan is not None and not plan.num_tokens
+        submitted.append(first.runner.submit(plan))
+        second.run()
+        assert not first.updates["p"], "the other engine still computes the last token"
+    for each in submitted:
+        first.sched.apply(each.result())
+    first.run()
+    second.run()
+    second.check_output("d")
+    assert decode.cache is not None and decode.cache.num_peer_tokens == (0 if fails else 640)
 
 
 @pytest.mark.parametrize("layout", ["several blocks a page", "no states"])
