@@ -1,8 +1,9 @@
 """Times a prefill/decode pair on two GPUs of one host: `python -m benchmarks.gpu_pair`.
 
 Two engines of the 9B shape with dummy weights run in processes of their own, one on each GPU. The time to the first
-token of a long prompt is measured on one GPU and through the pair: one engine after the other, over shared memory and
-over TCP, and both asked at once. Then streams decode on the second GPU: alone, while prompts arrive that the first
+token of a long prompt is measured on the first engine's GPU alone and through the pair: one engine after the other,
+over shared memory and over TCP, and both asked at once. The first GPU always has just computed another prompt, because
+it is faster after a pause. Then streams decode on the second GPU: alone, while prompts arrive that the first
 engine computed before, while prompts arrive that it computes meanwhile, and while prompts are computed next to the
 streams.
 
@@ -260,13 +261,14 @@ def engines(folder: Path, sizes: PairSizes, device: str) -> Iterator[tuple[Remot
 def compare_first_tokens(
     first: RemoteEngine, second: RemoteEngine, sizes: PairSizes, rng: np.random.Generator, vocab_size: int
 ) -> dict[str, list[float]]:
-    """Return times to the first token, in ms: on one GPU, the pair's part on the first GPU, and through the pair.
+    """Return times to the first token, in ms: on the first GPU alone, its part of the pair's time, and the pair's.
 
     `pair` and `tcp` ask one engine after the other, `early` asks both at once.
     """
     found: dict[str, list[float]] = {"one": [], "prefill": [], "pair": [], "tcp": [], "early": []}
     for number in range(sizes.repeats + 1):
-        one = second.ask(_ids(rng, sizes.prompt, vocab_size))
+        for _ in range(2):
+            one = first.ask(_ids(rng, sizes.prompt, vocab_size))
         times, place = {"one": one.first_token_s - one.start_s}, dict[str, Any]()
         for name in ("pair", "tcp", "early"):
             prompt = _ids(rng, sizes.prompt, vocab_size)
