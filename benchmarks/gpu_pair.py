@@ -2,10 +2,10 @@
 
 Two engines of the 9B shape with dummy weights run in processes of their own, one on each GPU. The time to the first
 token of a long prompt is measured on the first engine's GPU alone and through the pair: one engine after the other,
-over shared memory and over TCP, and both asked at once. The first GPU always has just computed another prompt, because
-it is faster after a pause. Then streams decode on the second GPU: alone, while prompts arrive that the first
-engine computed before, while prompts arrive that it computes meanwhile, and while prompts are computed next to the
-streams.
+over shared memory and over TCP, and both asked at once. Each prompt comes after a pause. Without one, a GPU at its
+power limit would slow down from prompt to prompt. Then streams decode on the second GPU: alone, while prompts arrive
+that the first engine computed before, while prompts arrive that it computes meanwhile, and while prompts are computed
+next to the streams.
 
 With one GPU, both engines run there, and no streams run while the first engine computes.
 """
@@ -56,6 +56,7 @@ class PairSizes:
 
     prompt: int = 16_384
     repeats: int = 7
+    pause_s: float = 1.0  # before each prompt whose first token is timed
     stream_prompt: int = 256  # the first stream's; others have a token less each, so that blocks do not end together
     num_streams: int = 64
     num_arrivals: int = 12  # of prompts next to the streams
@@ -267,12 +268,13 @@ def compare_first_tokens(
     """
     found: dict[str, list[float]] = {"one": [], "prefill": [], "pair": [], "tcp": [], "early": []}
     for number in range(sizes.repeats + 1):
-        for _ in range(2):
-            one = first.ask(_ids(rng, sizes.prompt, vocab_size))
+        time.sleep(sizes.pause_s)
+        one = first.ask(_ids(rng, sizes.prompt, vocab_size))
         times, place = {"one": one.first_token_s - one.start_s}, dict[str, Any]()
         for name in ("pair", "tcp", "early"):
             prompt = _ids(rng, sizes.prompt, vocab_size)
             second.call("share_memory", name != "tcp")
+            time.sleep(sizes.pause_s)
             if name == "early":
                 lease = {"lease": LEAST_ASKED_LEASE + number}
                 first.send("ask", prompt, {**ASKS, "forkpoint": lease})

@@ -12,7 +12,7 @@ from tests.benchmarks.test_model131m import SMALL
 
 def test_a_pair_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = {"prompt": 320, "repeats": 1, "stream_prompt": 20, "num_streams": 2, "num_arrivals": 2}
-    sizes = PairSizes(**few, every_s=0.3, arena_gib=0.05, max_num_seqs=6)
+    sizes = PairSizes(**few, every_s=0.3, pause_s=0.0, arena_gib=0.05, max_num_seqs=6)
     found = run_pair(tmp_path / "model", SMALL, sizes, "cpu")
     assert found["first_token_ms"]["pair"][0] >= found["first_token_ms"]["prefill"][0] > 0
     pauses = found["pauses_s"]
