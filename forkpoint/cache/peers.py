@@ -31,14 +31,13 @@ LOGGER: Final = logging.getLogger("forkpoint")
 class _OpenOffer:
     """An offer of a prompt that is still computed.
 
-    The first `num_blocks` blocks of its path and the `state` at its end, if it is known, were copied by now. Once all
-    entries were copied, results have to confirm `num_tokens` before it `is_complete`.
+    The first `num_blocks` blocks of its path and the `state` at its end, if it is known, were copied by now. It
+    `is_complete` once all entries were copied and results have confirmed them.
     """
 
     lease: int
     num_blocks: int = 0
     state: Checkpoint | None = None
-    num_tokens: int | None = None
     is_complete: bool = False
 
 
@@ -89,20 +88,18 @@ class PeerExchange:
         if self.offers and node.depth:
             self._copy_computed(self._offer_of(request_id, lease), node, None, lease)
 
-    def offer_whole(self, request_id: str, hit: PrefixHit, lease: int | None) -> None:
-        """Copy all that other engines can fetch of a prompt, before it is known that it was computed."""
+    def offer_whole(self, request_id: str, hit: PrefixHit, lease: int | None, *, is_confirmed: bool) -> None:
+        """Copy all that other engines can fetch of a prompt, and complete its offer if results have confirmed it."""
         if self.offers and hit.path:
             offer = self._offer_of(request_id, lease)
             self._copy_computed(offer, hit.path[-1], hit.checkpoint, lease)
-            offer.num_tokens = hit.num_tokens
+            if is_confirmed:
+                self._complete(offer)
 
-    def complete(self, request_id: str, num_confirmed: int) -> None:
-        """Complete the offer of a request if all of its entries were copied and results have confirmed them."""
-        offer = self._open.get(request_id)
-        if offer is None or offer.is_complete or offer.num_tokens is None or num_confirmed < offer.num_tokens:
-            return
-        offer.is_complete = True
-        self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.OFFER, offer.lease))
+    def _complete(self, offer: _OpenOffer) -> None:
+        if not offer.is_complete:
+            offer.is_complete = True
+            self._moves.append(Move(MoveKind.BLOCK, 0, 0, MoveRoute.OFFER, offer.lease))
 
     def _offer_of(self, request_id: str, lease: int | None) -> _OpenOffer:
         found = self._open.get(request_id)
@@ -140,8 +137,7 @@ class PeerExchange:
         origin, decoded = Origin.PROMPT_END, False
         if state is not None and lease is None:
             origin, decoded = state.origin, state.decoded
-        offer.num_tokens = end.depth * BLOCK_SIZE
-        self.complete(request_id, offer.num_tokens)
+        self._complete(offer)
         del self._open[request_id]
         facts = self._facts
         place = (facts.engine_id, facts.host, facts.port, facts.namespace)

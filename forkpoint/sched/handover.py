@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Final
 
+from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.peer_offers import WANTS_OFFER, asked_lease, chosen_lease
 from forkpoint.cache.peers import PeerExchange
 from forkpoint.config import BLOCK_SIZE
+from forkpoint.sched.issued_step import IssuedStep
 from forkpoint.sched.scheduled_request import ScheduledRequest
 
 LOGGER: Final = logging.getLogger("forkpoint")
@@ -17,8 +20,10 @@ LOGGER: Final = logging.getLogger("forkpoint")
 class Handover:
     """Offers the prompts of requests to other engines, and fetches for waiting requests what others offer."""
 
-    def __init__(self, cache: CacheManager) -> None:
+    def __init__(self, cache: CacheManager, issued: Collection[IssuedStep]) -> None:
+        """`issued` are the steps in flight."""
         self._cache = cache
+        self._issued = issued
         self._is_unexpected = False  # a request had kv_transfer_params, and this engine has no peers
 
     def take_up(self, scheduled: ScheduledRequest) -> None:
@@ -62,8 +67,7 @@ class Handover:
             return
         hit = self._cache.lookup(lease, request.num_prompt_tokens)
         if hit.num_tokens == usable:
-            peers.offer_whole(request.id, hit, chosen)
-            peers.complete(request.id, lease.num_confirmed)
+            peers.offer_whole(request.id, hit, chosen, is_confirmed=not self._is_in_flight(hit))
 
     def offer(self, scheduled: ScheduledRequest) -> None:
         """Offer the prompt of a request that ends, if the request asks for that, in its `kv_transfer_params`."""
@@ -71,6 +75,8 @@ class Handover:
         if peers is None:
             return
         hit = self._cache.lookup(scheduled.lease, request.num_prompt_tokens)
+        if self._is_in_flight(hit):
+            return
         lease: int | None = None
         try:
             lease = asked_lease(request.params.kv_transfer_params or {})
@@ -85,6 +91,11 @@ class Handover:
         peers, request = self._offering(scheduled), scheduled.request
         if peers is not None and request.kv_transfer_params is None:
             peers.abandon(request.id, chosen_lease(request.params.kv_transfer_params))
+
+    def _is_in_flight(self, hit: PrefixHit) -> bool:
+        """Return whether a step in flight computes some of a hit, maybe for another request. It may fail."""
+        filed = {entry for step in self._issued for entry in step.filed}
+        return not filed.isdisjoint((*hit.path, hit.checkpoint))
 
     def _offering(self, scheduled: ScheduledRequest) -> PeerExchange | None:
         """Return the exchange with other engines if a request asks for an offer."""

@@ -97,7 +97,7 @@ class Scheduler:
         self._drafting: DraftPlanner | None = None
         if drafter is not None:
             self._drafting = DraftPlanner(drafter, self.cache, self._waiting, self._running, self._pace)
-        self._handover = Handover(self.cache)
+        self._handover = Handover(self.cache, self._issued)
         self._clock, self._ended_s = clock, 0.0  # when the last step ended
         self._requests: dict[str, ScheduledRequest] = {}
         self._retries = Retries()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from forkpoint.cache.peer_offers import FetchReport, PeerFacts
-from forkpoint.sched.plan import MoveKind
+from forkpoint.sched.plan import MoveKind, SubmittedStep
 from tests.sched.harness import LAYOUTS, WITH_WINDOWS, Harness, tokens
 
 ASKS = {"do_remote_decode": True}
@@ -172,6 +172,48 @@ def test_a_state_is_not_reused_before_it_is_known_to_be_right(fails: bool, strea
     second.run()
     second.check_output("d")
     assert decode.cache is not None and decode.cache.num_peer_tokens == (0 if fails else 640)
+
+
+@pytest.mark.parametrize("layout", WITH_WINDOWS)
+def test_an_offer_is_not_complete_while_another_request_computes_its_prompt(layout: str) -> None:
+    """The request jumps to what a step in flight computes, and that step may fail."""
+    first, _, _ = streaming(layout)
+    prompt, peers = tokens(1, 641), first.runner.peers
+    first.add("p", prompt, 1, priority=1, kv_transfer_params={**ASKS, "forkpoint": {"lease": LEASE}})
+    first.step()
+    first.add("other", prompt, 1)
+    while first.sched._requests["other"].lease.num_planned < 512:
+        first.step()
+    plans = [plan for _ in range(2) if (plan := first.sched.schedule()) is not None]
+    assert [plan.num_tokens for plan in plans] == [128, 2], "both requests compute the last token"
+    submitted = [first.runner.submit(plan) for plan in plans]
+    assert LEASE not in peers.complete
+    first.sched.apply(submitted[0].result())
+    plan = first.sched.schedule()
+    assert plan is not None and not plan.num_tokens
+    submitted.append(first.runner.submit(plan))
+    assert LEASE in peers.complete
+    for each in submitted[1:]:
+        first.sched.apply(each.result())
+
+
+@pytest.mark.parametrize("layout", WITH_WINDOWS)
+def test_a_step_in_flight_is_not_offered_by_a_request_that_ends(layout: str) -> None:
+    """The cache was reset, and another request computes the same prompt again. That may fail."""
+    first, _ = pair(layout)
+    prompt, submitted = tokens(1, 641), list[SubmittedStep]()
+    request = first.add("p", prompt, 2, kv_transfer_params=ASKS)
+    first.step()
+    first.sched.reset_prefix_cache()
+    for _ in range(2):
+        plan = first.sched.schedule()
+        assert plan is not None
+        submitted.append(first.runner.submit(plan))
+        if len(submitted) == 1:
+            first.add("other", prompt, 1)
+    first.sched.apply(submitted[0].result())
+    assert "p" not in first.sched._requests
+    assert request.kv_transfer_params is None and not first.sched.cache.tiers.has_unsent
 
 
 @pytest.mark.parametrize("layout", ["several blocks a page", "no states"])
