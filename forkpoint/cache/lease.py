@@ -33,8 +33,8 @@ class Lease:
     """A request's share of the cache.
 
     CacheManager writes it, except for what a request files: Filing writes `saves`, `filed` and `decode_checkpoint`, and
-    moves `node` down. DecodeBoundaries writes `in_reach`. The scheduler writes only `num_confirmed` and `detached`.
-    Everybody else calls its methods.
+    moves `node` down. DecodeBoundaries writes `in_reach`. The scheduler writes only `num_confirmed` and `detached`,
+    and adds fetched nodes to `filed`. Everybody else calls its methods.
 
     The request's block table has `num_blocks` blocks: `own_blocks` by their index in the table, and for every other
     index the block of the node on the way down to `node`. `node` is the deepest node of the request's own history; it
@@ -71,7 +71,7 @@ class Lease:
     num_survived_tokens: int = 0  # how far keys and values reached where the conversation had lost its end
     decode_checkpoint: Checkpoint | None = None  # the newest one at a boundary that the row decoded past
     touched: list[Checkpoint] = field(default_factory=list)  # checkpoints that this request hit or saved
-    filed: list[Entry] = field(default_factory=list)  # entries that this request filed
+    filed: list[Entry] = field(default_factory=list)  # entries that this request filed or fetched
     has_duplicates: bool = False  # the tree has some of `own_blocks` too
     detached: bool = False  # whether the lease files nothing more
 

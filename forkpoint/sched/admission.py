@@ -244,6 +244,8 @@ class Admission:
             num_before, scheduled.restored_from = num_landed_on, peers.name
         if num_before is not None:
             scheduled.num_restored_tokens = max(0, hit.num_tokens - num_before)
+            if scheduled.restored_from == FetchedPrompts.name:  # no sample has shown yet that its numbers are finite
+                lease.filed += hit.path[num_before // BLOCK_SIZE :]
 
     def _others_hold_pages(self, scheduled: ScheduledRequest) -> bool:
         """Return whether other requests hold memory that they will give back, restores included."""

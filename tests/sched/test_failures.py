@@ -8,7 +8,8 @@ import pytest
 from forkpoint.errors import NonFiniteLogitsError
 from forkpoint.params import FinishReason
 from tests.hash_step import InjectedFailure
-from tests.sched.harness import LAYOUTS, Harness, tokens
+from tests.sched.harness import LAYOUTS, WITH_WINDOWS, Harness, tokens
+from tests.sched.test_handover import ASKS, LEASE, offered, streaming
 
 
 def reusable(harness: Harness, prompt: np.ndarray) -> int:
@@ -30,6 +31,28 @@ def test_non_finite_logits_spoil_what_the_request_filed(name: str) -> None:
     assert update.finish_reason is FinishReason.ERROR and isinstance(update.error, NonFiniteLogitsError)
     harness.check_output("other")
     assert reusable(harness, trunk) == before <= 256
+
+
+@pytest.mark.parametrize("name", WITH_WINDOWS)
+@pytest.mark.parametrize("is_early", [False, True])
+def test_non_finite_logits_spoil_what_the_request_fetched(is_early: bool, name: str) -> None:
+    """The other engine completes an offer before it has sampled a token."""
+    first, second, params = streaming(name)
+    prompt = tokens(1, 641)
+    second.ask("sound", prompt[:300])
+    if not is_early:
+        params = offered(first, "p", prompt)
+    second.runner.non_finite_requests.add("broken")
+    second.add("broken", prompt, 3, kv_transfer_params=params)
+    if is_early:
+        second.step()
+        first.add("p", prompt, 1, kv_transfer_params={**ASKS, "forkpoint": {"lease": LEASE}})
+        while first.step():
+            second.step()
+    second.run()
+    assert isinstance(second.updates["broken"][-1].error, NonFiniteLogitsError)
+    assert second.sched.stats().cache.peer_fetched_bytes
+    assert reusable(second, prompt) == 256
 
 
 def test_a_checkpoint_on_somebody_elses_block_goes_too() -> None:
