@@ -72,10 +72,6 @@ class _Ordered:
     num_arrived: int = 0
     is_reported: bool = False  # `next_report` has returned the fetch's end, or will do so
 
-    @property
-    def is_whole(self) -> bool:
-        return self.num_arrived == len(self.buffers)
-
 
 @dataclass(slots=True)
 class _PeerRing:
@@ -292,7 +288,7 @@ class ProcessFetching:
             self._child.connection.send(message)
 
     def _lose_child(self) -> None:
-        """Let the fetches of a process that has ended fail, except those that have all their entries."""
+        """Let the fetches of a process that has ended fail, also with all their entries: they may still be wrong."""
         assert self._child is not None
         with contextlib.suppress(EOFError, OSError):  # what it has sent still counts
             while self._child.connection.poll():
@@ -300,16 +296,12 @@ class ProcessFetching:
         self._child.close()
         self._child = None
         lost = [ticket for ticket in self._written if ticket in self._ordered and not self._ordered[ticket].is_reported]
-        num_computed = sum(not self._ordered[ticket].is_whole for ticket in lost)
         LOGGER.warning(
             "the process that fetches prompts has ended; the next fetch starts another; %d prompts are computed",
-            num_computed,
+            len(lost),
         )
         for ticket in lost:
-            if self._ordered[ticket].is_whole:
-                self._finish(ticket, self._ordered[ticket])
-            else:
-                self._fail(ticket)
+            self._fail(ticket)
         self._written.clear()
         for buffers in self._leaving.values():
             self._give_all(buffers)

@@ -144,6 +144,18 @@ def test_what_a_killed_process_has_reported_counts(prefill: PeerLink, fetching: 
     assert wait_for_end(fetching).done == (51,)
 
 
+def test_a_killed_process_does_not_confirm_what_has_arrived(prefill: PeerLink, fetching: ProcessFetching) -> None:
+    """All entries are here, and the other engine may still find that they are wrong."""
+    prefill.offered.add([OfferedEntry(name, contents(name)) for name in NAMES], 53)
+    fetching.start(order(prefill, 53))
+    while fetching._ordered[53].num_arrived < len(NAMES):
+        fetching.next_report(1.0)
+    assert fetching._child is not None
+    os.kill(fetching._child.process_id, signal.SIGKILL)
+    report = wait_for_end(fetching)
+    assert (report.done, report.failed) == ((), (53,))
+
+
 def test_a_path_that_is_no_text_is_left_out(prefill: PeerLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python itself ignores such an entry."""
     monkeypatch.setattr(sys, "path", [Path("elsewhere"), *sys.path])
