@@ -68,7 +68,7 @@ class DirectPeers:
         for lease, entries in self._new.items():
             self._offers.add(partial(self._link.offered.add, entries, lease), self._last)
             self._after_copies.add(partial(self._link.offered.copied, entries), self._last)
-        self._new = {}
+        self._new, self._last = {}, None
 
     def issue(self) -> None:
         """Begin the work that `run` has only noted. Call it after the last move of a plan."""

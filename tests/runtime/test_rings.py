@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from forkpoint.peer.offered import OfferedEntry
 from forkpoint.peer.ring import RingFacts
 from forkpoint.runtime.after_copies import AtOnce
 from forkpoint.runtime.buffers import ArenaBuffer
+from forkpoint.runtime.copy_lane import CopyBatch
 from forkpoint.runtime.rings import OwnRing, PeerRings
 from forkpoint.runtime.units import unit_bytes, unit_extent
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
@@ -141,6 +143,15 @@ def test_a_ring_is_written_before_units_are_offered_although_memory_is_short(mon
         prefill.link.offered.add = noted  # type: ignore[method-assign]
         offer(prefill, 2)
         assert given == [bytes([2]) * SIZES[BLOCK], bytes([2]) * SIZES[SLOT]]
+
+
+def test_copies_of_offers_are_dropped_once_they_are_done() -> None:
+    """They keep buffers of the device."""
+    with worker(0, "p", 1 << 20) as prefill, worker(1, "d") as decode:
+        fetch(decode, prefill, 2, offer(prefill, 2))
+        prefill.platform.synchronize()
+        prefill.arena.next_report()
+        assert not [each for each in gc.get_objects() if isinstance(each, CopyBatch) and each.tensors]
 
 
 def test_prompts_come_to_buffers_for_a_while_after_one_was_lost() -> None:
