@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from forkpoint.cache.peer_offers import Fetch
@@ -96,14 +97,15 @@ def test_messages_are_checked_before_they_are_read(prefill: PeerLink) -> None:
 
 def recorded(prefill: PeerLink, decode: PeerLink) -> bytes:
     """Return all that a prefill engine sends for one fetch."""
-    found = bytearray()
+    found, held = bytearray(), HEAD.size + len(msgspec.msgpack.encode(HeldEntries()))
+    num_bytes = held + sum(PART.size + SIZES[name.kind] for name in NAMES) + PART.size  # the last head, too
     with socket.create_server((HOST, 0)) as listener:
 
         def pass_on() -> None:
             near, _ = listener.accept()
             with near, socket.create_connection((HOST, prefill.facts.port)) as far:
                 far.sendall(near.recv(10**5))
-                while len(found) < HEAD.size + 2 + sum(PART.size + SIZES[name.kind] for name in NAMES):
+                while len(found) < num_bytes:
                     data = far.recv(10**5)
                     found.extend(data)
                     near.sendall(data)
