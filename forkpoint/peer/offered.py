@@ -135,7 +135,6 @@ class Offered:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed(lease) or self._has(lease, keys[0]), wait_s)
-            self._expire()
             held = self._leases.get(lease)
             if held is None:
                 return []

@@ -355,6 +355,24 @@ def test_a_fetch_ends_when_its_prompt_is_known_to_be_right(prefill: PeerLink, de
         prefill.offered.withdraw(NAMES[0].hash)
     report = fetching.next_report(20.0)
     assert report is not None and (report.done, report.failed) == (((1,), ()) if is_right else ((), (1,)))
+    assert not report.unreachable
+    fetching.forget(1)
+
+
+def test_bytes_are_sent_once_they_have_come_from_the_device(prefill: PeerLink, decode: PeerLink) -> None:
+    fetching, lease = decode.fetching, next(LEASES)
+    data = [memoryview(bytearray(SIZES[name.kind])) for name in NAMES]
+    entries = [OfferedEntry(name, each, is_copied=False) for name, each in zip(NAMES, data, strict=True)]
+    prefill.offered.add(entries, lease)
+    prefill.offered.complete(lease)
+    fetching.start(Fetch(1, HOST, (prefill.facts.port,), "p", lease, NAMES, 30.0))
+    assert fetching.next_report(0.2) is None
+    for name, each in zip(NAMES, data, strict=True):
+        each[:] = contents(name)
+    prefill.offered.copied(entries)
+    report = fetching.next_report(5.0)
+    assert report is not None and report.done == (1,)
+    assert [bytes(fetching.contents(1, place)) for place in range(len(NAMES))] == [contents(name) for name in NAMES]
     fetching.forget(1)
 
 

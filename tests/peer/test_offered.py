@@ -93,6 +93,25 @@ def test_who_comes_before_the_copies_waits_for_them() -> None:
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_nobody_waits_for_a_lease_that_has_ended(is_early: bool) -> None:
+    offered, _ = make()
+    add(offered, 1, 7)
+    found: list[object] = []
+
+    def wait() -> None:
+        found.append((offered.wait_for(1, [key_of(name(8))], 20), offered.wait_until_complete(1, 20)))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    if is_early:
+        waiting.start()
+    offered.end(1)
+    if not is_early:
+        waiting.start()
+    waiting.join(5)
+    assert found == [([], False)]
+
+
 def test_what_is_being_sent_stays_as_it_is() -> None:
     offered, _ = make()
     given: list[memoryview] = []
