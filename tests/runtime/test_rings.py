@@ -16,7 +16,7 @@ from torch import Tensor
 from forkpoint.cache.peer_offers import Fetch, PeerFacts
 from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.peer.link import PeerLink, open_link
-from forkpoint.peer.offered import OfferedEntry
+from forkpoint.peer.offered import OfferedEntry, key_of
 from forkpoint.peer.ring import RingFacts
 from forkpoint.runtime.after_copies import AtOnce
 from forkpoint.runtime.buffers import ArenaBuffer
@@ -25,7 +25,7 @@ from forkpoint.runtime.rings import OwnRing, PeerRings
 from forkpoint.runtime.units import unit_bytes, unit_extent
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 from forkpoint.shared_arrays import CAN_SHARE, Place, SharedMemory
-from tests.late_streams import LatePlatform
+from tests.late_streams import ComputeMark, LatePlatform
 from tests.sched.harness import LAYOUTS
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="this system has no memory for several processes")
@@ -56,8 +56,8 @@ def worker(seed: int, engine_id: str, ring_bytes: int = 0) -> Iterator[Worker]:
         yield found
 
 
-def offer(prefill: Worker, lease: int) -> tuple[EntryName, ...]:
-    """Offer a block and a state of new contents."""
+def offer(prefill: Worker, lease: int, *, waits: bool = True) -> tuple[EntryName, ...]:
+    """Offer a block and a state of new contents, and wait until they are on the host."""
     names = (
         EntryName(BLOCK, lease.to_bytes(16), bytes(16), 1),
         EntryName(SLOT, lease.to_bytes(16), bytes(16), 1, 1, True),
@@ -70,7 +70,9 @@ def offer(prefill: Worker, lease: int) -> tuple[EntryName, ...]:
         Move(MoveKind.BLOCK, 0, 0, MoveRoute.OFFER, lease),
     ]
     prefill.arena.move(moves)
-    prefill.platform.synchronize()  # a step may write to the units from now on
+    if waits:
+        prefill.platform.synchronize()
+    # A step may write to the units from now on.
     for kind, number in ((MoveKind.BLOCK, 1), (MoveKind.SLOT, 2)):
         prefill.unit(kind, number).fill_(255)
     return names
@@ -143,6 +145,24 @@ def test_a_ring_is_written_before_units_are_offered_although_memory_is_short(mon
         prefill.link.offered.add = noted  # type: ignore[method-assign]
         offer(prefill, 2)
         assert given == [bytes([2]) * SIZES[BLOCK], bytes([2]) * SIZES[SLOT]]
+
+
+def test_units_of_a_ring_are_offered_once_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not offered before the steps in front of their copies have ended. They come to the host later."""
+    is_computed = False
+    monkeypatch.setattr(ComputeMark, "query", lambda mark: is_computed)
+    with worker(0, "p", 1 << 20) as prefill:
+        prefill.platform.world.chance = 0.0
+        offered, keys = prefill.link.offered, [key_of(name) for name in offer(prefill, 2, waits=False)]
+        assert not offered.wait_for(2, keys, 0.2)
+        is_computed = True
+        entries = offered.wait_for(2, keys, 5.0)
+        assert len(entries) == 2 and not any(offered.wait_for_copy(each, 0.05) for each in entries)
+        assert offered.wait_until_complete(2, 5.0)
+        prefill.platform.world.chance = 1.0
+        for each in entries:
+            assert offered.wait_for_copy(each, 5.0) and bytes(each.data) == bytes([2]) * len(each.data)
+        offered.sent(entries)
 
 
 def test_copies_of_offers_are_dropped_once_they_are_done() -> None:
