@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -85,12 +87,20 @@ def test_wrong_contents_are_withdrawn() -> None:
 
 def test_who_comes_before_the_copies_waits_for_them() -> None:
     offered, _ = make()
-    found: list[object] = []
-    waiting = threading.Thread(target=lambda: found.extend(offered.wait_for(1, [key_of(name(7))], 20)))
-    waiting.start()
-    add(offered, 1, 7)
-    waiting.join()
-    assert len(found) == 1
+    entry = OfferedEntry(name(7), bytes(UNIT), is_copied=False)
+    waits: list[tuple[Callable[[], object], Callable[[], None]]] = [
+        (lambda: offered.wait_for(1, [key_of(name(7))], 20), lambda: offered.add([entry], 1)),
+        (lambda: offered.wait_for_copy(entry, 20), lambda: offered.copied([entry])),
+        (lambda: offered.wait_until_complete(1, 20), lambda: offered.complete(1)),
+    ]
+    for wait, end in waits:
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        while not offered._changed._waiters:  # type: ignore[attr-defined]
+            time.sleep(0.001)
+        end()
+        waiting.join(5)
+        assert not waiting.is_alive() and wait()
 
 
 @pytest.mark.parametrize("is_early", [False, True])

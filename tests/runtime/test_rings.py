@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
@@ -163,6 +164,13 @@ def test_units_of_a_ring_are_offered_once_they_are_there(monkeypatch: pytest.Mon
         for each in entries:
             assert offered.wait_for_copy(each, 5.0) and bytes(each.data) == bytes([2]) * len(each.data)
         offered.sent(entries)
+
+
+def test_a_closed_worker_leaves_no_threads() -> None:
+    before = threading.enumerate()
+    with worker(0, "p", 1 << 20):
+        assert len(threading.enumerate()) >= len(before) + 3
+    assert not [thread for thread in threading.enumerate() if thread not in before]
 
 
 def test_copies_of_offers_are_dropped_once_they_are_done() -> None:

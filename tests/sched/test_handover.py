@@ -102,6 +102,7 @@ def test_little_is_left_to_fetch_after_the_last_chunk(lease: int | None, offers:
         while (plan := first.sched.schedule()) is not None:
             chunks += [plan.num_tokens] if plan.num_tokens else []
             first.sched.apply(first.runner.submit(plan).result())
+    assert bool(first.runner.peers.offered) is offers
     if lease is None or not offers:
         assert chunks == [0, 1024, 0, 4096, 2904, 0, 4096, 4096, 808]
     elif host == "127.0.0.1":
