@@ -106,6 +106,21 @@ def test_entries_that_were_written_over_come_to_buffers(prefill: PeerLink, decod
         assert held[place] or decode.fetching.contents(2, place) == contents(name)
 
 
+def test_entries_of_a_ring_and_of_the_host_keep_their_order(prefill: PeerLink, decode: Decode) -> None:
+    offer(prefill, 1)
+    decode.fetch(prefill, 1)
+    assert prefill.offered.ring is not None
+    for place, name in enumerate(NAMES):
+        position = None if place % 2 else prefill.offered.ring.take(SIZES[name.kind])
+        data = contents(name) if place % 2 else bytes(SIZES[name.kind])
+        prefill.offered.add([OfferedEntry(replace(name, hash=bytes([place + 100]) * 16), data, position)], 2)
+    prefill.offered.complete(2)
+    names = [replace(name, hash=bytes([place + 100]) * 16) for place, name in enumerate(NAMES)]
+    assert decode.fetch(prefill, 2, names).done == (2,)
+    assert [place is not None for place in decode.places(2)] == [True, False, True, False, True]
+    assert all(decode.fetching.contents(2, place) == contents(NAMES[place]) for place in (1, 3))
+
+
 def test_entries_in_a_ring_have_the_names_that_are_asked_for(prefill: PeerLink, decode: Decode) -> None:
     """A name says more than the hash that finds an entry: whether a state was decoded, for example."""
     offer(prefill, 1)

@@ -176,8 +176,12 @@ def test_a_state_is_not_reused_before_it_is_known_to_be_right(fails: bool, strea
 
 
 @pytest.mark.parametrize("layout", WITH_WINDOWS)
-def test_an_offer_is_not_complete_while_another_request_computes_its_prompt(layout: str) -> None:
-    """The request jumps to what a step in flight computes, and that step may fail."""
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_offer_is_not_complete_while_another_request_computes_its_prompt(leaves: bool, layout: str) -> None:
+    """The request jumps to what a step in flight computes, and that step may fail.
+
+    A complete offer is neither copied again nor withdrawn.
+    """
     first, _, _ = streaming(layout)
     prompt, peers = tokens(1, 641), first.runner.peers
     first.add("p", prompt, 1, priority=1, kv_transfer_params={**ASKS, "forkpoint": {"lease": LEASE}})
@@ -194,8 +198,13 @@ def test_an_offer_is_not_complete_while_another_request_computes_its_prompt(layo
     assert plan is not None and not plan.num_tokens
     submitted.append(first.runner.submit(plan))
     assert LEASE in peers.complete
-    for each in submitted[1:]:
-        first.sched.apply(each.result())
+    if leaves:
+        first.sched.abort("p")
+    first.sched.apply(submitted[1].result())
+    assert "p" not in first.sched._requests and not first.sched.cache.tiers.has_unsent
+    first.sched.cache.tiers.peers.end_lease(LEASE + 1)  # type: ignore[union-attr]
+    assert first.sched.has_copies_alone, "no answer waits for what is in flight"
+    first.sched.apply(submitted[2].result())
 
 
 @pytest.mark.parametrize("layout", WITH_WINDOWS)
