@@ -221,7 +221,7 @@ class Offered:
             self._give(entry)
 
     def _give(self, entry: OfferedEntry) -> None:
-        """Drop an entry that nobody holds. A copy that still runs writes to its memory."""
+        """Drop an entry that nobody holds, and give its memory back unless a copy still writes there."""
         entry.is_dropped = True
         if entry.is_copied and isinstance(entry.data, memoryview):
             self.give(entry.data)

@@ -107,7 +107,7 @@ class StreamedPeers(DirectPeers):
         pinned.prepare(link.facts.max_bytes)
         self._copies = copies
         self._after_copies = AfterCopies("peer copies")
-        self._offers = AfterCopies("offers", attrgetter("filled"))
+        self._offers = AfterCopies("peer offers", attrgetter("filled"))
         self._own: OwnRing | None = None
         if ring_bytes:
             try:

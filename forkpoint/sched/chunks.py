@@ -15,8 +15,8 @@ from forkpoint.sched.request import Request
 from forkpoint.sched.scheduled_request import ScheduledRequest
 
 # If another engine fetches a prompt early, a chunk leaves this share of the tokens from its start to the prompt's end.
-# Its blocks are fetched while the next chunk is computed, and the last chunk has few blocks. A rest of FEW_LEFT tokens
-# is one chunk, or of more if only engines of this machine can fetch the prompt, because their fetches take less time.
+# Its blocks are fetched while the next chunk is computed, and the last chunk has few blocks. FEW_LEFT tokens at the end
+# are one chunk. It may have FEW_LEFT_HERE if only engines of this machine can fetch the prompt: they take less time.
 LEAST_LEFT_SHARE, FEW_LEFT, FEW_LEFT_HERE = 0.25, 1024, 2048
 
 
