@@ -252,7 +252,8 @@ def json_value(text: str | bytes, default: object = None) -> Any:
     """
     try:
         value = json.loads(text)
-        if ("\\ud" if isinstance(text, str) else b"\\ud") in text.lower():  # type: ignore[operator]
+        escapes = ("\\ud", "\\uD") if isinstance(text, str) else (b"\\ud", b"\\uD")
+        if any(escape in text for escape in escapes):  # type: ignore[operator]
             written = json.dumps(value, ensure_ascii=False)
             value = json.loads(written.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         return value
