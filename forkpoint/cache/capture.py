@@ -15,10 +15,10 @@ class CaptureContext:
 
     start: int
     end: int
-    prompt_end: int  # where prefill ends
-    breakpoints: tuple[int, ...] = ()  # that the caller declared
-    junctions: frozenset[int] = frozenset()  # where cached or lately evicted histories part from this one
-    waiting_junctions: frozenset[int] = frozenset()  # where waiting prompts part from this one
+    prompt_end: int  # prefill ends here
+    breakpoints: tuple[int, ...] = ()  # declared by the caller
+    junctions: frozenset[int] = frozenset()  # cached or lately evicted histories part from this one here
+    waiting_junctions: frozenset[int] = frozenset()  # waiting prompts part from this one here
     fallback_step: int = 0  # whole blocks of keys and values that a conversation may lose at once; 0: no fallbacks
     num_survived_tokens: int = 0  # tokens that were left of a conversation that lost its end; 0: it did not
     interval: int = 0  # distance of periodic states, whole blocks; 0: there are none

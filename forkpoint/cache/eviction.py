@@ -34,9 +34,9 @@ class EntryFacts(NamedTuple):
     """
 
     origin: Origin
-    cost: float  # of the tokens since the nearest checkpoint above; a hit here spares it. In the engine: operations
-    num_bytes: int  # that evicting the entry frees: its slot and, unless it is `inside`, the `kv_bytes`
-    kv_bytes: int  # of keys and values since the nearest checkpoint above
+    cost: float  # computing the tokens since the nearest checkpoint above, which a hit spares; operations in the engine
+    num_bytes: int  # freed by evicting the entry: its slot and, unless it is `inside`, the `kv_bytes`
+    kv_bytes: int  # keys and values since the nearest checkpoint above
     last_used: float  # turnover at the last use
     age: float  # turnover since then
     block_hash: BlockHash  # names all tokens up to the entry's end
@@ -44,7 +44,7 @@ class EntryFacts(NamedTuple):
     num_expected: int = 0  # waiting requests that would resume here
     inside: bool = False  # the history goes on below it
     superseded: bool = False  # the conversation has gone on from a later state
-    above_origin: Origin | None = None  # of the nearest checkpoint above
+    above_origin: Origin | None = None  # the origin of the nearest checkpoint above
     note: object = None  # the checkpoint's; of a state that might be saved, its request's; a block has none
 
 

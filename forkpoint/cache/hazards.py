@@ -49,7 +49,7 @@ class EndKind(enum.StrEnum):
     TOOL_CALL = "tool_call"  # the end of a conversation whose answer calls a tool
     SUPERSEDED = "superseded"  # the end of an earlier turn
 
-    __hash__ = str.__hash__  # as `Origin` has it
+    __hash__ = str.__hash__  # `Origin` says why
 
 
 Kind: TypeAlias = Origin | EndKind

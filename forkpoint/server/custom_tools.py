@@ -61,7 +61,7 @@ class CustomCalls:
         """Take the `names` of the functions that are custom tools."""
         self._names = names
         self._index = 0
-        self._arguments: list[str] | None = None  # of the call that is being read, if it is of a custom tool
+        self._arguments: list[str] | None = None  # parts of the call that is being read, if its tool is a custom one
 
     def pieces(self, pieces: Iterable[Piece], *, is_last: bool) -> list[Piece]:
         """Return the pieces of an answer as they come. `is_last`: no more will come."""

@@ -68,8 +68,9 @@ def shown_messages(
 
 
 def _take_function_calls(messages: Sequence[dict[str, Any]]) -> None:
-    """Give each `function_call`, each message of the role `function`, and each call of a custom tool the form that
-    templates show: that of a function's call or result.
+    """Give older and other forms of calls and results the form that templates show: that of functions.
+
+    These are a `function_call`, a message of the role `function`, and a call of a custom tool.
     """
     call_id = ""
     for number, message in enumerate(messages):

@@ -113,7 +113,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         self._texts: list[str] = []  # pieces of the last item's text that are not in the item yet
         self._part: dict[str, Any] = {}  # the last part of an item
         self._num_events = 0
-        self.log: EventLog | None = None  # of a response that streams in the background
+        self.log: EventLog | None = None  # the events, if the response streams in the background
         self._reply: dict[str, Any] = {
             "id": self.name,
             "object": "response",
@@ -207,7 +207,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 self._texts.append(text)
                 yield self._of_item("function_call_arguments.delta", delta=text)
             case "grows", CallPart(text=text):
-                self._texts.append(text)  # of a tool of OpenAI's, whose arguments are read once they are whole
+                self._texts.append(text)  # arguments of a tool of OpenAI's, which are read once they are whole
             case "grows", Reasoning(text) | Content(text):
                 self._texts.append(text)
                 yield self._of_text("delta", delta=text)
