@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Final
 
-from forkpoint.cli.vllm_flags import VllmFlag
+from forkpoint.cli.vllm_flags import VllmFlag, table_text
 
 SCREEN: Final = 30  # --help of a parser with more options shows an overview
 # The options that the overview of a large parser shows, in this order.
@@ -18,7 +18,7 @@ _FIRST: Final = """
 --kv-cache-dtype --gpu-memory-utilization --tensor-parallel-size --speculative-config --max-tokens --temperature
 --dataset-name --num-prompts --max-concurrency --request-rate
 """
-LIST, ALL = "listgroup", "all"
+LIST, ALL, VLLM = "listgroup", "all", "vllm"
 SIMILAR, NEARLY_SAME = 0.6, 0.9  # least similarity of a flag, and of one that only --help=WORD shows (difflib's ratio)
 
 
@@ -37,7 +37,7 @@ def overview(parser: argparse.ArgumentParser) -> str:
 
 
 def about(parser: argparse.ArgumentParser, topic: str) -> str | None:
-    """Return the help on a topic: `all`, `listgroup`, a group's name, or a word. None if nothing matches."""
+    """Return the help on a topic: `all`, `listgroup`, `vllm`, a group's name, or a word. None if nothing matches."""
     topic, groups = topic.strip().lower(), _groups(parser)
     if topic == ALL:
         if len(_options(parser)) > SCREEN:
@@ -54,6 +54,8 @@ def about(parser: argparse.ArgumentParser, topic: str) -> str | None:
     word = topic.lstrip("-").replace("_", "-")
     options = _options(parser)
     of_vllm = [_with_help(action) for action in parser._actions if isinstance(action, VllmFlag)]
+    if topic == VLLM and of_vllm:
+        return table_text()
     exact = [action for action in (*options, *of_vllm) if f"--{word}" in action.option_strings]
     named = [action for action in options if any(word in name for name in action.option_strings)]
     described = [action for action in options if topic in (action.help or "").lower()]

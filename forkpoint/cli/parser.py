@@ -81,7 +81,7 @@ def _add_servers(add: Callable[..., Any]) -> None:
         "serve",
         "serve:serve",
         "serve a model over HTTP, with OpenAI's and Anthropic's APIs",
-        epilog="vLLM's flags that change nothing here are accepted too: docs/server.md lists them.",
+        epilog="vLLM's flags that change nothing here are accepted too: --help=vllm lists them.",
     )
     add_vllm_flags(serve)
 

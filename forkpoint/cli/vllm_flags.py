@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Sequence
+from functools import partial
+from textwrap import fill
 from typing import Any
 
 from forkpoint.checks import one_or_more
@@ -27,6 +30,13 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(
                 *names, action=VllmFlag, row=row, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS
             )
+
+
+def table_text() -> str:
+    """Return all flags of the table, with the values that they accept and why."""
+    wrap = partial(fill, width=shutil.get_terminal_size().columns, break_on_hyphens=False)
+    indented = partial(wrap, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join(f"{wrap(row.flags.replace('/', ' '))}\n{indented(row.explanation())}\n" for row in TABLE)
 
 
 def notice_lines(arguments: argparse.Namespace) -> list[str]:

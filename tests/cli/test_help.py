@@ -78,8 +78,10 @@ def test_a_flag_of_vllm_is_explained(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_every_flag_of_vllm_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    table = shown("serve --help=vllm", capsys)
+    assert table == shown("run-batch --help=vllm", capsys) and max(map(len, table.splitlines())) <= 80
     for name in (flag.split("/")[0] for row in TABLE for flag in row.flags.split()):
-        assert name in shown(f"serve --help={name}", capsys)
+        assert name in shown(f"serve --help={name}", capsys) and name in table.split()
 
 
 def test_similar_flags_are_those_that_help_shows(capsys: pytest.CaptureFixture[str]) -> None:
