@@ -36,7 +36,9 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = option(8000, "port to listen on; 0 takes a free one")
-    uds: str | None = option(None, "listen on a Unix socket at this path instead", metavar="PATH")
+    uds: str | None = option(
+        None, "listen on a Unix socket at this path instead; a stale one is replaced", metavar="PATH"
+    )
     root_path: str = option("", "path under which a proxy shows the server, such as /models", metavar="PATH")
     api_key: tuple[str, ...] = option((), "keys that requests must show one of (also: FORKPOINT_API_KEY)")
     allowed_hosts: tuple[str, ...] = option(
@@ -48,11 +50,13 @@ class ServerConfig:
     enable_prompt_tokens_details: bool = option(
         True, "report in answers how much of a prompt was cached, and why not more"
     )
-    scheduling_policy: Literal["fcfs", "priority"] = option("fcfs", "'priority': requests may name their priority")
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs", "'priority': requests may name their priority, which 'fcfs' refuses"
+    )
     served_model_name: tuple[str, ...] = option((), "names of the model in the API; default: as given to serve")
     ssl_certfile: str | None = option(None, "PEM file of a certificate: serve HTTPS", metavar="PATH", group=HTTPS)
     ssl_keyfile: str | None = option(
-        None, "PEM file of its key, where that is not in the same file", metavar="PATH", group=HTTPS
+        None, "PEM file of its key, without a password, where that is not in the same file", metavar="PATH", group=HTTPS
     )
     ssl_ca_certs: str | None = option(
         None,
@@ -139,7 +143,11 @@ class ServerConfig:
     metrics_prefix: str = option(
         "forkpoint_", "prefix of the names under /metrics; 'vllm:' suits vLLM's dashboards", group=REPORTS
     )
-    log_interval_s: float = option(10.0, "seconds between log lines that sum up the load", group=REPORTS)
+    log_interval_s: float = option(
+        10.0,
+        "seconds between log lines that sum up the load; an idle server writes them at log level debug only",
+        group=REPORTS,
+    )
     disable_log_stats: bool = option(False, "do not log the load", group=REPORTS)
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
         "warning", "log level of uvicorn, the HTTP library", group=REPORTS
