@@ -31,28 +31,22 @@ class Lane:
 
     A turn lasts `turn_s`. A request that takes longer moves to one of the places for slow requests; there are half as
     many places as turns. If all places are taken, the request keeps its turn until another request wants it, and is
-    then refused. No request is read for longer than `timeout_s` or waits for longer than `wait_s`. `niceness` is its
-    readers'.
+    then refused. No request is read for longer than `timeout_s`. `niceness` is its readers'.
     """
 
     niceness: int
     width: int
     timeout_s: float = TIMEOUT_S
     turn_s: float = TURN_S
-    wait_s: float = MAX_WAIT_S
     idle: list[Any] = field(default_factory=list)  # readers without a request
     _num_free: int = field(init=False)  # free turns
-    _waiting: list[tuple[int, int, asyncio.Future[None]]] = field(default_factory=list)  # the smallest request first
+    waiting: list[tuple[int, int, asyncio.Future[None]]] = field(default_factory=list)  # the smallest request first
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _slow: set[_Place] = field(default_factory=set)
     _overdue: dict[_Place, None] = field(default_factory=dict)  # have kept their turn too long; the oldest first
 
     def __post_init__(self) -> None:
         self._num_free = self.width
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     @asynccontextmanager
     async def turn(self, num_bytes: int) -> AsyncIterator[None]:
@@ -88,19 +82,19 @@ class Lane:
             return
         granted = asyncio.get_running_loop().create_future()
         entry = (num_bytes, next(self._numbers), granted)
-        insort(self._waiting, entry)
+        insort(self.waiting, entry)
         self._displace()
         try:
-            async with asyncio.timeout(self.wait_s):
+            async with asyncio.timeout(MAX_WAIT_S):
                 await granted
         except BaseException as error:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
+            if entry in self.waiting:
+                self.waiting.remove(entry)
             elif granted.done() and not granted.cancelled():
                 self._free_turn()
             if isinstance(error, TimeoutError):
                 raise QueueFullError(
-                    f"too many requests are being read: this one waited {self.wait_s:g} s; try again later"
+                    f"too many requests are being read: this one waited {MAX_WAIT_S:g} s; try again later"
                 ) from None
             raise
 
@@ -114,7 +108,7 @@ class Lane:
 
     def _displace(self) -> None:
         """Refuse the oldest overdue request if another request waits."""
-        if self._waiting and self._overdue:
+        if self.waiting and self._overdue:
             place = next(iter(self._overdue))
             del self._overdue[place]
             place.is_displaced = True
@@ -133,8 +127,8 @@ class Lane:
 
     def _free_turn(self) -> None:
         self._num_free += 1
-        while self._num_free and self._waiting:
-            granted = self._waiting.pop(0)[2]
+        while self._num_free and self.waiting:
+            granted = self.waiting.pop(0)[2]
             if not granted.done():  # it is done if the client has just left
                 granted.set_result(None)
                 self._num_free -= 1

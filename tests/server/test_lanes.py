@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from forkpoint.errors import ForkpointError, QueueFullError, RequestTooLargeError
+from forkpoint.server import lanes
 from forkpoint.server.lanes import Lane
 
 
@@ -41,7 +42,7 @@ async def test_the_smallest_request_is_next() -> None:
     rest.set()
     tasks = start(read(lane, 50, first, order), *(read(lane, size, rest, order) for size in (400, 90, 400, 1)))
     await settled()
-    assert order == [50] and lane.num_waiting == 4
+    assert order == [50] and len(lane.waiting) == 4
     first.set()
     await asyncio.gather(*tasks)
     assert order == [50, 1, 90, 400, 400]
@@ -80,14 +81,15 @@ async def test_a_slow_request_alone_goes_on_to_its_end() -> None:
 
 
 @pytest.mark.anyio
-async def test_waiting_and_reading_are_bounded_in_time() -> None:
-    lane, never, order = Lane(0, 1, timeout_s=0.1, turn_s=60, wait_s=0.02), asyncio.Event(), list[int]()
+async def test_waiting_and_reading_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MAX_WAIT_S", 0.02)
+    lane, never, order = Lane(0, 1, timeout_s=0.1, turn_s=60), asyncio.Event(), list[int]()
     reading, waiting = start(read(lane, 1, never, order), read(lane, 2, never, order))
     with pytest.raises(QueueFullError, match=r"waited 0\.02 s; try again later"):
         await waiting
     with pytest.raises(RequestTooLargeError, match=r"longer than 0\.1 s to read; send less"):
         await reading
-    assert lane.num_waiting == 0
+    assert not lane.waiting
 
 
 @pytest.mark.anyio
@@ -100,10 +102,11 @@ async def test_an_error_of_the_reading_itself_is_passed_on() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.anyio
-async def test_no_turn_is_lost_and_no_more_are_given_than_there_are(seed: int) -> None:
+async def test_no_turn_is_lost_and_no_more_are_given_than_there_are(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of random sizes and lengths, a third of whose clients leave at a random moment."""
+    monkeypatch.setattr(lanes, "MAX_WAIT_S", 0.02)
     rng, num_reading, most = random.Random(seed), 0, 0
-    lane = Lane(0, 4, timeout_s=0.02, turn_s=0.003, wait_s=0.02)
+    lane = Lane(0, 4, timeout_s=0.02, turn_s=0.003)
 
     async def one() -> None:
         nonlocal num_reading, most
@@ -122,6 +125,6 @@ async def test_no_turn_is_lost_and_no_more_are_given_than_there_are(seed: int) -
         await asyncio.sleep(0.001)
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert 4 < most <= 6 and num_reading == lane.num_waiting == 0
+    assert 4 < most <= 6 and num_reading == 0 and not lane.waiting
     async with asyncio.timeout(1), lane.turn(1), lane.turn(1), lane.turn(1), lane.turn(1):
         pass
