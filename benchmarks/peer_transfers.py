@@ -78,7 +78,7 @@ def offer_prompts(connection: Connection) -> None:
         for name in entries:
             buffer = buffers.take(UNIT_BYTES[name.kind])
             buffer[:] = contents[: len(buffer)].data
-            link.offered.add([OfferedEntry(name, buffer)], lease)
+            link.offered.add([OfferedEntry(name, buffer, is_copied=True)], lease)
 
     while (call := connection.recv()) is not None:
         lease, *chunks = call

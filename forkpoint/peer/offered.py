@@ -31,7 +31,7 @@ class OfferedEntry:
     name: EntryName
     data: Buffer
     position: int | None = None
-    is_copied: bool = True
+    is_copied: bool = False
     is_dropped: bool = False
     num_holders: int = 0
     place: Place | None = field(init=False, default=None)

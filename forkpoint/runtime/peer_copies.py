@@ -56,7 +56,7 @@ class DirectPeers:
     def _offer(self, move: Move, name: EntryName) -> None:
         data = self._buffers.take(self._memory.unit_bytes(move.kind))
         self._memory.copy_out(move, as_tensor(data))
-        self._new.setdefault(move.ticket, []).append(OfferedEntry(name, data, is_copied=False))
+        self._new.setdefault(move.ticket, []).append(OfferedEntry(name, data))
 
     def _change(self, run: Callable[[], object]) -> None:
         """Run a function after all offers before it."""
@@ -154,7 +154,7 @@ class StreamedPeers(DirectPeers):
             self._copies.copy_beside(move, Stretch(target.memory, target.start, target.start + num_bytes))
         data = self._buffers.take(num_bytes)
         self._last = self._copies.copy_out(move, Stretch.of(as_tensor(data)))
-        self._new.setdefault(move.ticket, []).append(OfferedEntry(name, data, position, is_copied=False))
+        self._new.setdefault(move.ticket, []).append(OfferedEntry(name, data, position))
 
     def close(self) -> None:
         super().close()

@@ -73,10 +73,8 @@ class Sampler:
     top_k, top_p. Log-probabilities are those of the model's own logits.
     """
 
-    def __init__(self, ops: OpTable, platform: Platform, uniform: UniformSource | None = None) -> None:
-        self._ops = ops
-        self._platform = platform
-        self._uniform = uniform or UniformSource()
+    def __init__(self, ops: OpTable, platform: Platform) -> None:
+        self._ops, self._platform, self._uniform = ops, platform, UniformSource()
 
     def sample(
         self,

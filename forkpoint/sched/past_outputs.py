@@ -13,7 +13,7 @@ from forkpoint.json_options import LEAST_MATCH
 from forkpoint.sched.plan import IntArray
 
 MOST_PLACES = 64  # occurrences that are looked at, the latest first; bounds the time of a lookup
-MOST_TOKENS = 1 << 20  # ids that are kept, at 28 bytes each
+MOST_TOKENS = 1 << 20  # ids that are kept, at 28 bytes each; a power of two
 END = -1  # instead of an id: the output ended
 
 _MIXER = np.uint64(0x9E3779B97F4A7C15)
@@ -21,21 +21,20 @@ Places = npt.NDArray[np.int64]
 
 
 class PastOutputs:
-    """The latest `max_requests` outputs, as far as they are among the latest `num_tokens` ids, a power of two.
+    """The latest `max_requests` outputs, as far as they are among the latest MOST_TOKENS ids.
 
     Ids are numbered from 1 in the order of arrival; that number is an id's place. Outputs under one salt are not found
     under another.
     """
 
-    def __init__(self, max_requests: int, num_tokens: int = MOST_TOKENS) -> None:
-        """`num_tokens` is a power of two."""
-        self._size = num_tokens
-        self._shift = np.uint64(64 - (num_tokens.bit_length() - 1))
-        self._ids = np.zeros(num_tokens, np.int32)
-        self._salts = np.zeros(num_tokens, np.uint64)
+    def __init__(self, max_requests: int) -> None:
+        self._size = MOST_TOKENS
+        self._shift = np.uint64(64 - (self._size.bit_length() - 1))
+        self._ids = np.zeros(self._size, np.int32)
+        self._salts = np.zeros(self._size, np.uint64)
         # The last place before each place whose run has the same hash; 0: none.
-        self._previous = np.zeros(num_tokens, np.int64)
-        self._latest = np.zeros(num_tokens, np.int64)  # by hash: the last place of its latest run
+        self._previous = np.zeros(self._size, np.int64)
+        self._latest = np.zeros(self._size, np.int64)  # by hash: the last place of its latest run
         self._starts: deque[int] = deque(maxlen=max_requests)
         self._end = 1
 

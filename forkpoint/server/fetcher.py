@@ -53,9 +53,8 @@ class Fetcher:
     event loop.
     """
 
-    def __init__(self, allowed_domains: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, allowed_domains: Sequence[str]) -> None:
         self._allowed = frozenset(map(_host_and_port, allowed_domains))
-        self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._num_held_bytes = 0
         self._num_images = self._num_bytes = 0
@@ -135,7 +134,7 @@ class Fetcher:
                     await self._read(response, where, parts)
             except TimeoutError:
                 raise InvalidPromptError(
-                    f"{where} was not received within {self._timeout_s:g} s; send it as a data URL"
+                    f"{where} was not received within {TIMEOUT_S:g} s; send it as a data URL"
                 ) from None
             except (aiohttp.ClientError, OSError) as error:
                 raise InvalidPromptError(
@@ -180,7 +179,7 @@ class Fetcher:
                     "Accept": "image/*, video/*",
                     "Accept-Encoding": "identity",
                 },
-                timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+                timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # a compressed body could grow beyond all limits
                 trust_env=False,  # a proxy would resolve the name again

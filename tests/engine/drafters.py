@@ -26,7 +26,7 @@ class RandomDrafter(Drafter):
 
     def __init__(self, seed: int, most: int, vocab_size: int, mtp: bool = False) -> None:
         self._random, self._most, self._vocab_size = random.Random(seed), most, vocab_size
-        past = SuffixSource(PastOutputs(100, 1024), 2 * most + LEAST_MATCH, 2.0, 0.3)
+        past = SuffixSource(PastOutputs(100), 2 * most + LEAST_MATCH, 2.0, 0.3)
         self._sources: list[DraftSource] = [CacheSource(), NgramSource(1, 3), past]
         self._mtp, self._ahead = mtp, random.Random(seed)
         self.num_of_past = 0  # ids drafted out of past outputs

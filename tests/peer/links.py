@@ -29,7 +29,7 @@ LEASES = iter(range(1, 10**6))
 def offer(link: PeerLink) -> int:
     lease = next(LEASES)
     for name in NAMES:
-        link.offered.add([OfferedEntry(name, contents(name))], lease)
+        link.offered.add([OfferedEntry(name, contents(name), is_copied=True)], lease)
     link.offered.complete(lease)
     return lease
 

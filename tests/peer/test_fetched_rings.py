@@ -65,7 +65,7 @@ def offer(link: PeerLink, lease: int) -> list[int]:
     for name in NAMES:
         position = link.offered.ring.take(SIZES[name.kind])
         assert position is not None
-        link.offered.add([OfferedEntry(name, contents(name), position)], lease)
+        link.offered.add([OfferedEntry(name, contents(name), position, is_copied=True)], lease)
         positions.append(position)
     link.offered.complete(lease)
     return positions
@@ -113,7 +113,9 @@ def test_entries_of_a_ring_and_of_the_host_keep_their_order(prefill: PeerLink, d
     for place, name in enumerate(NAMES):
         position = None if place % 2 else prefill.offered.ring.take(SIZES[name.kind])
         data = contents(name) if place % 2 else bytes(SIZES[name.kind])
-        prefill.offered.add([OfferedEntry(replace(name, hash=bytes([place + 100]) * 16), data, position)], 2)
+        prefill.offered.add(
+            [OfferedEntry(replace(name, hash=bytes([place + 100]) * 16), data, position, is_copied=True)], 2
+        )
     prefill.offered.complete(2)
     names = [replace(name, hash=bytes([place + 100]) * 16) for place, name in enumerate(NAMES)]
     assert decode.fetch(prefill, 2, names).done == (2,)

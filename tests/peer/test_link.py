@@ -226,7 +226,7 @@ def share(sharing: tuple[PeerLink, PinnedBuffers]) -> tuple[int, list[memoryview
     for name in NAMES:
         held.append(buffers.take(SIZES[name.kind]))
         held[-1][:] = contents(name)
-        link.offered.add([OfferedEntry(name, held[-1])], lease)
+        link.offered.add([OfferedEntry(name, held[-1], is_copied=True)], lease)
     link.offered.complete(lease)
     for name in NAMES:
         [entry] = link.offered.wait_for(lease, [key_of(name)], 0)
@@ -321,7 +321,7 @@ def test_entries_are_used_before_the_others_come(
     fetching.start(Fetch(1, HOST, (link.facts.port,), "p", lease, NAMES, 3600.0))
     for end in (2, 4):
         for name in NAMES[end - 2 : end]:
-            link.offered.add([OfferedEntry(name, contents(name))], lease)
+            link.offered.add([OfferedEntry(name, contents(name), is_copied=True)], lease)
         report = fetching.next_report(20.0)
         assert report is not None and report.arrived == ((1, end),) and not report.done, "it wakes up for two blocks"
         assert fetching.next_report() is None, "nothing is reported twice"
@@ -341,7 +341,7 @@ def test_entries_are_used_before_the_others_come(
 def test_a_fetch_ends_when_its_prompt_is_known_to_be_right(prefill: PeerLink, decode: PeerLink, is_right: bool) -> None:
     """The other engine offers entries before that."""
     fetching, lease = decode.fetching, next(LEASES)
-    prefill.offered.add([OfferedEntry(name, contents(name)) for name in NAMES], lease)
+    prefill.offered.add([OfferedEntry(name, contents(name), is_copied=True) for name in NAMES], lease)
     fetching.start(Fetch(1, HOST, (prefill.facts.port,), "p", lease, NAMES, 30.0))
     arrived = 0
     while arrived < len(NAMES):
@@ -362,7 +362,7 @@ def test_a_fetch_ends_when_its_prompt_is_known_to_be_right(prefill: PeerLink, de
 def test_bytes_are_sent_once_they_have_come_from_the_device(prefill: PeerLink, decode: PeerLink) -> None:
     fetching, lease = decode.fetching, next(LEASES)
     data = [memoryview(bytearray(SIZES[name.kind])) for name in NAMES]
-    entries = [OfferedEntry(name, each, is_copied=False) for name, each in zip(NAMES, data, strict=True)]
+    entries = [OfferedEntry(name, each) for name, each in zip(NAMES, data, strict=True)]
     prefill.offered.add(entries, lease)
     prefill.offered.complete(lease)
     fetching.start(Fetch(1, HOST, (prefill.facts.port,), "p", lease, NAMES, 30.0))

@@ -32,7 +32,7 @@ def make(max_bytes: int = 10 * UNIT) -> tuple[Offered, Clock]:
 
 def add(offered: Offered, lease: int, *numbers: int) -> list[bytes]:
     for number in numbers:
-        offered.add([OfferedEntry(name(number), memoryview(bytes([number]) * UNIT))], lease)
+        offered.add([OfferedEntry(name(number), memoryview(bytes([number]) * UNIT), is_copied=True)], lease)
     return [key_of(name(number)) for number in numbers]
 
 
@@ -87,7 +87,7 @@ def test_wrong_contents_are_withdrawn() -> None:
 
 def test_who_comes_before_the_copies_waits_for_them() -> None:
     offered, _ = make()
-    entry = OfferedEntry(name(7), bytes(UNIT), is_copied=False)
+    entry = OfferedEntry(name(7), bytes(UNIT))
     waits: list[tuple[Callable[[], object], Callable[[], None]]] = [
         (lambda: offered.wait_for(1, [key_of(name(7))], 20), lambda: offered.add([entry], 1)),
         (lambda: offered.wait_for_copy(entry, 20), lambda: offered.copied([entry])),
@@ -127,12 +127,12 @@ def test_what_is_being_sent_stays_as_it_is() -> None:
     given: list[memoryview] = []
     offered.give = given.append
     data = [memoryview(bytearray(bytes([number]) * UNIT)) for number in (1, 2, 3)]
-    offered.add([OfferedEntry(name(1), data[0])], 1)
+    offered.add([OfferedEntry(name(1), data[0], is_copied=True)], 1)
     sending = offered.wait_for(1, [key_of(name(1))], 0)
     offered.withdraw(name(1).hash)
     assert not given and offered.num_bytes == UNIT, "its memory may not be used again yet"
-    offered.add([OfferedEntry(name(1), data[1])], 2)
-    offered.add([OfferedEntry(name(1), data[2])], 2)
+    offered.add([OfferedEntry(name(1), data[1], is_copied=True)], 2)
+    offered.add([OfferedEntry(name(1), data[2], is_copied=True)], 2)
     assert given == [data[2]], "the lease has it already"
     assert got(offered, 2, [key_of(name(1))]) == [bytes([2]) * UNIT], "what was withdrawn is not shared"
     offered.sent(sending)
@@ -148,7 +148,7 @@ def test_memory_comes_back_once_its_copy_is_done(is_added_first: bool, is_kept: 
     offered, _ = make()
     given: list[memoryview] = []
     offered.give = given.append
-    entry = OfferedEntry(name(1), memoryview(bytearray(UNIT)), is_copied=False)
+    entry = OfferedEntry(name(1), memoryview(bytearray(UNIT)))
     if not is_kept:
         offered.end(1)
     if is_added_first:

@@ -41,7 +41,7 @@ def order(link: PeerLink, lease: int) -> Fetch:
 
 def offer(link: PeerLink, lease: int, count: int = len(NAMES)) -> None:
     for name in NAMES[:count]:
-        link.offered.add([OfferedEntry(name, contents(name))], lease)
+        link.offered.add([OfferedEntry(name, contents(name), is_copied=True)], lease)
     if count == len(NAMES):
         link.offered.complete(lease)
 
@@ -146,7 +146,7 @@ def test_what_a_killed_process_has_reported_counts(prefill: PeerLink, fetching: 
 
 def test_a_killed_process_does_not_confirm_what_has_arrived(prefill: PeerLink, fetching: ProcessFetching) -> None:
     """All entries are here, and the other engine may still find that they are wrong."""
-    prefill.offered.add([OfferedEntry(name, contents(name)) for name in NAMES], 53)
+    prefill.offered.add([OfferedEntry(name, contents(name), is_copied=True) for name in NAMES], 53)
     fetching.start(order(prefill, 53))
     while fetching._ordered[53].num_arrived < len(NAMES):
         fetching.next_report(1.0)

@@ -91,7 +91,9 @@ def test_a_peer_that_says_nothing_is_given_up(decode: PeerLink) -> None:
 def test_a_peer_that_sends_too_slowly_has_answered(prefill: PeerLink, decode: PeerLink) -> None:
     """Its prompt is late, but its other prompts may come in time."""
     fetching, lease = decode.fetching, next(LEASES)
-    prefill.offered.add([OfferedEntry(NAMES[0], contents(NAMES[0]))], lease)  # the others are still computed
+    prefill.offered.add(
+        [OfferedEntry(NAMES[0], contents(NAMES[0]), is_copied=True)], lease
+    )  # the others are still computed
     fetching.start(Fetch(1, HOST, (prefill.facts.port,), "p", lease, NAMES, 0.5))
     report = fetching.next_report(5.0)
     while report is None or not report.failed:

@@ -41,7 +41,9 @@ def row(
 
 
 def sampler(uniform: UniformSource | None = None) -> Sampler:
-    return Sampler(torch_table(), CpuPlatform(), uniform)
+    found = Sampler(torch_table(), CpuPlatform())
+    found._uniform = uniform or found._uniform
+    return found
 
 
 def logprobs_of(sampled: Sampled) -> dict[int, TokenLogprobs]:

@@ -12,6 +12,7 @@ import pytest
 from forkpoint.cache.lease import Lease
 from forkpoint.json_options import SpeculativeConfig
 from forkpoint.params import SamplingParams
+from forkpoint.sched import past_outputs
 from forkpoint.sched.draft_length import DraftLength, StepTimes
 from forkpoint.sched.draft_sources import CacheSource, DraftSource, Guess, NgramSource, SuffixSource
 from forkpoint.sched.past_outputs import END, PastOutputs
@@ -253,7 +254,7 @@ def say(source: SuffixSource | Speculator, *outputs: list[int], salt: str = "") 
 def suffixes(
     ids: list[int], most: int = 5, *, salt: str = "", depth: int = 10, share: float = 0.1, said: tuple[list[int], ...]
 ) -> tuple[list[int], int] | None:
-    source = SuffixSource(PastOutputs(100, 1 << 10), depth, 1.0, share)
+    source = SuffixSource(PastOutputs(100), depth, 1.0, share)
     say(source, *said)
     request = replace(request_of(ids), params=SamplingParams(cache_salt=salt))
     found = source.draft(request, Harness().sched.cache.new_lease("r", "", request.prompt_token_ids), most)
@@ -277,17 +278,18 @@ def test_what_mostly_followed_in_past_outputs() -> None:
     assert after(SAID[:5], SAID, depth=6) == ([15, 16, 17], 3), "match and drafts within the depth"
 
 
-def test_past_outputs_are_bounded() -> None:
+def test_past_outputs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few outputs, then as many ids as there is room for; what is the longest ago goes, and nothing runs into it."""
-    past = PastOutputs(2, 64)
+    monkeypatch.setattr(past_outputs, "MOST_TOKENS", 256)
+    past = PastOutputs(2)
     tail = np.asarray([1, 2, 3], np.int32)
     for third in ([1, 2, 3, 4], [1, 2, 3, 5], [9, 9, 9, 9]):
         past.add("", third)
     assert past.find("", tail, 2)[0].tolist() == [[5, END]]
-    none = PastOutputs(0, 64)
+    none = PastOutputs(0)
     none.add("", SAID)
     assert none.find("", np.asarray(SAID[:3], np.int32), 1)[1] == 0
-    rng, past, kept = np.random.default_rng(0), PastOutputs(1000, 256), list[list[int]]()
+    rng, past, kept = np.random.default_rng(0), PastOutputs(1000), list[list[int]]()
     for _ in range(300):
         ids = rng.integers(0, 4, rng.integers(0, 60)).tolist()
         past.add("", ids)

@@ -38,13 +38,12 @@ def run(
     answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
     *paths: str,
     allowed: tuple[str, ...] = (f"{HOST}:*",),
-    timeout_s: float = 10.0,
 ) -> dict[str, bytes]:
     """Fetch `paths` of a site, or whole URLs."""
 
     async def fetch() -> dict[str, bytes]:
         async with site(answer) as url:
-            own = Fetcher(allowed, timeout_s)
+            own = Fetcher(allowed)
             urls = [path if "://" in path else url + path for path in paths]
             try:
                 async with own.fetched(urls) as found:
@@ -199,7 +198,7 @@ def test_addresses_that_are_public(address: str) -> None:
     assert is_public(address)
 
 
-def test_what_answers_badly_is_refused_in_time() -> None:
+def test_what_answers_badly_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         match request.path:
             case "/redirect":
@@ -225,8 +224,9 @@ def test_what_answers_badly_is_refused_in_time() -> None:
     ]:
         with pytest.raises(InvalidPromptError, match=says):
             run(answer, path)
-    with pytest.raises(InvalidPromptError, match=r"not received within 0\.2 s"):
-        run(answer, "/slow", "/good", timeout_s=0.2)
+    with monkeypatch.context() as patch, pytest.raises(InvalidPromptError, match=r"not received within 0\.2 s"):
+        patch.setattr(fetcher, "TIMEOUT_S", 0.2)
+        run(answer, "/slow", "/good")
     with pytest.raises(InvalidPromptError, match=r"cannot be fetched \(ClientConnector") as refused:
         run(ok, f"http://{HOST}:1/a?secret=1")
     assert "secret" not in str(refused.value)
