@@ -73,6 +73,13 @@ class EvictionKeys:
         """
         return self._of_checkpoint(source, above, inside, self._arena.turnover, 0)
 
+    def freed_bytes(self, entry: Entry) -> int:
+        """Return the bytes that the eviction of an entry frees, as long as no other entry holds them."""
+        if not isinstance(entry, Checkpoint):
+            return self._block_bytes
+        above = nearest_checkpoint(entry.node.parent)
+        return self._worth(above, entry.num_tokens, bool(entry.node.children))[1]
+
     def _of_checkpoint(
         self, checkpoint: Checkpoint, above: Checkpoint | None, inside: bool, last_used: float, num_expected: int
     ) -> float:

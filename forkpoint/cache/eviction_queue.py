@@ -12,6 +12,7 @@ from forkpoint.cache.tree import Evictable
 
 Queued = TypeVar("Queued", bound=Evictable)
 LEAST_COMPACTED: Final = 1024  # places; a shorter queue costs less than its compaction
+LOOKED_AT: Final = 4  # places that `first` looks at for each entry that it may return; some are old
 
 
 class EvictionQueue(Generic[Queued]):
@@ -74,6 +75,25 @@ class EvictionQueue(Generic[Queued]):
                 return current, entry
             heapq.heapreplace(self._heap, (current, ticket, entry))
         return None
+
+    def first(self, now: float, most: int) -> list[Queued]:
+        """Return up to `most` entries that `lowest` will return next, beginning with the one of time `now`.
+
+        The others come in the order of keys that may have changed since, and some of the next ones may be missing.
+        """
+        found = list[Queued]()
+        if self.lowest(now) is None:
+            return found
+        places = [(self._heap[0], 0)]  # of the heap, each after the one above it
+        for _ in range(LOOKED_AT * most):
+            if not places or len(found) == most:
+                break
+            (_, ticket, entry), place = heapq.heappop(places)
+            if entry.queue_place == ticket and not entry.dropped and entry.is_evictable:
+                found.append(entry)
+            for below in range(2 * place + 1, min(2 * place + 3, len(self._heap))):
+                heapq.heappush(places, (self._heap[below], below))
+        return found
 
     def file_due(self, now: float, most: float = math.inf) -> None:
         """Queue entries again whose keys may have fallen by `now`, at most `most` of them.

@@ -112,10 +112,9 @@ class PrefixStore:
             self.refile(above)
         return True
 
-    def next_victim(self) -> Entry | None:
-        """Return the entry that `evict_least` would evict now; None if there is none."""
-        found = self._queue.lowest(self.arena.turnover)
-        return None if found is None else found[1]
+    def next_victims(self, most: int) -> list[Entry]:
+        """Return the entry that `evict_least` would evict now, and up to `most - 1` that come next, about in order."""
+        return self._queue.first(self.arena.turnover, most)
 
     def _evict_dead(self, most: int) -> list[Node]:
         """Evict up to `most` blocks that no checkpoint needs, the ends of histories first. Return their nodes.

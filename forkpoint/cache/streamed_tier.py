@@ -19,8 +19,9 @@ from forkpoint.cache.tree import Entry, node_of
 from forkpoint.cache.windows import WindowRuns
 
 AHEAD_AT_ONCE: Final = 64 * 2**20  # bytes that a plan stores before eviction asks for it
-# An entry is stored ahead once no more pages are free than its path takes and 1 / 50 of the arena has. With more than
-# 1 / 8 of the arena free, nothing is stored ahead.
+LOOKED_AHEAD: Final = 8  # entries that a plan looks at
+# An entry is stored ahead once no more pages are free, or will be when the entries before it are evicted, than its path
+# takes and 1 / 50 of the arena has. With more than 1 / 8 of the arena free, nothing is stored ahead.
 RESERVE_SHARE, LARGEST_SHARE = 50, 8
 
 
@@ -58,28 +59,43 @@ class StreamedHostTier(LateTier, HostTier):
     def store_ahead(self, store: PrefixStore) -> None:
         """Store a part of what the arena's `store` evicts next, if its memory is nearly used up.
 
-        A long prefix is thus stored over several plans, and nothing is left to copy when it is evicted.
+        A long prefix is thus stored over several plans, and nothing is left to copy when it is evicted. Entries that
+        come later are stored too, because the next ones may be small.
         """
         num_pages, num_free = store.arena.num_pages, store.arena.num_free_pages
         if not self.is_ready or num_free > num_pages // LARGEST_SHARE:
             return
-        entry = store.next_victim()
-        if entry is None or self._can_do_without(entry):
-            return
+        left_bytes, page_bytes = AHEAD_AT_ONCE, store.layout.page_bytes
+        for entry in store.next_victims(LOOKED_AHEAD):
+            own_pages = node_of(entry).depth * self.layout.block_bytes // page_bytes
+            if left_bytes <= 0 or num_free > num_pages // RESERVE_SHARE + own_pages:
+                return
+            if not self._can_do_without(entry):
+                left_bytes -= self._store_part(entry, left_bytes)
+            num_free += store.keys.freed_bytes(entry) // page_bytes
+
+    def _store_part(self, entry: Entry, most_bytes: int) -> int:
+        """Store about `most_bytes` of what the tier lacks of an entry's path, and return the bytes of it.
+
+        The entry itself is stored with the last part.
+        """
         node = node_of(entry)
-        own_pages = node.depth * self.layout.block_bytes // store.layout.page_bytes
-        if num_free > num_pages // RESERVE_SHARE + own_pages:
-            return
         split = self._split(node)
         if split is None:
-            return
+            return 0
         top, missing = split
         if not missing and (entry is node or top.checkpoint is not None):
-            return
-        count = max(1, AHEAD_AT_ONCE // max(1, self.layout.block_bytes))
+            return 0
+        block_bytes, count = self.layout.block_bytes, len(missing)
+        if block_bytes:
+            count = max(1, most_bytes // block_bytes)
+        is_whole = len(missing) <= count
         self.store.tree.pin(top)
-        self._copy(top, missing[:count], entry, MoveRoute.STORE, is_whole=len(missing) <= count)
+        is_stored = self._copy(top, missing[:count], entry, MoveRoute.STORE, is_whole=is_whole)
         self.store.unpin(top)
+        if not is_stored:
+            return most_bytes
+        return len(missing[:count]) * block_bytes + (is_whole and entry is not node) * self.layout.slot_bytes
 
     def _send(self, entry: Entry, unit: int, route: MoveRoute) -> None:
         kind, src, num_bytes = unit_of(self.layout, entry)

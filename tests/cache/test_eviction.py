@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forkpoint.cache.eviction import EntryFacts, LRUPolicy, RecomputeCost
-from forkpoint.cache.eviction_queue import LEAST_COMPACTED, EvictionQueue
+from forkpoint.cache.eviction_queue import LEAST_COMPACTED, LOOKED_AT, EvictionQueue
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.learnt import ConversationTurn, LearntPolicy
 from forkpoint.cache.policies import EVICTION
@@ -151,6 +151,22 @@ def test_the_lowest_evictable_entry_comes_first(ops: list[tuple[str, int, int]])
             assert (found[0] if found else None) == min(candidates, default=None)
             if found:
                 assert clock.key(found[1]) == found[0]
+                assert queue.first(clock.now, 1 + value % 3)[0] is found[1]
+
+
+@given(st.lists(st.floats(0, 9), max_size=30), st.sets(st.integers(0, 29)), st.integers(1, 12))
+def test_the_first_entries_are_those_of_the_lowest_keys(keys: list[float], pinned: set[int], most: int) -> None:
+    """Up to `most`; fewer if pinned entries lie before them."""
+    queue, entries = make_queue(Clock()), [Item(key) for key in keys]
+    for entry in entries:
+        queue.push(entry)
+    for index in pinned.intersection(range(len(entries))):
+        entries[index].evictable = False
+    evictable = sorted(entry.key for entry in entries if entry.evictable)
+    found = [entry.key for entry in queue.first(0.0, most)]
+    assert found == evictable[: len(found)]
+    num_pinned = len(entries) - len(evictable)
+    assert len(found) == min(most, len(evictable)) or len(found) + num_pinned >= LOOKED_AT * most
 
 
 def test_an_empty_queue() -> None:
