@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks import machine
 from benchmarks.peer_run import Measure, PeerRun
@@ -86,10 +87,9 @@ class Engine:
 
     def _set_rates(self, num_drafts: int) -> None:
         from benchmarks.gpu_9b import drafts
-        from forkpoint.runtime import runner
+        from forkpoint.runtime.runner import ModelRunner
 
-        vars(runner)["Windows"] = drafts.SyntheticWindows
-        drafts.SyntheticWindows.rates = tuple(RATES[:num_drafts])
+        patch.object(ModelRunner, "_accept", drafts.accept_by_chance(RATES[:num_drafts])).start()
         drafts.set_drafter(self.llm, drafts.SyntheticDrafter(tuple(RATES[:num_drafts]), VOCAB_SIZE, {}, True))
 
     def run(self, prompts: Sequence[Ids], num_tokens: int | Sequence[int]) -> tuple[float, list[Any]]:

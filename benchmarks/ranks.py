@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.gpu_9b import measures
-from benchmarks.gpu_9b.drafts import RATES, SyntheticDrafter, SyntheticWindows, set_drafter
+from benchmarks.gpu_9b.drafts import RATES, SyntheticDrafter, accept_by_chance, set_drafter
 from benchmarks.gpu_9b.measures import Client, Sizes
 from benchmarks.gpu_9b.options import engine_options
 from benchmarks.gpu_9b.shape import SHAPE_9B, write_config
@@ -33,7 +34,7 @@ from forkpoint.models.config import ModelConfig, PartConfig
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.registry import load_config
 from forkpoint.params import SamplingParams
-from forkpoint.runtime import runner
+from forkpoint.runtime.runner import ModelRunner
 from forkpoint.worker.remote import RemoteRunner
 
 SHARED = "The town by the river keeps a catalogue of all its maps, by year and by shelf. " * 30
@@ -191,7 +192,7 @@ def measure_agents(args: argparse.Namespace, folder: Path) -> None:
     sizes = chosen_sizes(args)
     config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
     os.environ[SYNTHETIC] = "1"
-    use_synthetic_windows()
+    use_synthetic_acceptance()
     with started(args, folder, speculative_config=config) as llm:
         shape = load_config(folder, quantization=args.quantization, mtp=True)
         for batch in sizes.decode_batches:
@@ -214,10 +215,10 @@ def measure_agents(args: argparse.Namespace, folder: Path) -> None:
         print(f"{1 + accepted / max(1, drafts):.2f} tokens of a row in a step with drafts", flush=True)
 
 
-def use_synthetic_windows() -> None:
-    """Install SyntheticWindows in this process. All ranks draw the same numbers."""
+def use_synthetic_acceptance() -> None:
+    """Let this process accept drafts at random. All ranks draw the same numbers."""
     torch.manual_seed(0)
-    vars(runner)["Windows"] = SyntheticWindows
+    patch.object(ModelRunner, "_accept", accept_by_chance(RATES)).start()
 
 
 def _all(values: Sequence[float]) -> str:
@@ -234,4 +235,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     main()
 elif SYNTHETIC in os.environ:  # a rank, which imports the program first
-    use_synthetic_windows()
+    use_synthetic_acceptance()

@@ -1,6 +1,6 @@
 """Measures what drafts gain on the 9B shape, or another, on one GPU: `python -m benchmarks.gpu_9b.drafts`.
 
-Dummy weights cannot be guessed, so the acceptance is set. Each position of a window is accepted with the given
+Dummy weights cannot be guessed, so the acceptance is set. Each draft is accepted with the given
 probability, whatever was sampled there, as in vLLM's `synthetic` rejection. All work is done, and only the text is
 meaningless.
 
@@ -20,11 +20,12 @@ import itertools
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -35,11 +36,12 @@ from benchmarks.gpu_9b.options import engine_options
 from benchmarks.gpu_9b.shape import SHAPE_9B, write_config
 from forkpoint.cache.lease import Lease
 from forkpoint.engine.llm import LLM
-from forkpoint.ops.rows.columns import WindowColumns
+from forkpoint.ops.rows.columns import SpanColumns
 from forkpoint.params import SamplingParams
-from forkpoint.runtime import runner
+from forkpoint.runtime.draft_spans import NO_DRAFT, DraftSpans
 from forkpoint.runtime.records import records_bytes
-from forkpoint.runtime.windows import NO_DRAFT, Accept, Windows
+from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.sampler import Sampled
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import TO_DRAFT, IntArray, StepResult
 from forkpoint.sched.request import Request, RequestUpdate
@@ -51,6 +53,7 @@ NUM_IDS = 32_000  # of which prompts are made; every vocabulary has as many
 SMALL, MOST_TIMES = 32, 4  # rows below which a batch is asked more often, up to so many times
 COMPARED = 8  # rows whose ids are compared
 MIB = 1 << 20
+Accept: TypeAlias = Callable[[ModelRunner, DraftSpans, IntArray, Sampled], tuple[Tensor, SpanColumns]]
 
 
 class SyntheticDrafter(Drafter):
@@ -79,19 +82,19 @@ class SyntheticDrafter(Drafter):
         return self._by_model
 
 
-class SyntheticWindows(Windows):
-    """Accepts drafts at random, whatever was sampled."""
+def accept_by_chance(rates: Sequence[float]) -> Accept:
+    """Return a method in place of `ModelRunner._accept` that accepts drafts at random, whatever was sampled."""
 
-    rates: ClassVar[tuple[float, ...]] = RATES
+    def accept(self: ModelRunner, spans: DraftSpans, rows: IntArray, sampled: Sampled) -> tuple[Tensor, SpanColumns]:
+        chances, ids = np.zeros(int(spans.sizes.max())), sampled.token_ids
+        chances[: len(rates)] = rates[: len(chances)]
+        draws, number = torch.rand(len(spans.sizes)).numpy(), spans.spread(np.zeros_like(spans.sizes))
+        right = (np.repeat(draws, spans.sizes) < chances[number]) & (spans.drafts != NO_DRAFT)
+        there, columns = torch.from_numpy(right).to(ids.device, non_blocking=True), self._span_columns(spans, rows)
+        guessed = columns._replace(drafts=torch.where(there, ids, NO_DRAFT), draft_at=None)
+        return self._ops.accept(ids, sampled.finite, guessed), columns
 
-    def accept(self, operator: Accept, token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
-        chances = np.zeros(int(self.sizes.max()))
-        chances[: len(self.rates)] = self.rates[: len(chances)]
-        draws, number = torch.rand(len(self.sizes)).numpy(), self.spread(np.zeros_like(self.sizes))
-        right = (np.repeat(draws, self.sizes) < chances[number]) & (self.drafts != NO_DRAFT)
-        there = torch.from_numpy(right).to(token_ids.device, non_blocking=True)
-        drafts = torch.where(there, token_ids, NO_DRAFT)
-        return operator(token_ids, finite, columns._replace(drafts=drafts, draft_at=None))
+    return accept
 
 
 def set_drafter(llm: LLM, drafter: Drafter) -> None:
@@ -187,8 +190,8 @@ def measure(model: Path, args: argparse.Namespace) -> None:
     with start(model, args, speculative_config=config) as llm:
         core = llm._engine.core.scheduler
         assert core._drafting is not None
-        runner_: Any = llm._engine.core._runner
-        extra, own = records_bytes(core.layout, 1, 1 + most, runner_._records.interval), core._drafting._drafter
+        runner: Any = llm._engine.core._runner
+        extra, own = records_bytes(core.layout, 1, 1 + most, runner._records.interval), core._drafting._drafter
         print(f"extra memory of a row, {most} drafts: {extra / MIB:.2f} MiB", flush=True)
         seconds = first_token_s(llm, args.repeats)
         print(f"first token of {LONG:,}: {seconds * 1e3:.1f} ms, plain {plain_s * 1e3:.1f}", flush=True)
@@ -202,18 +205,15 @@ def measure(model: Path, args: argparse.Namespace) -> None:
                 flush=True,
             )
 
-        try:
-            vars(runner)["Windows"] = SyntheticWindows
+        with patch.object(ModelRunner, "_accept", accept_by_chance(RATES)):
             for count in range(1, most + 1):
                 set_drafter(llm, SyntheticDrafter(RATES[:count], NUM_IDS, {}, args.method == "mtp"))
                 for batch in args.batches:
                     told(f"{count} drafts", batch)
-            SyntheticWindows.rates = ()
+        with patch.object(ModelRunner, "_accept", accept_by_chance(())):
             set_drafter(llm, own)
             for batch in args.batches:
                 told("none right", batch)
-        finally:
-            vars(runner)["Windows"], SyntheticWindows.rates = Windows, RATES
 
 
 def compare(model: Path, args: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ from forkpoint.ops.parameters import (
     ScanParams,
 )
 from forkpoint.ops.rows import host_rows
-from forkpoint.ops.rows.columns import IdColumns, OptimisticColumns, WindowColumns
+from forkpoint.ops.rows.columns import IdColumns, OptimisticColumns, SpanColumns
 from forkpoint.ops.rows.reference import accept, catch_up, newest
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.sampling.reference import top_ids
@@ -383,7 +383,7 @@ class OpTable:
     # Compare the sampled ids of all positions with the drafts. Returns int64: the sampled ids, -1 where not finite,
     # followed by the number of accepted positions of each row. A position is accepted if every id sampled before it in
     # its row equals the draft there.
-    accept: Callable[[Tensor, Tensor, WindowColumns], Tensor] = accept
+    accept: Callable[[Tensor, Tensor, SpanColumns], Tensor] = accept
     # Sort each row of `logits[N, V]` from the largest to the smallest, equal logits by id. (logits, `token_ids[N]`,
     # count) -> (the first ids `[N, count]`, the rank `[N]`, from 1, of token_ids), all int64.
     top_ids: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = top_ids

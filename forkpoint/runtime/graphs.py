@@ -28,7 +28,7 @@ DENSE_LAUNCH_S, SPARSE_LAUNCH_S, DEVICE_FLOPS = 1e-3, 1.5e-3, 5e14
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _DECODE_TOKENS = (0, 8, 32, 64, 128, 256, 384, 512)  # tokens of decode rows in steps that also prefill
 _DRAFTING = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows in steps with drafts
-_WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of each row in steps with drafts
+_SPANS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of each row in steps with drafts
 _TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens in steps that prefill
 # Also, if launches take longer than their work, with as many tokens of decode rows. They are few, because each graph
 # takes memory. The largest holds a prompt's part of 8,192 tokens next to 512 rows.
@@ -64,12 +64,12 @@ def graph_shapes(
     counts = sorted({count for count in _DECODES if count < max_num_rows} | {max_num_rows})
     shapes = [StepShape(count, 0, 0) for count in counts]
     if max_num_drafts:
-        windows = {size for size in _WINDOWS if size <= max_num_drafts} | {1 + max_num_drafts}
+        spans = {size for size in _SPANS if size <= max_num_drafts} | {1 + max_num_drafts}
         rows = {count for count in _DRAFTING if count < max_num_rows} | {max_num_rows}
         shapes += [
             StepShape(count * size, 0, 0, count)
             for count in sorted(rows)
-            for size in sorted(windows)
+            for size in sorted(spans)
             if count * size <= max_num_tokens
         ]
     totals: dict[int, tuple[int, ...]] = {total: _DECODE_TOKENS for total in _TOTALS if total <= max_num_tokens}

@@ -13,12 +13,13 @@ from torch import Tensor
 from forkpoint.errors import StepFailedError
 from forkpoint.ops.deal import ALL
 from forkpoint.ops.metadata import KeySplits
-from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, WindowColumns
+from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, SpanColumns
 from forkpoint.platforms.packing import Arrays, Tensors
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.dealt_keys import HostLens
 from forkpoint.runtime.draft_graphs import DraftGraphs
+from forkpoint.runtime.draft_spans import NO_DRAFT, DraftSpans
 from forkpoint.runtime.encoded_images import EncodedImages
 from forkpoint.runtime.graphs import Graphs, ShapeTable
 from forkpoint.runtime.loaded import Loaded
@@ -30,7 +31,6 @@ from forkpoint.runtime.sampler import OptimisticRows, Sampled, Sampler
 from forkpoint.runtime.state_operators import StateOperators
 from forkpoint.runtime.step_inputs import StepBuilder, StepShape
 from forkpoint.runtime.submitted import FailedStep, NextReports, RunningStep, Verified
-from forkpoint.runtime.windows import NO_DRAFT, Windows
 from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, StepPlan, StepResult, StepRows, SubmittedStep
 
 # Longest wait of a step without work for a report of a tier or a fetch. It delays requests that arrive meanwhile, and
@@ -130,13 +130,13 @@ class ModelRunner:
         if self._records is not None:
             self._records.prepare()
             if self._has_drafts:
-                self._prepare_windows()
+                self._prepare_spans()
 
-    def _prepare_windows(self) -> None:
-        """Let the device compile the kernels for windows, with a window of the spare row."""
+    def _prepare_spans(self) -> None:
+        """Let the device compile the kernels for drafts, with a span of the spare row."""
         row = np.zeros(1, np.int32)
         sampled = Sampled(self.platform.upload(row.astype(np.int64)), self.platform.upload(row == 0))
-        self._accept(Windows(row + 1, row, row + NO_DRAFT), row + self.batch.table.num_rows, sampled)
+        self._accept(DraftSpans(row + 1, row, row + NO_DRAFT), row + self.batch.table.num_rows, sampled)
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Issue a plan, and do not wait for it.
@@ -195,24 +195,24 @@ class ModelRunner:
         sampling = self.batch.sampling(rows)
         if self._drafts is not None:  # penalties count drafts
             plan = self._drafts.filled(plan, any(row.counts is not None for row in sampling))
-        windows: Windows | None = None
+        spans: DraftSpans | None = None
         if plan.rows.num_drafts.any():
-            windows = Windows.of(plan.rows)
-            sampling = np.repeat(np.asarray(sampling, object), windows.sizes).tolist()
+            spans = DraftSpans.of(plan.rows)
+            sampling = np.repeat(np.asarray(sampling, object), spans.sizes).tolist()
         plain = plan.masks is None and all(row.is_plain_greedy for row in sampling)
         partial_result, outputs, prompts = self._compute(plan, plain)
         sampled: Sampled | None = None
         if outputs is not None:
-            sampled = self._sample(plan, outputs, sampling, plain, windows)
+            sampled = self._sample(plan, outputs, sampling, plain, spans)
         if self._records is not None:
             self._records.issued(plan)
         if sampled is None:
             return RunningStep(partial_result, self.platform.mark(), rows, prompts=prompts, next_reports=next_reports)
         verified: Verified | None = None
-        if windows is None:
+        if spans is None:
             answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
         else:
-            answers, verified = self._finish_windows(plan, windows, sampling, sampled)
+            answers, verified = self._finish_spans(plan, spans, sampling, sampled)
         mark = self.platform.mark()
         return RunningStep(partial_result, mark, rows, answers, verified, sampled.logprobs, prompts, next_reports)
 
@@ -319,12 +319,12 @@ class ModelRunner:
         outputs: StepOutputs,
         sampling: list[RowSampling],
         plain: bool,
-        windows: Windows | None = None,
+        spans: DraftSpans | None = None,
     ) -> Sampled:
-        """Return a sample for each row of the logits: the sampled rows, or all positions of their windows.
+        """Return a sample for each row of the logits: the sampled rows, or all positions of their spans.
 
         `sampling` has an element for each row of the logits. `plain`: all rows take the likeliest id and nothing else.
-        Without windows the ids become the last sampled ones of the rows.
+        Without spans the ids become the last sampled ones of the rows.
         """
         rows, count = plan.rows, len(sampling)
         if outputs.likeliest is not None and plain:
@@ -332,53 +332,56 @@ class ModelRunner:
             return Sampled(token_ids[:count], finite[:count])
         ends = (rows.start + rows.num_tokens - rows.num_drafts)[rows.samples]
         num_outputs = ends - self.batch.num_prompt_tokens[plan.sampled_rows]
-        if windows is not None:
-            num_outputs = windows.spread(num_outputs)
-        logits, optimistic = self._model.head.whole(outputs.own[:count]), self._optimistic(rows, windows)
-        sampled = self._sampler.sample(logits, sampling, num_outputs, plan.masks, windows, optimistic)
-        if windows is None:
+        if spans is not None:
+            num_outputs = spans.spread(num_outputs)
+        logits, optimistic = self._model.head.whole(outputs.own[:count]), self._optimistic(rows, spans)
+        sampled = self._sampler.sample(logits, sampling, num_outputs, plan.masks, spans, optimistic)
+        if spans is None:
             last = self.platform.upload(plan.sampled_rows.astype(np.int64))
             self.batch.last_sampled.index_copy_(0, last, sampled.token_ids)
         return sampled
 
-    def _optimistic(self, rows: StepRows, windows: Windows | None) -> OptimisticRows | None:
+    def _optimistic(self, rows: StepRows, spans: DraftSpans | None) -> OptimisticRows | None:
         """Return how many outputs optimistic rows may lack; None if the step has no such rows."""
         if self._records is None or not rows.optimistic.any():
             return None
         most_rejected = np.where(rows.optimistic, rows.pending - 1, 0)
         columns = np.stack([most_rejected, self._records.rejected_at(rows)])[:, rows.samples]
-        if windows is not None:
-            columns = np.repeat(columns, windows.sizes, axis=1)
+        if spans is not None:
+            columns = np.repeat(columns, spans.sizes, axis=1)
         most_rejected, places = columns
         return OptimisticRows(most_rejected, self._records.num_rejected[self.platform.upload(places.astype(np.int64))])
 
-    def _finish_windows(
-        self, plan: StepPlan, windows: Windows, sampling: list[RowSampling], sampled: Sampled
+    def _finish_spans(
+        self, plan: StepPlan, spans: DraftSpans, sampling: list[RowSampling], sampled: Sampled
     ) -> tuple[Tensor, Verified]:
         """Accept or reject drafts on the device, so that the next step need not wait for the host.
 
         Returns what is copied to the host: the ids of all positions, and the counts in `Verified`.
         """
-        found, there = self._accept(windows, plan.sampled_rows, sampled)
-        count = len(windows.drafts)
-        counted = partial(windows.mask, found[count:], there.starts, there.sizes)
+        found, there = self._accept(spans, plan.sampled_rows, sampled)
+        count = len(spans.drafts)
+        counted = partial(spans.mask, found[count:], there.starts, there.sizes)
         self._sampler.count(sampling, sampled.token_ids, counted)
         on_host = self.platform.to_host(found)
-        return on_host[:count], Verified(windows, on_host[count:])
+        return on_host[:count], Verified(spans, on_host[count:])
 
-    def _accept(self, windows: Windows, rows: IntArray, sampled: Sampled) -> tuple[Tensor, WindowColumns]:
-        """Call the operator `accept` for the windows of these rows. Returns its result, and its columns."""
+    def _accept(self, spans: DraftSpans, rows: IntArray, sampled: Sampled) -> tuple[Tensor, SpanColumns]:
+        """Call the operator `accept` for the spans of these rows. Returns its result, and its columns."""
+        there = self._span_columns(spans, rows)
+        return self._ops.accept(sampled.token_ids, sampled.finite, there), there
+
+    def _span_columns(self, spans: DraftSpans, rows: IntArray) -> SpanColumns:
         assert self._records is not None
-        columns, drafted = [windows.drafts, rows, windows.starts, windows.sizes], None
+        columns, drafted = [spans.drafts, rows, spans.starts, spans.sizes], None
         if self._drafts is not None:  # where drafts are that only the device has
             drafted = self._drafts.drafted
-            at = np.repeat(rows, windows.sizes) * self._drafts.most + windows.spread(np.zeros_like(rows))
-            columns.append(np.where(windows.drafts == TO_DRAFT, at, -1))
+            at = np.repeat(rows, spans.sizes) * self._drafts.most + spans.spread(np.zeros_like(rows))
+            columns.append(np.where(spans.drafts == TO_DRAFT, at, -1))
         packed = self.platform.upload(np.concatenate(columns).astype(np.int64))
         drafts, row, starts, sizes, *places = torch.split(packed, [len(column) for column in columns])
         kept = (self.batch.last_sampled, self._records.num_rejected, drafted, places[0] if places else None)
-        there = WindowColumns(drafts, row, starts, sizes, *kept, int(windows.sizes.max()))
-        return windows.accept(self._ops.accept, sampled.token_ids, sampled.finite, there), there
+        return SpanColumns(drafts, row, starts, sizes, *kept, int(spans.sizes.max()))
 
     def _prompts_to_score(self, plan: StepPlan, first: int) -> list[tuple[AddedRow, int, int, int]]:
         """Return the rows with prompt tokens whose log-probabilities are wanted.

@@ -15,9 +15,9 @@ from forkpoint.ops.metadata import running_total
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
+from forkpoint.runtime.draft_spans import DraftSpans
 from forkpoint.runtime.logprobs import Scores, score
 from forkpoint.runtime.row_sampling import RowSampling
-from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import IntArray, TokenMasks
 
 
@@ -82,31 +82,31 @@ class Sampler:
         rows: Sequence[RowSampling],
         positions: IntArray,
         masks: TokenMasks | None = None,
-        windows: Windows | None = None,
+        spans: DraftSpans | None = None,
         optimistic: OptimisticRows | None = None,
     ) -> Sampled:
         """Sample an id for each row of `logits[N, V]`, of any float type.
 
         `positions[i]` is how many outputs row `i` has already. Optimistic rows may have fewer, and are past
-        `min_tokens`. `masks` name rows by their index. With `windows` each row of the logits is one position, and
-        `rows` and `positions` have one element for each. Without windows the sampled ids are counted for penalties.
+        `min_tokens`. `masks` name rows by their index. With `spans` each row of the logits is one position, and
+        `rows` and `positions` have one element for each. Without spans the sampled ids are counted for penalties.
         With them the caller calls `count` for the accepted ones.
         """
-        adjusted = self._adjust(logits, rows, positions, masks, windows)
+        adjusted = self._adjust(logits, rows, positions, masks, spans)
         if any(row.temperature > 0 for row in rows):
             token_ids, finite = self._ops.sample_rows(adjusted, self._columns(rows, positions, optimistic))
         else:
             token_ids, finite = self._ops.greedy(adjusted)
         if adjusted is not logits:  # a mask may hide logits that are not finite
             finite = finite & self._ops.greedy(logits)[1]
-        if windows is None:
+        if spans is None:
             self.count(rows, token_ids)
         return Sampled(token_ids, finite, self._score(logits, rows, token_ids))
 
     def count(self, rows: Sequence[RowSampling], token_ids: Tensor, kept: Callable[[], Tensor] | None = None) -> None:
         """Count sampled ids `[N]` for the penalties of rows that have some, on the device.
 
-        With windows, `kept` returns which positions count `[N]`.
+        With spans, `kept` returns which positions count `[N]`.
         """
         counted = [(i, row.line, row.counts) for i, row in enumerate(rows) if row.counts is not None]
         if counted:
@@ -120,7 +120,7 @@ class Sampler:
         rows: Sequence[RowSampling],
         positions: IntArray,
         masks: TokenMasks | None,
-        windows: Windows | None,
+        spans: DraftSpans | None,
     ) -> Tensor:
         """Return the logits after bias, min_tokens, penalties and masks.
 
@@ -147,8 +147,8 @@ class Sampler:
             assert counts is not None
             lines = [rows[i].line for i in penalised]
             table = counts.table
-            if windows is not None:  # a position also counts the drafts before it
-                table = counts.with_drafts(lines, *upload(windows.drafts_before(penalised)))
+            if spans is not None:  # a position also counts the drafts before it
+                table = counts.with_drafts(lines, *upload(spans.drafts_before(penalised)))
                 lines = list(range(len(lines)))
             self._ops.apply_penalties(adjusted, table, self._penalties(rows, penalised, lines))
         if masks is not None:

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from forkpoint.ops.rows.columns import NOT_FINITE
 from forkpoint.platforms.platform import Mark
+from forkpoint.runtime.draft_spans import DraftSpans
 from forkpoint.runtime.logprobs import Scores
-from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import FetchReport, IntArray, StepResult, TierReport, TokenLogprobs
 
 NextReports: TypeAlias = Callable[[], tuple[TierReport | None, FetchReport | None]]
 
 
 class Verified(NamedTuple):
-    """A step's drafts: the windows, and how many positions of each row count."""
+    """A step's drafts: the spans, and how many positions of each row count."""
 
-    windows: Windows
+    spans: DraftSpans
     counts: Tensor
 
 
@@ -59,7 +59,7 @@ class RunningStep:
         token_ids, rows, counts, kept = self.answers.numpy().astype(np.int32), self.rows, None, None
         if self.verified is not None:
             counts = self.verified.counts.numpy().astype(np.int32)
-            kept = self.verified.windows.kept(counts)
+            kept = self.verified.spans.kept(counts)
             token_ids, rows = token_ids[kept], np.repeat(rows, counts)
         logprobs = dict[int, tuple[TokenLogprobs, ...]]()
         if self.logprobs is not None:

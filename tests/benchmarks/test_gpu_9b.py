@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu_9b import drafts, lines, measures
 from benchmarks.gpu_9b.__main__ import main
 from benchmarks.gpu_9b.copies import CopySizes, Load, loads
-from benchmarks.gpu_9b.drafts import SyntheticWindows
+from benchmarks.gpu_9b.drafts import accept_by_chance
 from benchmarks.gpu_9b.first_token import ChildFailedError, measure_first_token
 from benchmarks.gpu_9b.floor import Floor, decode_work, prefill_work
 from benchmarks.gpu_9b.measures import Client, ProtocolError, Sizes
@@ -38,9 +38,10 @@ from forkpoint.config import BLOCK_SIZE
 from forkpoint.engine.llm import LLM
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.registry import load_config, load_model
-from forkpoint.ops.rows.columns import WindowColumns
+from forkpoint.ops.rows.columns import SpanColumns
 from forkpoint.ops.select import torch_table
-from forkpoint.runtime.windows import NO_DRAFT
+from forkpoint.runtime.draft_spans import NO_DRAFT, DraftSpans
+from forkpoint.runtime.sampler import Sampled
 
 SHAPE = HybridShape(
     vocab_size=512,
@@ -265,16 +266,16 @@ def test_ids_with_drafts_that_are_others_end_the_benchmark(same: bool, monkeypat
         drafts.compare(Path(), drafts.build_parser().parse_args([]))
 
 
-def test_drafts_count_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_count_by_chance() -> None:
     """Whatever was sampled, up to a row's last position."""
     sizes = np.asarray([4, 1, 2, 4], np.int32)
     starts, found = np.cumsum(sizes, dtype=np.int32) - sizes, torch.arange(11)
     drafts = np.full(11, 99, np.int32)
     drafts[np.cumsum(sizes) - 1] = NO_DRAFT
     where = (torch.from_numpy(x).long() for x in (drafts, np.arange(4), starts, sizes, np.zeros(5), np.zeros(5)))
-    columns = WindowColumns(*where)
+    columns = SpanColumns(*where)
+    runner: Any = SimpleNamespace(_ops=torch_table(), _span_columns=lambda *_: columns)
     for rates, counts in (((1.0, 1.0, 0.0), [3, 1, 2, 3]), ((), [1, 1, 1, 1]), ((1.0,) * 5, [4, 1, 2, 4])):
-        monkeypatch.setattr(SyntheticWindows, "rates", rates)
-        windows = SyntheticWindows(sizes, starts, drafts)
-        told = windows.accept(torch_table().accept, found, torch.ones(11) > 0, columns)
+        spans, sampled = DraftSpans(sizes, starts, drafts), Sampled(found, torch.ones(11) > 0)
+        told, _ = accept_by_chance(rates)(runner, spans, np.arange(4, dtype=np.int32), sampled)
         assert told[:11].tolist() == found.tolist() and told[11:].tolist() == counts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.rows import host_rows, host_rows_kernel, kernel, reference
-from forkpoint.ops.rows.columns import IdColumns, OptimisticColumns, WindowColumns
+from forkpoint.ops.rows.columns import IdColumns, OptimisticColumns, SpanColumns
 from tests.ops.triton_cases import DEVICE
 
 ROWS, MOST, ENTRIES = 6, 3, 8
@@ -103,7 +103,7 @@ def test_newest_hidden_states(width: int) -> None:
     assert torch.equal(kernel.newest(*(each.to(DEVICE) for each in given)).cpu(), want)
 
 
-def windows(rng: np.random.Generator, drafts: bool) -> tuple[Any, ...]:
+def spans(rng: np.random.Generator, drafts: bool) -> tuple[Any, ...]:
     """Rows of 1 to 1 + MOST positions, with drafts that are right up to any of them, by host and by device, and ids
     that are none."""
     rows = rng.permutation(ROWS)[:5]
@@ -121,14 +121,14 @@ def windows(rng: np.random.Generator, drafts: bool) -> tuple[Any, ...]:
     columns = (longs(guesses), longs(rows), longs(ends - sizes), longs(sizes), longs(rng.integers(0, 99, ROWS + 1)))
     by_device = (longs(drafted), longs(at)) if drafts else (None, None)
     finite = torch.from_numpy(rng.random(len(found)) < 0.9)
-    return longs(found), finite, WindowColumns(*columns, longs([5] * ROWS + [0]), *by_device, int(sizes.max()))
+    return longs(found), finite, SpanColumns(*columns, longs([5] * ROWS + [0]), *by_device, int(sizes.max()))
 
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_accepting(drafts: bool) -> None:
     rng, counts = np.random.default_rng(1), set()
     for _ in range(5):
-        given = windows(rng, drafts)
+        given = spans(rng, drafts)
         there = copied(given)
         found, want = kernel.accept(*there), reference.accept(*given)
         assert found.tolist() == want.tolist()

@@ -19,7 +19,8 @@ class IdColumns(NamedTuple):
     """The first `N` token ids of a step, of which some are known only on the device.
 
     The id is a draft from the device where `draft_at` names one; otherwise the row's last sampled id where `ids` is
-    negative; otherwise `ids`."""
+    negative; otherwise `ids`.
+    """
 
     ids: Tensor  # [>= N] int64, corrected in place
     rows: Tensor  # [N] int64, indexes last_sampled
@@ -48,9 +49,11 @@ class OptimisticColumns(NamedTuple):
     held: Tensor | None = None  # [B]
 
 
-class WindowColumns(NamedTuple):
-    """The positions that a step with drafts samples, row after row (`runtime.windows`), and the columns to update with
-    the number of accepted ones."""
+class SpanColumns(NamedTuple):
+    """The sampled positions of a step with drafts, row after row (`runtime.draft_spans`).
+
+    The operator `accept` writes each row's last id to `last_sampled`, and its rejected drafts to `num_rejected`.
+    """
 
     drafts: Tensor  # [P] int64: the draft that follows each position; a row's last position has none
     rows: Tensor  # [R] int64, indexes last_sampled and num_rejected

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forkpoint.json_options import MAX_DRAFTS
 from forkpoint.ops.rounding import ceil_div, next_power_of_2
-from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, OptimisticColumns, WindowColumns
+from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, OptimisticColumns, SpanColumns
 
 TILE = tl.constexpr(128)  # tokens per program
 WIDTH = tl.constexpr(1024)  # values per program of `newest`
@@ -112,7 +112,7 @@ def _accept_kernel(
     tl.store(num_rejected + line, size - 1 - last)
 
 
-def accept(token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
+def accept(token_ids: Tensor, finite: Tensor, columns: SpanColumns) -> Tensor:
     num_positions, num_rows = len(columns.drafts), len(columns.rows)
     results = torch.empty(num_positions + num_rows, dtype=torch.int64, device=token_ids.device)
     operands = (token_ids, finite, *columns[:-1], results, num_positions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, OptimisticColumns, WindowColumns
+from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, OptimisticColumns, SpanColumns
 
 
 def catch_up(ids: IdColumns, columns: OptimisticColumns | None = None) -> None:
@@ -32,7 +32,7 @@ def newest(windows: Tensor, records: Tensor, slots: Tensor, lines: Tensor, pendi
     return torch.where((pending > 0).unsqueeze(1), of_line, windows[slots])
 
 
-def accept(token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
+def accept(token_ids: Tensor, finite: Tensor, columns: SpanColumns) -> Tensor:
     _, rows, starts, sizes, last_sampled, num_rejected, drafted, draft_at, most = columns
     answers = torch.where(finite, token_ids, NOT_FINITE)
     right = answers == _drafted(columns.drafts, drafted, draft_at)

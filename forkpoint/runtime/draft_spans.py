@@ -1,10 +1,8 @@
-"""Windows: the positions that a step with drafts samples, and which of them are accepted."""
+"""The positions that a step with drafts samples, and which of them are accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +10,15 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import ranges
-from forkpoint.ops.rows.columns import WindowColumns
 from forkpoint.runtime.step_inputs import sampled_tokens
 from forkpoint.sched.plan import IntArray, StepRows
-
-Accept: TypeAlias = Callable[[Tensor, Tensor, WindowColumns], Tensor]
 
 NO_DRAFT = -3  # after a row's last draft; differs from every id and from NOT_FINITE
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
-    """The positions of the sampled rows, row after row: a window is one position, and one more for each draft.
+class DraftSpans:
+    """The positions of the sampled rows, row after row. A row's span is one position, and one more for each draft.
 
     `drafts[p]` is the draft after position `p`. A position counts if all drafts before it in its row were accepted.
     """
@@ -33,8 +28,8 @@ class Windows:
     drafts: IntArray  # [P] TO_DRAFT if only the device has the id
 
     @classmethod
-    def of(cls, rows: StepRows) -> Windows:
-        """Return the windows of a plan's sampled rows."""
+    def of(cls, rows: StepRows) -> DraftSpans:
+        """Return the spans of a plan's sampled rows."""
         sizes = 1 + rows.num_drafts[rows.samples]
         ends = np.cumsum(sizes, dtype=np.int32)
         drafts = rows.tokens.take(sampled_tokens(rows) + 1, mode="clip")
@@ -42,21 +37,13 @@ class Windows:
         return cls(sizes, ends - sizes, drafts)
 
     def spread(self, values: IntArray) -> npt.NDArray[np.int64]:
-        """Return `[P]`: for each position its row's value, of `values[R]`, plus its number in the window."""
+        """Return `[P]`: for each position its row's value, of `values[R]`, plus its number in the span."""
         return ranges(values, self.sizes)
-
-    def accept(self, operator: Accept, token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
-        """Compare the sampled ids `token_ids[P]` with the drafts by the operator `accept`, without waiting for it.
-
-        Returns `[P + R]` int64: the ids, NOT_FINITE where `finite[P]` is false, then each row's number of positions
-        that count. Writes each row's last id to `columns.last_sampled`, its rejected drafts to `columns.num_rejected`.
-        """
-        return operator(token_ids, finite, columns)
 
     def mask(self, counts: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
         """Return whether each position counts, bool `[P]`, from the `counts[R]` of each row; all on the device.
 
-        `starts` and `sizes` are the windows' own.
+        `starts` and `sizes` are the spans' own.
         """
         ends = (starts + counts).repeat_interleave(sizes, output_size=len(self.drafts))
         return torch.arange(len(self.drafts), device=ends.device) < ends
