@@ -29,7 +29,7 @@ from forkpoint.sched.scheduler import Scheduler
 AMPLE_SLOTS = 256
 
 
-MAX_GRAPH_TOKENS = 256  # few graphs, since a rig is made for each row of a table
+MAX_PREFILL_GRAPH_TOKENS = 256  # few graphs, since a rig is made for each row of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ class Rig:
         self.layout = layout = loaded.layout
         num_pages = options.num_pages or layout.num_pages_for(options.ample_tokens, AMPLE_SLOTS) + 1
         config = SchedulerConfig(max_num_batched_tokens=options.budget, max_num_seqs=options.max_num_seqs)
-        shapes = graph_shapes(options.max_num_seqs, MAX_GRAPH_TOKENS) if loaded.platform.has_graphs else ()
+        every = graph_shapes(options.max_num_seqs) if loaded.platform.has_graphs else ()
+        shapes = tuple(each for each in every if not each.num_segments or each.num_tokens <= MAX_PREFILL_GRAPH_TOKENS)
         ready = Loaded(loaded.model, loaded.ops, layout, config, loaded.platform, shapes, loaded.max_num_drafts)
         runner = ModelRunner(ready, num_pages)
         while runner.record_next():

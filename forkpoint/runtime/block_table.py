@@ -12,7 +12,6 @@ from torch import Tensor
 
 from forkpoint.errors import BlockTableError
 from forkpoint.ops.deal import ALL, Deal
-from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.platform import Platform
 from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind, MoveRoute
 
@@ -32,7 +31,7 @@ class BlockTable:
         num_rows: int,
         max_blocks_per_row: int,
         block_size: int,
-        platform: Platform | None = None,
+        platform: Platform,
         kernel_block_size: int = 0,
         deal: Deal = ALL,
     ) -> None:
@@ -48,7 +47,7 @@ class BlockTable:
         # `[num_rows, max_entries_per_row]` kernel block ids; entries past a row's blocks are 0.
         self.host: IntArray = np.zeros((num_rows, self.max_entries_per_row), np.int32)
         self._num_entries = np.zeros(num_rows, np.int32)
-        self._platform = platform or CpuPlatform()
+        self._platform = platform
         self.device = self._platform.upload(self.host)  # the same int32, as of `commit`
         self._changed: list[LongArray] = []  # flat indices of entries that the device does not have yet
 

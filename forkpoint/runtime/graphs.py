@@ -53,12 +53,10 @@ def longest_worth_recording(
     return min(longest, num_full_step_tokens * 5 // 4)
 
 
-def graph_shapes(
-    max_num_rows: int, max_num_tokens: int = MAX_GRAPH_TOKENS, max_num_drafts: int = 0, max_prefill_tokens: int = 0
-) -> tuple[StepShape, ...]:
+def graph_shapes(max_num_rows: int, *, max_num_drafts: int = 0, max_prefill_tokens: int = 0) -> tuple[StepShape, ...]:
     """Return all shapes to record, largest first, so that smaller graphs reuse the memory of larger ones.
 
-    Steps with drafts, of a row at most `max_num_drafts`, have `max_num_tokens` tokens at most. Steps that prefill have
+    Steps with drafts, of a row at most `max_num_drafts`, have MAX_GRAPH_TOKENS tokens at most. Steps that prefill have
     as many, or `max_prefill_tokens` if that is more. With drafts, shapes that prefill verify them too.
     """
     counts = sorted({count for count in _DECODES if count < max_num_rows} | {max_num_rows})
@@ -70,9 +68,9 @@ def graph_shapes(
             StepShape(count * size, 0, 0, count)
             for count in sorted(rows)
             for size in sorted(spans)
-            if count * size <= max_num_tokens
+            if count * size <= MAX_GRAPH_TOKENS
         ]
-    totals: dict[int, tuple[int, ...]] = {total: _DECODE_TOKENS for total in _TOTALS if total <= max_num_tokens}
+    totals: dict[int, tuple[int, ...]] = dict.fromkeys(_TOTALS, _DECODE_TOKENS)
     for long_totals, choices in _LONG_TOTALS.items():
         totals |= {total: choices for total in long_totals if total <= max_prefill_tokens}
     for total, choices in totals.items():

@@ -19,7 +19,7 @@ def answers(bank: ModelBank, options: Options) -> tuple[list[list[int]], int]:
     """Return the ids of prompts that are asked twice, and the number of recorded steps."""
     platform, shapes = None, ()
     if options.num_ranks > 1:
-        platform, every = RecordingPlatform(), graph_shapes(options.max_num_seqs, 64, options.max_num_drafts)
+        platform, every = RecordingPlatform(), graph_shapes(options.max_num_seqs, max_num_drafts=options.max_num_drafts)
         shapes = tuple(shape for shape in every if not shape.num_segments)
     drafter = RandomDrafter(3, options.max_num_drafts, bank.vocab_size, options.mtp)
     run = start(bank, options, drafter, platform, shapes)

@@ -58,7 +58,9 @@ class Case:
         lens = [sum(row) for row in self.rows]
         widths = [-(-length // BLOCK_SIZE) for length in lens]
         size = BLOCK_SIZE // ranks.size
-        table = BlockTable(len(lens), max(widths), size, kernel_block_size=self.kernel_block, deal=keys.deal)
+        table = BlockTable(
+            len(lens), max(widths), size, CpuPlatform(), kernel_block_size=self.kernel_block, deal=keys.deal
+        )
         ids = np.random.default_rng(0).permutation(sum(widths)).astype(np.int32) + np.int32(2)
         for row, width in enumerate(widths):
             table.add(row, ids[sum(widths[:row]) :][:width])

@@ -16,6 +16,8 @@ from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind
 
+CPU = CpuPlatform()
+
 
 def ints(*values: int) -> IntArray:
     return np.asarray(values, np.int32)
@@ -36,7 +38,7 @@ def slots_of(table: BlockTable, positions: range | list[int], row: int = 0) -> l
 
 class TestRows:
     def test_append_takes_parts_of_any_length(self) -> None:
-        table = BlockTable(4, 4, 4)
+        table = BlockTable(4, 4, 4, CPU)
         append(table, r1=[5])
         append(table, r2=[7, 8], r0=[], r1=[1, 2, 3])
         append(table)
@@ -44,7 +46,7 @@ class TestRows:
         assert table.host.tolist() == [[0] * 4, [5, 1, 2, 3], [7, 8, 0, 0], [0] * 4]
 
     def test_capacity_is_checked_and_nothing_is_half_done(self) -> None:
-        table = BlockTable(2, 3, 8)
+        table = BlockTable(2, 3, 8, CPU)
         append(table, r0=[1, 2])
         with pytest.raises(BlockTableError, match="row 0 has 2 blocks and was given 2 more; a row holds 3"):
             append(table, r1=[8], r0=[3, 4])
@@ -55,10 +57,10 @@ class TestRows:
     @pytest.mark.parametrize("row", [-1, 2])
     def test_rows_are_checked(self, row: int) -> None:
         with pytest.raises(BlockTableError, match=str(row)):
-            BlockTable(2, 3, 8).append(ints(row), ints(0, 1), ints(1))
+            BlockTable(2, 3, 8, CPU).append(ints(row), ints(0, 1), ints(1))
 
     def test_no_stale_ids_after_add_and_clear(self) -> None:
-        table = BlockTable(3, 4, 4)
+        table = BlockTable(3, 4, 4, CPU)
         append(table, r0=[1, 2, 3, 4])
         table.add(0, ints(9))
         assert table.host[0].tolist() == [9, 0, 0, 0] and table.num_blocks(0) == 1
@@ -66,7 +68,7 @@ class TestRows:
         assert not table.host.any() and table.num_blocks(0) == 0
 
     def test_remap_follows_moves_in_order_and_leaves_unused_entries(self) -> None:
-        table = BlockTable(3, 4, 8)
+        table = BlockTable(3, 4, 8, CPU)
         append(table, r0=[1, 2, 3], r1=[2, 5])
         block = MoveKind.BLOCK
         table.remap([Move(block, 2, 9), Move(MoveKind.SLOT, 3, 30), Move(block, 5, 2), Move(block, 0, 40)])
@@ -74,7 +76,7 @@ class TestRows:
 
     def test_remap_tells_a_block_from_a_new_one_in_its_place(self) -> None:
         """Compaction empties one page twice in a plan: blocks of rows first, then new ones that no row names yet."""
-        table = BlockTable(2, 4, 8)
+        table = BlockTable(2, 4, 8, CPU)
         append(table, r0=[49, 50, 3], r1=[37])
         table.clear_row(1)
         block = MoveKind.BLOCK
@@ -94,7 +96,7 @@ class TestRows:
             def upload(self, array: np.ndarray) -> Tensor:
                 return torch.from_numpy(array.copy())
 
-        table, near = BlockTable(4, 5, 4, platform=Apart()), BlockTable(4, 5, 4)
+        table, near = BlockTable(4, 5, 4, Apart()), BlockTable(4, 5, 4, CPU)
         device = table.device
         for each in (table, near):
             append(each, r0=[1], r3=[4, 5], r1=[8, 8, 8])
@@ -113,25 +115,25 @@ class TestRows:
 
 class TestSlots:
     def test_two_rows(self) -> None:
-        table = BlockTable(2, 4, 128)
+        table = BlockTable(2, 4, 128, CPU)
         append(table, r0=[0, 1, 2, 3], r1=[4, 5, 6, 7])
         assert table.kv_slots(ints(0, 0, 1, 1), np.array([0, 1, 0, 1])).tolist() == [0, 1, 512, 513]
 
     def test_every_call_computes_anew(self) -> None:
-        table = BlockTable(2, 4, 384)
+        table = BlockTable(2, 4, 384, CPU)
         append(table, r0=[1])
         first = slots_of(table, [0, 300])
         table.add(0, ints(2))
         assert slots_of(table, [0, 300]) == [slot + 384 for slot in first]
 
     def test_positions_past_the_blocks_are_named(self) -> None:
-        table = BlockTable(2, 4, 4)
+        table = BlockTable(2, 4, 4, CPU)
         append(table, r1=[3])
         with pytest.raises(BlockTableError, match="token 4 of row 1"):
             table.kv_slots(ints(1, 1), np.array([3, 4]))
 
     def test_large_ids_and_scattered_positions_are_exact(self) -> None:
-        table = BlockTable(1, 64, 16)
+        table = BlockTable(1, 64, 16, CPU)
         append(table, r0=[2**24 + 1 + i for i in range(64)])
         assert slots_of(table, [0, 320]) == [(2**24 + 1) * 16, (2**24 + 21) * 16]
         table.add(0, ints(2**31 - 1))
@@ -139,7 +141,7 @@ class TestSlots:
 
     @pytest.mark.parametrize("length", [1024, 2048, 4096, 8192])
     def test_whole_rows(self, length: int) -> None:
-        table = BlockTable(1, 128, 128)
+        table = BlockTable(1, 128, 128, CPU)
         ids = np.random.default_rng(length).permutation(128).astype(np.int32)
         table.add(0, ids)
         expected = [int(ids[p // 128]) * 128 + p % 128 for p in range(length)]
@@ -148,7 +150,7 @@ class TestSlots:
 
 class TestKernelBlocks:
     def test_slots_do_not_depend_on_the_split(self) -> None:
-        table, whole = BlockTable(1, 4, 2048, kernel_block_size=128), BlockTable(1, 4, 2048)
+        table, whole = BlockTable(1, 4, 2048, CPU, kernel_block_size=128), BlockTable(1, 4, 2048, CPU)
         for each in (table, whole):
             append(each, r0=[3, 0])
             assert each.num_blocks(0) == 2
@@ -156,7 +158,7 @@ class TestKernelBlocks:
         assert slots_of(table, [2047, 2048]) == [8191, 0] == slots_of(whole, [2047, 2048])
 
     def test_rows_fill_up_in_whole_blocks(self) -> None:
-        table = BlockTable(2, 3, 8, kernel_block_size=4)
+        table = BlockTable(2, 3, 8, CPU, kernel_block_size=4)
         append(table, r1=[5], r0=[1, 2])
         with pytest.raises(BlockTableError, match="row 0 has 2 blocks and was given 2 more; a row holds 3"):
             append(table, r1=[6], r0=[3, 4])
@@ -198,7 +200,7 @@ class TestDeal:
         want = dealt_one_by_one(Deal(0, ranks, interleave), block, ids, count)
         for rank in range(ranks):
             deal = Deal(rank, ranks, interleave)
-            table = BlockTable(2, num_ids, block, kernel_block_size=size, deal=deal)
+            table = BlockTable(2, num_ids, block, CPU, kernel_block_size=size, deal=deal)
             table.add(1, ints(*ids[:num_ids]))
             assert slots_of(table, range(count), 1) == want[rank]
             kept = np.cumsum([slot != NO_SLOT for slot in want[rank]])
@@ -216,7 +218,7 @@ class TestDeal:
 
     def test_a_kernel_block_that_the_interleave_does_not_divide(self) -> None:
         """There tokens of kernel blocks had two places, and a rank none of the second run."""
-        tables = [BlockTable(1, 2, 8, kernel_block_size=4, deal=Deal(rank, 2, 8)) for rank in range(2)]
+        tables = [BlockTable(1, 2, 8, CPU, kernel_block_size=4, deal=Deal(rank, 2, 8)) for rank in range(2)]
         for table in tables:
             append(table, r0=[5, 9])
             assert table.host[0].tolist() == [10, 11, 18, 19]
@@ -224,7 +226,7 @@ class TestDeal:
         assert slots_of(tables[1], range(16)) == [*[NO_SLOT] * 8, *range(40, 48)]
 
     def test_runs_shorter_than_a_kernel_block(self) -> None:
-        first = BlockTable(1, 2, 8, kernel_block_size=4, deal=Deal(0, 2, 2))
+        first = BlockTable(1, 2, 8, CPU, kernel_block_size=4, deal=Deal(0, 2, 2))
         append(first, r0=[5, 9])
         row = [40, 41, -1, -1, 42, 43, -1, -1, 44, 45, -1, -1, 46, 47, -1, -1, 72, 73]
         assert slots_of(first, range(18)) == row
@@ -233,4 +235,4 @@ class TestDeal:
 
     def test_an_interleave_that_does_not_divide_a_block_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="interleave of 3 tokens does not divide a block of 8"):
-            BlockTable(1, 2, 8, deal=Deal(0, 2, 3))
+            BlockTable(1, 2, 8, CPU, deal=Deal(0, 2, 3))

@@ -56,13 +56,13 @@ class RecordingPlatform(CpuPlatform):
 counts = st.integers(0, 40)
 
 
-@given(st.integers(1, 300), st.sampled_from([64, 256, 1024, 4096]), counts, st.integers(0, 4200), counts)
+@given(st.integers(1, 300), st.sampled_from([1024, 4096]), counts, st.integers(0, 4200), counts)
 def test_the_smallest_shape_that_fits_is_found(
     num_rows: int, max_tokens: int, decodes: int, tokens: int, segments: int
 ) -> None:
     if bool(tokens) != bool(segments) or segments > tokens or not decodes + segments or decodes + segments > num_rows:
         return
-    shapes = graph_shapes(num_rows, min(max_tokens, 1024), max_prefill_tokens=max_tokens)
+    shapes = graph_shapes(num_rows, max_prefill_tokens=max_tokens)
     assert all(shape.num_segments <= num_rows for shape in shapes), "a segment is a row's"
     exact = StepShape(decodes, tokens, segments)
     found = ShapeTable(shapes).find(exact)
@@ -169,7 +169,7 @@ def test_padding_changes_nothing_but_adds_rows_that_do_nothing(
 ) -> None:
     if not num_decodes + len(extents):
         return
-    table = BlockTable(8, 6, 64)
+    table = BlockTable(8, 6, 64, CpuPlatform())
     for row in range(8):
         table.add(row, np.arange(6 * row, 6 * row + 6, dtype=np.int32))
     samples = data.draw(st.lists(st.booleans(), min_size=num_decodes, max_size=num_decodes))
