@@ -19,7 +19,7 @@ class PrefixHit:
     `path` are the nodes of the `num_tokens` reusable tokens. `checkpoint` is the state to start from; None if nothing
     is reused, or the layout has no states. Keys and values alone reach `kv_num_tokens`. `miss` says why the hit is
     shorter than possible; None if it is not. `junctions` are positions without a state at which this history parts from
-    others. The first `once_num_tokens` tokens are cached, or were once.
+    others. The first `num_ever_cached` tokens are cached, or were once.
     """
 
     num_tokens: int
@@ -28,7 +28,7 @@ class PrefixHit:
     kv_num_tokens: int
     miss: MissReason | None
     junctions: frozenset[int] = frozenset()
-    once_num_tokens: int = 0
+    num_ever_cached: int = 0
 
 
 NOTHING = PrefixHit(0, (), None, 0, MissReason.BYPASSED)
@@ -60,7 +60,7 @@ def find_prefix(chain: HashChain, length: int, store: PrefixStore) -> PrefixHit:
         kv_num_tokens=kv_num_tokens,
         miss=_explain(lost, num_tokens, usable, ghost_blocks > len(path), ghosts),
         junctions=frozenset(end for end in ends if num_tokens < end < usable) if layout.has_states else frozenset(),
-        once_num_tokens=ghost_blocks * BLOCK_SIZE,
+        num_ever_cached=ghost_blocks * BLOCK_SIZE,
     )
 
 

@@ -343,7 +343,7 @@ class CacheManager:
         """
         self.store.counters.count_query(num_tokens, hit.num_tokens, min(num_restored, hit.num_tokens), source)
         if hit.miss is not None:
-            self.store.counters.lost_tokens[hit.miss] += hit.once_num_tokens - hit.num_tokens
+            self.store.counters.lost_tokens[hit.miss] += hit.num_ever_cached - hit.num_tokens
         gone = lease.chain.hashes[hit.num_tokens // BLOCK_SIZE : self.layout.usable_prefix(num_tokens) // BLOCK_SIZE]
         lease.note, ended = checked_missed(self.store.policy, gone, lease.note, self.arena.turnover)
         if ended is None:

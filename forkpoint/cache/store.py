@@ -96,19 +96,19 @@ class PrefixStore:
         found = self._queue.lowest(self.arena.turnover)
         if found is None or (below is not None and found[0] >= below):
             return False
-        checkpoint = found[1]
+        entry = found[1]
         if self.keep is not None:
-            self.keep(checkpoint)
-        if isinstance(checkpoint, Node):
-            self._give_blocks(self._evict_leaves(checkpoint, 1))
+            self.keep(entry)
+        if isinstance(entry, Node):
+            self._give_blocks(self._evict_leaves(entry, 1))
             return True
-        self.counters.checkpoints_evicted[checkpoint.origin] += 1
-        self.ghosts.add([checkpoint.node.hash], GhostKind.CHECKPOINT)
-        above = nearest_checkpoint(checkpoint.node.parent)
-        stands_in = self.policy.evicted(checkpoint, above)
-        self._remove_checkpoint(checkpoint)
+        self.counters.checkpoints_evicted[entry.origin] += 1
+        self.ghosts.add([entry.node.hash], GhostKind.CHECKPOINT)
+        above = nearest_checkpoint(entry.node.parent)
+        stands_in = self.policy.evicted(entry, above)
+        self._remove_checkpoint(entry)
         if above is not None and stands_in:
-            above.last_used = max(above.last_used, checkpoint.last_used)
+            above.last_used = max(above.last_used, entry.last_used)
             self.refile(above)
         return True
 
