@@ -33,6 +33,7 @@ SYNONYMS = (
     (r"goes_ahead|planned ahead|plan(s|ning)? ahead|rows?\.ahead", "plans_early, planned early, optimistic", ()),
     (r"recurrence_settle|settle_leaving|settles? the lease", "recurrence_flush, release, DecodeBoundaries.resolve", ()),
     (r"lease\.frozen|frozen lease", "detached", ()),
+    (r"WindowColumns|SyntheticWindows|windows? of drafts", "SpanColumns, span", ()),
 )
 
 

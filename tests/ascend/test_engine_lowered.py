@@ -49,7 +49,7 @@ def test_tokens_are_those_of_the_cpu(options: dict[str, Any]) -> None:
     RAN.launches.clear()
     weights = FP8 if options == FP8 else {}
     there, here = _answers("npu", **options), _answers("cpu", cpu_ops="torch", **weights)
-    assert ("_verify_kernel" in RAN.launches) == ("speculative_config" in options)  # of the windows of drafts
+    assert ("_verify_kernel" in RAN.launches) == ("speculative_config" in options)  # of rows with drafts
     assert ("straight_record_kernel" in RAN.launches) == (options == RECORDED)
     assert len(RAN.launches) > 12
     assert [(hit, ids) for hit, ids, _ in there] == [(hit, ids) for hit, ids, _ in here]
