@@ -68,13 +68,18 @@ class Completion:
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
-    def num_tokens_in(self, positions: range) -> int:
-        """Return the number of tokens whose text begins at one of these positions of the completion's text.
+    def tokens_in(self, positions: range) -> range:
+        """Return the numbers of the tokens whose text begins at one of these positions of the completion's text.
 
         The tokens of a character all begin where it is, and a token without a text where the next one's is.
         """
         starts = self._token_starts
-        return bisect_left(starts, positions.stop) - bisect_left(starts, positions.start)
+        return range(bisect_left(starts, positions.start), bisect_left(starts, positions.stop))
+
+    def logprobs_in(self, positions: range) -> list[dict[int, Logprob]]:
+        """Return the log-probabilities of `tokens_in(positions)`; [] if the request does not ask for them."""
+        found = self.tokens_in(positions)
+        return self._logprobs[found.start : found.stop]
 
     def apply(self, update: RequestUpdate, now_s: float) -> bool:
         """Apply one update, received at `now_s`.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import regex
@@ -32,9 +33,10 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text of the answer itself."""
+    """Text of the answer itself, and the positions of the answer from which it comes."""
 
     text: str
+    positions: tuple[range, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +209,10 @@ class AnswerParser:
                 return None
             yield None
 
-    def _report(self, text: str) -> Piece:
+    def _report(self, text: str, *, num_dropped: int = 0) -> Piece:
         """Return `text`, which is not empty, as reasoning or content, whichever is being read.
+
+        It was read last, but for the `num_dropped` characters that follow it.
 
         Remembers what the meaning of later tags depends on: the last character, the quotation marks in this stretch,
         and the number of characters of content.
@@ -219,7 +223,8 @@ class AnswerParser:
         if self.in_reasoning:
             return Reasoning(text)
         self._num_content += len(text)
-        return Content(text)
+        end = self._source.position - num_dropped
+        return Content(text, (range(end - len(text), end),))
 
     def _begin_reasoning(self) -> None:
         self.in_reasoning = self._was_reasoning = True
@@ -269,7 +274,7 @@ class AnswerParser:
                 self.num_unopened = self._num_content
                 self._reasoned.append(range(position))
         if space:
-            yield self._report(space)
+            yield self._report(space, num_dropped=self._source.position - position)
 
     def _is_quoted(self) -> Generator[None, None, bool]:
         """Return whether the tag that was just read is in quotation marks."""
@@ -381,10 +386,19 @@ def with_unopened_reasoning(pieces: list[Piece], num_unopened: int) -> list[Piec
 
 def joined(parts: list[Piece]) -> list[Piece]:
     """Return the parts with consecutive ones of the same kind of text, or of the same call, joined."""
-    runs: list[tuple[Piece, list[str]]] = []
+    runs: list[list[Piece]] = []
     for part in parts:
         begins_call = isinstance(part, CallPart) and part.name is not None
         if not runs or begins_call or type(part) is not type(runs[-1][0]):
-            runs.append((part, []))
-        runs[-1][1].append(part.text)
-    return [replace(first, text="".join(texts)) for first, texts in runs]
+            runs.append([])
+        runs[-1].append(part)
+    return list(map(_merged, runs))
+
+
+def _merged(parts: list[Piece]) -> Piece:
+    """Return parts of one kind of text, or of one call, as one piece."""
+    text = "".join(part.text for part in parts)
+    positions = [part.positions for part in parts if isinstance(part, Content)]
+    if positions:
+        return Content(text, tuple(chain.from_iterable(positions)))
+    return replace(parts[0], text=text)

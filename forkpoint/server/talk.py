@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
 from forkpoint.engine.inputs import Prompt
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import THINK, THINK_END, FinishReason, SamplingParams, Thinking
-from forkpoint.server.answer import AnswerParser, CallPart, Piece, Reasoning, with_unopened_reasoning
+from forkpoint.server.answer import AnswerParser, CallPart, Content, Piece, Reasoning, with_unopened_reasoning
 from forkpoint.server.chat.body import ChatBody, ChatMessage, FunctionChoice
 from forkpoint.server.chat.history import shown_messages
 from forkpoint.server.chat.tools import customs_of, plan_tools
@@ -231,10 +231,15 @@ class Talk:
         """Tokens of all completions whose text begins where the model was thinking."""
         (state,) = self._generation.states
         return sum(
-            completion.num_tokens_in(positions)
+            len(completion.tokens_in(positions))
             for completion, parser in zip(state.completions, self._parsers, strict=True)
             for positions in parser.reasoning()
         )
+
+    def logprobs(self, content: Content) -> list[dict[int, Logprob]]:
+        """Return the log-probabilities of the tokens whose text begins within `content`, of a single completion."""
+        [completion] = self._generation.states[0].completions
+        return [entry for positions in content.positions for entry in completion.logprobs_in(positions)]
 
     async def news(self, *, whole: bool = False) -> AsyncIterator[News]:
         """Yield news until all completions have ended, then close the generation.

@@ -72,7 +72,7 @@ def test_stop_strings_may_have_the_name_of_another_api(http: httpx2.Client, path
         (TEXT, {"tools": [{"type": "function", "function": FUNCTION}]}, "ask /v1/chat/completions"),
         (TEXT, {"top_logprobs": 2}, "as logprobs"),
         (RESPONSES, {"n": 2}, "ask /v1/chat/completions"),
-        (RESPONSES, {"logprobs": True}, "ask /v1/chat/completions"),
+        (RESPONSES, {"logprobs": True}, "include with message.output_text.logprobs"),
         (RESPONSES, {"response_format": SCHEMA}, "give text.format"),
         (RESPONSES, {"functions": [FUNCTION]}, "give tools"),
         (RESPONSES, {"system": "Be brief."}, "give instructions"),

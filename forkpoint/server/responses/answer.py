@@ -13,6 +13,7 @@ from forkpoint.checks import json_value
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.api_answer import ApiAnswer
 from forkpoint.server.errors import HTTPError, to_http
+from forkpoint.server.logprobs import chat_logprobs
 from forkpoint.server.protocol import ReplyModel
 from forkpoint.server.responses.client_tools import CLIENT_TOOLS
 from forkpoint.server.responses.event_log import EventLog
@@ -112,6 +113,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []  # pieces of the last item's text that are not in the item yet
         self._part: dict[str, Any] = {}  # the last part of an item
+        self._num_top = self.prepared.params.logprobs  # None: no log-probabilities
         self._num_events = 0
         self.log: EventLog | None = None  # the events, if the response streams in the background
         self._reply: dict[str, Any] = {
@@ -198,7 +200,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 yield self._begin_part({"type": self.prepared.reasoning_part, "text": ""})
             case "begins", Content():
                 yield self._begin("msg", "message", {"role": "assistant", "content": []})
-                yield self._begin_part({"type": "output_text", "text": "", "annotations": []})
+                yield self._begin_part({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
             case "grows", CallPart(name=name, text=text) if "input" in self._items[-1]:
                 if text or name is None:
                     self._texts.append(text)
@@ -208,9 +210,14 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 yield self._of_item("function_call_arguments.delta", delta=text)
             case "grows", CallPart(text=text):
                 self._texts.append(text)  # arguments of a tool of OpenAI's, which are read once they are whole
-            case "grows", Reasoning(text) | Content(text):
+            case "grows", Reasoning(text):
                 self._texts.append(text)
                 yield self._of_text("delta", delta=text)
+            case "grows", Content(text):
+                self._texts.append(text)
+                logprobs = self._logprobs(piece)
+                self._part["logprobs"] += logprobs
+                yield self._of_text("delta", delta=text, logprobs=logprobs)
             case status, _:
                 self._write_text()
                 item = self._items[-1]
@@ -223,9 +230,17 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 elif not isinstance(piece, CallPart):
                     if isinstance(piece, Reasoning) and self.prepared.seals_reasoning:
                         item["encrypted_content"] = sealed(self._part["text"])
-                    yield self._of_text("done", text=self._part["text"])
+                    others = {"logprobs": self._part["logprobs"]} if isinstance(piece, Content) else {}
+                    yield self._of_text("done", text=self._part["text"], **others)
                     yield self._of_part("done")
                 yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
+
+    def _logprobs(self, content: Content) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the tokens of `content`; [] if the request does not ask for them."""
+        if self._num_top is None:
+            return []
+        found: list[dict[str, Any]] = chat_logprobs(self._talk.logprobs(content), self._num_top)["content"]
+        return found
 
     def _write_text(self) -> None:
         """Move the pieces of the text that have come to the last item."""
@@ -276,8 +291,6 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
 
     def _of_text(self, what: str, **fields: Any) -> dict[str, Any]:
         form = _FORMS[self._part["type"]]
-        if form.text_event == "output_text":
-            fields["logprobs"] = []
         return self._of_item(f"{form.text_event}.{what}", **{form.index: 0}, **fields)
 
     def _end(self, status: str, **fields: Any) -> None:

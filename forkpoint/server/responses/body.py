@@ -16,7 +16,7 @@ from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, TokenId,
 from forkpoint.server.responses.items import is_reference, messages_of, referred, resolved
 from forkpoint.server.responses.store import Stored
 from forkpoint.server.responses.tools import AnyTool, FunctionTool, ToolChoice, Tools, chat_choice
-from forkpoint.server.sampling import SampledBody
+from forkpoint.server.sampling import SampledBody, bounded
 
 
 class TextFormat(Body):
@@ -62,6 +62,9 @@ class ResponsesBody(CountBody, path="/v1/responses"):
     skip_special_tokens: bool | None = None
     include_reasoning: bool | None = Field(None, description="false: the answer leaves reasoning out")
     include: Many[str] | None = Field(None, description="parts that this server does not have are left out")
+    top_logprobs: int | None = bounded(
+        "logprobs", "with include: message.output_text.logprobs, or a number above 0, texts have log-probabilities"
+    )
     metadata: dict[str, Any] | None = None
     kv_transfer_params: TransferParams = None
     user: str | None = None
@@ -132,8 +135,7 @@ def chat_fields(body: CountBody, conversation: Sequence[dict[str, Any]], tools: 
     }
     if isinstance(body, ResponsesBody):
         fields["max_completion_tokens"] = body.max_output_tokens
-        if "message.output_text.logprobs" in (body.include or ()):
-            raise HTTPError(400, "responses have no log-probabilities; use /v1/chat/completions", param="include")
+        fields["logprobs"] = "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = _response_format(body.text.format)
     if body.text is not None and body.text.verbosity not in (None, "medium"):
@@ -168,6 +170,7 @@ def echo(body: ResponsesBody) -> dict[str, Any]:
         "temperature": body.temperature,
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": "disabled",
         "user": body.user,
