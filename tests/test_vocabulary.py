@@ -22,7 +22,7 @@ SYNONYMS = (
     (r"exports?|exported", "save", ("studies/peers/vllm.py", "tests/page/", "docs/clients.md", "docs/server.md")),
     (r"recordings", "graphs", ()),
     (r"(captured|capturing) (graphs?|steps?|shapes?)|graphs captured", "recorded graphs", ()),
-    (r"look[-_]ahead", "async_scheduling", ()),
+    (r"(?i:look[-_]ahead)", "async_scheduling", ()),
     (r"NO_UNIT", "NO_BLOCK, NO_SLOT or NO_ROW", ()),
     (r"CheckpointError", "ModelFolderError", ()),
     (r"Origin\.DECLARED|declared boundar(y|ies)|boundary declared", "breakpoint", ()),

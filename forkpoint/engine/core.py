@@ -25,7 +25,7 @@ MIDDLE_EVERY = 64  # steps between collections of the middle garbage generation
 FULL_EVERY = 1 << 16  # steps between full collections, which take a tenth of a second and rarely find a cycle
 CLOSED = "the engine is closed; create a new one"
 SAVE_S = 10.0  # time to store the cache in the disk tier when the engine closes
-LOOK_AHEAD = 2  # steps in flight with async scheduling: one runs, the next is planned
+MOST_IN_FLIGHT = 2  # steps in flight with async scheduling: one runs, the next is planned
 
 
 class EngineCore:
@@ -56,7 +56,7 @@ class EngineCore:
         self._runner: Runner | None = runner
         self._on_close, self.check, self.prepare = on_close, check, prepare
         self._events, self._log = events, log
-        self._depth = LOOK_AHEAD if async_scheduling else 1
+        self._depth = MOST_IN_FLIGHT if async_scheduling else 1
         self._submits_early = async_scheduling and drafts
         self._in_flight: deque[tuple[int, SubmittedStep]] = deque()
         self._closed = False

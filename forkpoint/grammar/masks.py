@@ -15,7 +15,7 @@ from forkpoint.errors import StructuredOutputError
 from forkpoint.grammar.budget import ThinkingBudget
 from forkpoint.grammar.schema import complaint_in_a_line
 from forkpoint.sched.plan import IntArray
-from forkpoint.sched.request import NUM_LOOK_AHEAD
+from forkpoint.sched.request import MOST_AHEAD
 
 MAX_TOKEN_S = 2.0  # limit in seconds for following one token; ambiguous grammars take longer with every token
 Bits = npt.NDArray[np.uint32]
@@ -70,7 +70,7 @@ class TokenRules:
 
     @property
     def is_free(self) -> bool:
-        return self._has_only_budget and (self._budget is None or self._budget.is_far(NUM_LOOK_AHEAD))
+        return self._has_only_budget and (self._budget is None or self._budget.is_far(MOST_AHEAD))
 
     def accept(self, token_id: int) -> None:
         """Follow one more token, after which `mask` has changed. One of `ends` completes the output.

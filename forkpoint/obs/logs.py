@@ -60,24 +60,24 @@ class LossCountingHandler(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self.num_lost = 0
-        self._untold = 0
+        self._unreported = 0
         self._why = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        untold = self._untold
+        unreported = self._unreported
         try:
-            if untold:
-                self.stream.write(f"{untold} log lines were lost: {self._why}{self.terminator}")
+            if unreported:
+                self.stream.write(f"{unreported} log lines were lost: {self._why}{self.terminator}")
             self.stream.write(self.format(record) + self.terminator)
             self.stream.flush()
         except (OSError, ValueError) as error:
             self.num_lost += 1
-            self._untold += 1
+            self._unreported += 1
             self._why = str(error)
         except Exception:
             self.handleError(record)
         else:
-            self._untold -= untold
+            self._unreported -= unreported
 
 
 def num_lost_lines() -> int:

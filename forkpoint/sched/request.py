@@ -14,7 +14,7 @@ from forkpoint.outputs import CacheReport
 from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.sched.plan import IntArray, TokenLogprobs
 
-NUM_LOOK_AHEAD: Final = 64  # more outputs than may be in flight, with drafts, when a step is planned
+MOST_AHEAD: Final = 64  # outputs; no more are in flight, drafts included, when a step is planned
 
 
 class Grammar(Protocol):
@@ -26,7 +26,7 @@ class Grammar(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether any id may come next, and after any ids for the next NUM_LOOK_AHEAD outputs."""
+        """Whether any id may come next, and after any ids for the next MOST_AHEAD outputs."""
 
     def accept(self, token_id: int) -> None:
         """Follow one more output, after which `mask` and `is_free` change. Not called once the mask is None.
@@ -90,7 +90,7 @@ class Request:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether its grammar may exclude an id within the next NUM_LOOK_AHEAD outputs."""
+        """Whether its grammar may exclude an id within the next MOST_AHEAD outputs."""
         return self.grammar is not None and not self.grammar.is_free
 
     @property
