@@ -267,10 +267,10 @@ class LLM:
             with DeferredInterrupt() as interrupt, _progress(len(todo), make_bar) as progress:
                 while len(done) < len(todo):
                     self._feed(caller, todo, order)
-                    for output in filter(None, self._shared.next_news(caller, _finished_output)):
-                        done[output.request_id] = output
-                        if progress is not None:
-                            progress.add(output)
+                    outputs = list(filter(None, self._shared.next_news(caller, _finished_output)))
+                    done |= {output.request_id: output for output in outputs}
+                    if progress is not None and outputs:
+                        progress.add(outputs)
                     if interrupt.requested:
                         raise KeyboardInterrupt
         finally:

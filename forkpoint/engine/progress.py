@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
-
-from tqdm import tqdm
 
 from forkpoint.outputs import RequestOutput
 
@@ -16,7 +14,7 @@ class Progress:
     `make_bar` creates the bar and takes tqdm's arguments.
     """
 
-    def __init__(self, total: int, make_bar: Callable[..., Any] = tqdm) -> None:
+    def __init__(self, total: int, make_bar: Callable[..., Any]) -> None:
         self._bar = make_bar(total=total, desc="Processed prompts", dynamic_ncols=True)
         self._num_input = self._num_output = 0
 
@@ -26,10 +24,11 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def add(self, output: RequestOutput) -> None:
-        self._num_input += len(output.prompt_token_ids)
-        self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
+    def add(self, outputs: Sequence[RequestOutput]) -> None:
+        """Count prompts that have ended."""
+        self._num_input += sum(len(output.prompt_token_ids) for output in outputs)
+        self._num_output += sum(len(each.token_ids) for output in outputs for each in output.outputs)
         elapsed_s = max(self._bar.format_dict["elapsed"], 1e-9)
         speeds = f"input: {self._num_input / elapsed_s:.1f} toks/s, output: {self._num_output / elapsed_s:.1f} toks/s"
         self._bar.set_postfix_str(speeds, refresh=False)
-        self._bar.update(1)
+        self._bar.update(len(outputs))

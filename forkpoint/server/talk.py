@@ -250,23 +250,28 @@ class Talk:
         try:
             async for deltas in self._generation.deltas():
                 for _, delta in deltas:
-                    news = held.get(delta.index)
-                    if news is None:
-                        continue  # the answer ended with its first call, while the engine still generates
-                    await self._read(delta, news)
-                    if news.reason is not None:
-                        if whole:
-                            news.pieces = await self._run(len(news.pieces), self._whole, news)
-                        del held[delta.index]
-                    elif news.pieces and not whole:
-                        held[delta.index] = News(delta.index)
-                    else:
-                        continue
-                    yield news
+                    if (news := await self._take(held, delta, whole)) is not None:
+                        yield news
                 if not held:
                     break
         finally:
             self._generation.close()  # if one completion failed, this ends the others
+
+    async def _take(self, held: dict[int, News], delta: CompletionOutput, whole: bool) -> News | None:
+        """Add a delta to the news of its completion. Return them, and hold them no longer, if they can be yielded."""
+        news = held.get(delta.index)
+        if news is None:
+            return None  # the answer ended with its first call, while the engine still generates
+        await self._read(delta, news)
+        if news.reason is not None:
+            if whole:
+                news.pieces = await self._run(len(news.pieces), self._whole, news)
+            del held[delta.index]
+            return news
+        if whole or not news.pieces:
+            return None
+        held[delta.index] = News(delta.index)
+        return news
 
     async def changes(self) -> AsyncIterator[tuple[Change, Piece]]:
         """Yield changes of the parts of a single completion: stretches of reasoning or content, and calls.
