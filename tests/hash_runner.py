@@ -4,7 +4,7 @@ What a block holds per token is the token's position and the rolling hash of all
 the number of tokens and their rolling hash. The next token is a hash of the state and of everything that
 attention would read. Contents are garbage until written, and garbage again when a block is handed out anew,
 when its page changes from blocks to slots or back, and at the source of a move. `submit` raises PlanViolation
-as soon as a plan breaks a rule of docs/architecture.md or reads anything but its own tokens' contents.
+as soon as a plan breaks a rule of docs/internals.md or reads anything but its own tokens' contents.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from forkpoint.images import ImageSpan
 from forkpoint.sched.plan import (
     LAST_SAMPLED,
     NO_SLOT,
+    PEER_ROUTES,
     TO_DRAFT,
     AddedRow,
     IntArray,
@@ -40,8 +41,6 @@ from tests.hash_rows import HashRow, HashWork, seen_ids
 from tests.hash_rules import check_decode, check_prefill, check_slots, check_tokens
 from tests.hash_step import AnsweredStep, InjectedFailure, PlanViolation, require
 from tests.rolling_hash import MASK, RollingHash
-
-PEER_ROUTES = (MoveRoute.OFFER, MoveRoute.WITHDRAW, MoveRoute.FETCHED, MoveRoute.STAGE, MoveRoute.FORGET)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.tier_entries import EntryName
@@ -52,6 +52,12 @@ class MoveRoute(enum.StrEnum):
     # the entry's place.
     STAGE = "stage"
     FORGET = "forget"  # no copy: stop a fetch that nobody wants
+
+
+# Routes to and from other engines.
+PEER_ROUTES: Final = frozenset(
+    {MoveRoute.OFFER, MoveRoute.WITHDRAW, MoveRoute.FETCHED, MoveRoute.STAGE, MoveRoute.FORGET}
+)
 
 
 class Move(NamedTuple):

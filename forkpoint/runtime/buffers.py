@@ -23,10 +23,10 @@ from forkpoint.platforms.copy_stream import PIECE_BYTES
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.disk_copies import DirectDisk, StreamedDisk
 from forkpoint.runtime.host_copies import DirectCopies, StreamCopies, TierMemory
-from forkpoint.runtime.peer_copies import PEER_ROUTES, DirectPeers, StreamedPeers
+from forkpoint.runtime.peer_copies import DirectPeers, StreamedPeers
 from forkpoint.runtime.pinned import PinnedBuffers
 from forkpoint.runtime.units import unit_extent
-from forkpoint.sched.plan import FetchReport, Move, MoveRoute, TierReport
+from forkpoint.sched.plan import PEER_ROUTES, FetchReport, Move, MoveRoute, TierReport
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8: torch.float8_e4m3fn}
 

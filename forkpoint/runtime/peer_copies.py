@@ -20,7 +20,6 @@ from forkpoint.runtime.rings import OwnRing, PeerRings
 from forkpoint.runtime.stretch import Stretch
 from forkpoint.sched.plan import Move, MoveRoute
 
-PEER_ROUTES = frozenset({MoveRoute.OFFER, MoveRoute.WITHDRAW, MoveRoute.FETCHED, MoveRoute.STAGE, MoveRoute.FORGET})
 LOGGER: Final = logging.getLogger("forkpoint")
 
 

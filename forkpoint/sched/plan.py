@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from forkpoint.cache.arena import PEER_ROUTES as PEER_ROUTES
 from forkpoint.cache.arena import Move as Move
 from forkpoint.cache.arena import MoveKind as MoveKind
 from forkpoint.cache.arena import MoveRoute as MoveRoute
