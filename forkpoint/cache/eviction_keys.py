@@ -102,10 +102,10 @@ class EvictionKeys:
         return checked_key(self._policy, facts)
 
     def _worth(self, above: Above | None, end: int, inside: bool) -> tuple[float, int, int, Origin | None]:
-        """Return what a checkpoint at `end` saves and holds.
+        """Return facts of a checkpoint at `end`.
 
-        These are the cost that a hit spares, the bytes that its eviction frees, those of its own keys and values, and
-        the origin of `above`.
+        The facts are the cost that a hit spares, the bytes that eviction frees, the bytes of its own keys and values,
+        and the origin of `above`.
         """
         start, above_origin = (0, None) if above is None else (above.num_tokens, above.origin)
         kv_bytes = (end - start) // BLOCK_SIZE * self._block_bytes

@@ -42,11 +42,11 @@ class Lease:
 
     The plans issued so far compute `num_planned` tokens; results have confirmed `num_confirmed` of them. The state
     after `num_planned` tokens is in the checkpoint `read_from`, which must not be written, or otherwise in `slot`.
-    `saves` are the states that the next plan stores. Where a boundary is in reach (`in_reach`), its save counts only if
-    the row comes to it.
+    `saves` are the states that the next plan stores. The save of a boundary in reach (`in_reach`) counts only if the
+    row comes to it.
 
     The state in `slot` may lag. After a step with drafts it lacks the `num_pending` tokens of that step, which are in
-    the worker's records. Where states are written every few tokens, `num_written` (sched) counts what it has.
+    the worker's records. `num_written` (sched) counts the tokens of a state that is written every few tokens.
     """
 
     owner: str

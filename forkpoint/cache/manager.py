@@ -182,7 +182,7 @@ class CacheManager:
     def _note_history(self, lease: Lease, path: Sequence[Node]) -> None:
         """Note that a conversation goes on past these nodes.
 
-        States inside its prompts may still be useful. Those at and near the ends of earlier turns hardly are.
+        States inside its prompts may still be useful. States at and near the ends of earlier turns hardly are.
         """
         for node in path:
             checkpoint = node.checkpoint

@@ -28,7 +28,7 @@ class PeerFacts:
     one at `host` and `port`; port 0: it offers nothing. `engine_id` is new with every start. It asks only
     `allowed_hosts`: host names, addresses and networks. Without any it fetches nothing. At most `max_bytes` of a rank
     are on their way to it at a time. A request waits at most `timeout_s` for them. Each of `num_ranks` has its own
-    share of an entry. Those after the first are fetched at `more_ports`.
+    share of an entry. The shares after the first are fetched at `more_ports`.
     """
 
     namespace: bytes

@@ -59,7 +59,7 @@ def _wrong(policy: EvictionPolicy, method: str, returned: object, do: str) -> Co
 def checked_candidates(policy: CapturePolicy, context: CaptureContext) -> list[Candidate]:
     """Return the positions that the policy names, rounded down to whole blocks: each once, with its first reason.
 
-    Those outside `(start, end]` are left out. Raises ConfigError if the policy gave something else than reasons and
+    Positions outside `(start, end]` are left out. Raises ConfigError if the policy gave something else than reasons and
     integers.
     """
     try:

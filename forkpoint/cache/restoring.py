@@ -38,12 +38,12 @@ class Restore:
 class Restoring:
     """Loads one prefix at a time, so that requests that wait for memory never wait for each other's prefixes.
 
-    What was loaded is filed at once: a plan's copies run before its rows. Others read `current`, and `has_loaded`:
+    Loaded entries are filed at once: a plan's copies run before its rows. Others read `current`, and `has_loaded`:
     whether the plan under construction loads something or starts to read something.
     """
 
     def __init__(self, store: PrefixStore, sources: Sequence[RestoreSource], *, streams: bool) -> None:
-        """`store` is the arena's. Of two `sources` with the same prefix the first one is used.
+        """`store` is the arena's. If two `sources` have the same prefix, the first one is used.
 
         With `streams`, a plan loads from buffers of a device, all that has arrived if no other request runs.
         """
@@ -236,7 +236,7 @@ class Restoring:
     def drop(self, lease: Lease | None = None) -> bool:
         """Stop the current restore if it is for this lease, or for any lease if none is given.
 
-        What was loaded stays in the arena. Returns whether a restore was stopped.
+        Loaded entries stay in the arena. Returns whether a restore was stopped.
         """
         restore = self.current
         if restore is None or not (lease is None or restore.lease is lease):

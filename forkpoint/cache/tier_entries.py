@@ -1,4 +1,4 @@
-"""What the cache and the worker's tiers tell each other of entries: names, reports, and records that outlive both."""
+"""Entries in messages of the cache and the worker's tiers: names, reports, and records that outlive both."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class DiskFacts:
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """What the worker's tiers report: the tickets of reads and writes that ended or failed since the last report.
+    """A report of the worker's tiers: the tickets of reads and writes that ended or failed since the last report.
 
     `writes`: the worker still writes to the disk. It stops after an error.
     """

@@ -53,7 +53,7 @@ class Tiers:
     """The tiers below the arena, the exchange with other engines, and the restore that copies from both.
 
     `host`, `disk`, `peers` and their `fetched` are None if the engine has no such part. `all` are the tiers that it
-    has. What leaves a room falls into the next one that exists. `load_choices` learn from steps that compute prompts.
+    has. An entry that leaves a room falls into the next one. `load_choices` learn from steps that compute prompts.
     """
 
     def __init__(

@@ -198,7 +198,7 @@ class PrefixTree:
     def extend_many(self, entries: Iterable[tuple[int, int, BlockHash, BlockHash]]) -> dict[int, Node]:
         """Add nodes without tokens, each as (block, depth, hash, parent's hash), parents first.
 
-        Returns them by block. Those whose parent is not there, or that are there already, are left out.
+        Returns them by block. Leaves out nodes whose parent is not there, and nodes that are there already.
         """
         by_hash, added = self._by_hash, dict[int, Node]()
         for block, depth, block_hash, parent_hash in entries:

@@ -48,7 +48,7 @@ class WindowRow:
         return self.start + len(self.blocks)
 
     def block_ids(self, start: int, end: int) -> list[int]:
-        """Return the ids of blocks `[start, end)` of the table. Those behind the window are 0, on the reserved page."""
+        """Return the ids of blocks `[start, end)` of the table. Ids behind the window are 0, on the reserved page."""
         own = self.blocks[max(0, start - self.start) : end - self.start]
         ids = [each.block for each in own]
         return [0] * (end - start - len(ids)) + ids

@@ -59,7 +59,7 @@ PARSERS: Final[Mapping[str, NotationName]] = {
 def notation_name(parser: str, tokenizer: Tokenizer | None, template: str) -> NotationName:
     """Return the notation of `--tool-call-parser`; for `auto` and `none`, what the template or vocabulary shows.
 
-    That is `hermes` where nothing is shown.
+    Returns `hermes` if neither shows one.
     """
     if parser not in ("auto", "none"):
         return PARSERS.get(parser, "hermes")

@@ -133,7 +133,7 @@ class ImageProcessor:
     def _parts(self, picture: Image | PictureFile) -> Parts:
         """Return the parts of a picture, which is turned upright, put on white and resized.
 
-        Those of a PictureFile are kept for the next request. Raises InvalidPromptError if it cannot be decoded.
+        Parts of a PictureFile are kept for the next request. Raises InvalidPromptError if it cannot be decoded.
         """
         if isinstance(picture, PictureFile):
             return self.kept.get(picture.digest, self.settings, partial(self._parts, picture.image))

@@ -305,7 +305,7 @@ def _integers(given: object) -> npt.NDArray[np.int64]:
     if type(given) is np.ndarray and given.dtype.kind in "iu" and np.can_cast(given.dtype, np.int64):
         return given.astype(np.int64)
     try:
-        # This refuses values that are not integers, except bools, and is several times as fast as numpy on a list.
+        # `pack` refuses values that are not integers, except bools, and is several times as fast as numpy on a list.
         ids = np.frombuffer(struct.pack(f"{len(given)}q", *given), np.int64)
     except Exception:  # struct.error, and any error that a value raises on conversion
         return _checked_integers(given, allowed)

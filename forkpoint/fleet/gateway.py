@@ -199,7 +199,7 @@ class Gateway:
     async def _answer_of_all(self, forwarded: ForwardedRequest) -> Response:
         """Send the request to each replica. Return their metrics as one text, or the worst answer.
 
-        That is the one with the highest status; 503 if a replica is lost, or if none answers in ALL_ANSWER_S.
+        The worst answer has the highest status: 503 if a replica is lost, or if none answers in ALL_ANSWER_S.
         """
         answers: dict[str, ReplicaAnswer] = {}
         for replicas in filter(None, (self._replicas, self._prefill)):

@@ -76,7 +76,7 @@ class Replica:
     async def answer(self, route: RoutingHint, forwarded: ForwardedRequest) -> AsyncIterator[Head | bytes]:
         """Yield the head of the server's answer, then the pieces of its body as they arrive.
 
-        That is a 503 if the server cannot be reached.
+        The head has the status 503 if the server cannot be reached.
         """
         try:
             response = await self._send(forwarded, forwarded.path)

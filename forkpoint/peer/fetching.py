@@ -62,7 +62,7 @@ class _UnwantedError(Exception):
 
 @dataclass(slots=True)
 class Unreported:
-    """What the next report says: tickets of fetches that have ended, and the numbers of arrived entries by ticket."""
+    """The next report: tickets of fetches that have ended, and the numbers of arrived entries by ticket."""
 
     done: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
@@ -107,7 +107,7 @@ class RunningFetch:
             return found
 
     def stop(self) -> None:
-        """End its connections. It is free if nothing was written, and nothing is written then."""
+        """End its connections. `is_free` says whether nothing was written; then nothing will be."""
         with self._lock:
             self.is_free = not self._is_filling
             self._is_stopped = True

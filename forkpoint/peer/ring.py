@@ -21,7 +21,7 @@ ID_BYTES: Final = 16
 
 
 class RingFacts(msgspec.Struct, array_like=True, frozen=True):
-    """What another process needs to open a ring: the device's handle of the memory, its bytes, and the note's place.
+    """The facts for opening another process's ring: the device's handle of the memory, its bytes, the note's place.
 
     No other ring has the same `ring_id`. A process that takes the place of another one might get the same handle.
     """

@@ -42,7 +42,7 @@ def score(logits: Tensor, token_ids: Tensor, asked: Mapping[int, int], ops: OpTa
     """Start the copy to the host of log-probabilities under `logits[N, V]`: of `token_ids[N]`, and of the likeliest.
 
     Returns the scores, to be read after a mark. `asked` maps the number of each position to the number of likeliest
-    tokens; it is not empty. Of equally likely tokens the lower id comes first, so a row's result does not depend on
+    tokens; it is not empty. The lower id of equally likely tokens comes first, so a row's result does not depend on
     other rows.
     """
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)

@@ -17,9 +17,9 @@ class StepImages:
     """The images of a step.
 
     `parts` are images in the order of their tokens in the step, and which of their tokens these are. `rope` are the
-    positions `[3, L]` of the lines of ImageRows. `columns` have an int64 for each token of the step: `token_ids`, and
-    what is added to its position to get the line that rotates it, in the model (`rope_shift`) and in its MTP head
-    (`draft_shift`).
+    positions `[3, L]` of the lines of ImageRows. `columns` have an int64 for each token of the step. `token_ids` are
+    ids. A token's position plus its `rope_shift` is the line that rotates it in the model; plus its `draft_shift`, the
+    line in the MTP head.
     """
 
     parts: list[tuple[ImageSpan, slice]] = field(default_factory=list)

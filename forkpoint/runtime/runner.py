@@ -304,7 +304,7 @@ class ModelRunner:
     def _heads(self, hidden: Tensor, tensors: Tensors, greedy: bool = True) -> StepOutputs:
         """Return the logits of the sampled rows and, if `greedy`, the likeliest ids.
 
-        These become the last sampled ones of the rows.
+        The likeliest ids become the last sampled ones of the rows.
         """
         own = self._model.head.own(hidden.index_select(0, tensors["sampled"]))
         if not greedy:

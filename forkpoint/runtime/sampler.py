@@ -124,7 +124,7 @@ class Sampler:
     ) -> Tensor:
         """Return the logits after bias, min_tokens, penalties and masks.
 
-        That is an fp32 copy, or the logits themselves if nothing applies.
+        Returns an fp32 copy, or the logits themselves if nothing applies.
         """
         biased = [(i, row.bias) for i, row in enumerate(rows) if row.bias is not None]
         stopped = [

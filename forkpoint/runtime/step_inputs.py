@@ -73,8 +73,8 @@ class StepShape:
 class StepBuilder:
     """Builds the input arrays of plans. The block table has to be up to date with the plan.
 
-    Padding consists of decode rows and segments without tokens, which read and write nothing; of tokens that are stored
-    nowhere; of samples that go to the spare row `table.num_rows`; and of list entries of row -1.
+    Decode rows and segments of padding have no tokens, and read and write nothing. Tokens of padding are stored
+    nowhere. Samples of padding go to the spare row `table.num_rows`. List entries of padding have the row -1.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ MAX_PASSED_OVER = 32  # waiting requests passed over in a step, so that a long q
 
 
 class AdmissionOutcome(Enum):
-    """What became of a waiting request in a step."""
+    """The outcome of a step for a waiting request."""
 
     STARTED = auto()
     PASSED_OVER = auto()  # it waits, and requests after it may start

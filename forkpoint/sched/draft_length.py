@@ -57,10 +57,9 @@ class _Row:
 class DraftLength:
     """Decides how many drafts a row may have; rows go by their request's id. The Speculator writes it.
 
-    The acceptance rate of a row's i-th draft, given that the drafts before it are accepted, is the global rate of i-th
-    drafts plus the row's own deviation: a row alone has too few drafts for a rate of its own. Rows whose drafts do not
-    pay try one draft now and then, all in the same steps, because a step with few drafts costs nearly as much as one in
-    which every row has one.
+    Acceptance rates are those of a row's i-th draft if the drafts before it are accepted. A row has too few drafts for
+    rates of its own: its rate is the global one of i-th drafts plus the row's deviation. Rows whose drafts do not pay
+    try one now and then. All of them try in the same steps, because few drafts cost a step nearly as much as many.
     """
 
     def __init__(self) -> None:
@@ -101,7 +100,7 @@ class DraftLength:
         return math.prod(self._rate(row, i) for i in range(count))
 
     def judged(self, name: str, num_drafts: int, num_accepted: int) -> None:
-        """Count the outcome of a row's drafts. Those after the first rejected one say nothing.
+        """Count the outcome of a row's drafts. Drafts after the first rejected one say nothing.
 
         A row that has ended is ignored. If all were accepted, the row may try again at once.
         """

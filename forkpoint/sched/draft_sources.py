@@ -38,7 +38,7 @@ class DraftSource(Protocol):
         """Return a guess of 1 to `most` ids; None: there is no match."""
 
     def forget(self, request: Request) -> None:
-        """Note that the request has ended."""
+        """Learn that the request has ended."""
 
 
 class _History:

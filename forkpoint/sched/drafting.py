@@ -56,8 +56,8 @@ class DraftPlanner:
     def _num_prompt_tokens(self, most: int) -> int:
         """Return how many tokens of running and waiting prompts the next step could compute, at most `most`.
 
-        As many waiting prompts count as there are free rows, without what they would find cached. None counts if the
-        last step admitted nothing although requests waited, because then memory has no room for them.
+        A waiting prompt counts for each free row, without the tokens that it would find cached. None counts if the last
+        step admitted nothing although requests waited, because then memory has no room for them.
         """
         total = 0
         for scheduled in self._running.requests:

@@ -64,9 +64,9 @@ class StepRows:
     samples itself, up to the first that does not, and rejects the rest. A decode row has one other token.
 
     The row reads the state before `start` from `read_slot`, and writes the state after its last accepted token to
-    `write_slot`. A runner may write that state in a later step and keep records of the tokens until then: states that
-    are written every few tokens have `written` tokens of the row, and other states lack the last `pending` ones. The
-    row also saves the state after exactly `save_positions[j]` tokens in `save_slots[j]`. Such a position lies in
+    `write_slot`. A runner may write that state in a later step and keep records of the tokens until then. States that
+    are written every few tokens have `written` tokens of the row. Other states lack the last `pending` ones. The
+    row also saves the state after exactly `save_positions[j]` tokens in `save_slots[j]`. The position lies in
     `(start, end]` before any draft, or in `(start of the row's last step, start]` if that step had drafts. Rows with
     `samples` set sample from the logits of their last token and of the token before each draft. An `optimistic` row was
     planned as if every draft in flight were accepted: the runner subtracts the rejected ones from its `start` and

@@ -412,8 +412,8 @@ class Scheduler:
     def fail(self, step: int, error: Exception) -> list[RequestUpdate]:
         """Undo step `step`, the oldest in flight, which raised `error`, and all later ones.
 
-        What these steps were to compute is condemned, and their requests wait to run again. A request that was alone in
-        the step ends with the error. Several are retried one at a time, so that none ends for the fault of another.
+        Entries that these steps compute are condemned, and their requests wait to run again. A request that was alone
+        in the step ends with the error. Several are retried one at a time, so that none ends for the fault of another.
         """
         assert self._issued and self._issued[0].plan.step == step
         in_step = list(self._issued[0].requests)

@@ -68,7 +68,7 @@ class ModelShape:
     def weight_bytes(self, num_tokens: int) -> float:
         """Return the expected bytes of weights that a step reads, without the head.
 
-        These are all dense weights, and the experts that some of `num_tokens` tokens chose.
+        The step reads all dense weights, and the experts that some of `num_tokens` tokens chose.
         """
         met = 1 - (1 - self.top_k / self.num_experts) ** num_tokens
         return self.weight_bytes_each * (self.num_weights + self.num_expert_weights * met)

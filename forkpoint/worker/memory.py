@@ -39,10 +39,16 @@ def explained_exhaustion(doing: str, remedy: str) -> Iterator[None]:
 def bytes_beside_arena(loaded: Loaded) -> int:
     """Return the bytes of device memory that steps need next to weights and arena.
 
-    These are the activations of a full step, measured by running one; those of the vision tower for the largest image,
-    and the most embeddings that are kept during a step; the sampler's copies of the logits; graphs of the `shapes`; the
-    records of tokens; and keys that are gathered from other ranks. Raises ConfigError if a full step does not fit next
-    to the weights.
+    The bytes are for:
+
+    - activations of a full step, measured by running one;
+    - activations of the vision tower for the largest image, and the most embeddings that are kept during a step;
+    - the sampler's copies of the logits;
+    - graphs of the `shapes`;
+    - records of tokens;
+    - keys that are gathered from other ranks.
+
+    Raises ConfigError if a full step does not fit next to the weights.
     """
     sched, platform, config, shapes = loaded.sched, loaded.platform, loaded.model.config, loaded.shapes
     remedy = (

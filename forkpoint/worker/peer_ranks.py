@@ -15,7 +15,7 @@ MOST_OPEN: Final = 4096  # fetches that have not ended on all ranks; a rank does
 
 @dataclass(slots=True)
 class RankedFetch:
-    """What the ranks have reported of one fetch."""
+    """The ranks' reports of one fetch."""
 
     counts: list[int]  # each rank's entries
     num_reported: int = 0  # entries of all ranks that `merge` has returned
