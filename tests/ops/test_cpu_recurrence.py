@@ -47,6 +47,29 @@ def test_prefill_is_the_recurrence(shape: Recurrence, decay: str) -> None:
     assert torch.equal(pool[1], before[1])
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("decay", ["slow", "strong", "none"])
+@pytest.mark.parametrize("length", [17, 64, 150])
+def test_rounded_inputs_leave_nearly_exact_states(shape: Recurrence, decay: str, length: int) -> None:
+    """Where the processor multiplies bf16 in tiles, fp32 operands are split into two halves."""
+    case = recurrence_case(length, shape, decay, dtype=torch.bfloat16)
+    pool = padded_pool(3, (shape.num_v_heads, shape.value_dim, shape.key_dim))
+    out, states = recurrence_by_token(case, pool[1])
+    got = CPP.recurrence_prefill(case.inputs, case.params, pool, segments([length], [1], [2]))
+    _close(got, out, 8e-3)
+    _close(pool[2], states[-1], 3e-5)
+
+
+def test_products_of_torch_are_the_same_after_a_recurrence() -> None:
+    """Both use the processor's tiles, and each configures them for itself."""
+    case = recurrence_case(128, Recurrence(1, 2, 64, 64), dtype=torch.bfloat16)
+    x, weight = torch.randn(96, 160).bfloat16(), torch.randn(200, 160).bfloat16()
+    before = torch.nn.functional.linear(x, weight)
+    for _ in range(3):
+        CPP.recurrence_prefill(case.inputs, case.params, padded_pool(2, (2, 64, 64)), segments([128], [0], [1]))
+        assert torch.equal(torch.nn.functional.linear(x, weight), before)
+
+
 @pytest.mark.parametrize("lens", [[1], [63, 65], [64, 1, 128], [2, 3, 200]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("delta", [True, False])

@@ -3,8 +3,13 @@
 //   O = e^c Q S0^T + tril((q_i . k_j) e^(c_i - c_j)) V' + D V,   S1 = e^(c_n) S0 + sum_j e^(c_n - c_j) v'_j k_j^T
 // Without the delta rule V' is beta V.
 // The state is held transposed, [K, V], so that every product runs along V.
-#include "recurrence.h"
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "matrix_tiles.h"
 #include "parallel.h"
+#include "recurrence.h"
 #include "tile.h"
 
 namespace forkpoint {
@@ -14,15 +19,48 @@ namespace {
 constexpr int64_t CHUNK = 64;
 constexpr int64_t STEP = 16;  // rows of one step of the substitution
 
-// Scratch of one task; kp and vp are K and V rounded up to 16, with zeros behind.
+// The halves of x^T for a triangle x[j][i], which is zero for i < j. Blocks of STEP rows and columns below the diagonal
+// stay zero, and with `strict` those on it as well.
+struct Triangle {
+  bool strict;
+  Halves columns, rows;
+  explicit Triangle(bool strict) : strict(strict), columns(CHUNK, CHUNK), rows(CHUNK, CHUNK) { columns.clear(); }
+  void split(const float* x) {
+    for (int64_t i = 0; i < CHUNK; i += STEP) {
+      split_right(x, CHUNK, i, i + STEP, 0, strict ? i : i + STEP, columns);
+    }
+    transpose_halves(columns, rows);
+  }
+};
+
+// What products in matrix tiles need: the halves of operands, by the names of Scratch.
+struct Tiles {
+  TileScope scope;
+  Halves k, q, turned, state, u, columns, rows;
+  Triangle na, p;
+  explicit Tiles(const Recurrence& s)
+      : k(CHUNK, s.key_dim), q(CHUNK, s.key_dim), turned(CHUNK, s.key_dim), state(s.value_dim, s.key_dim),
+        u(s.value_dim, CHUNK), columns(s.key_dim, CHUNK), rows(s.key_dim, CHUNK), na(true), p(false) {
+    u.clear();
+  }
+};
+
+// Scratch of one task; kp and vp are K and V rounded up to 16, with zeros behind. `tiles` is for inputs of bf16 alone,
+// whose rounding is far larger than that of halves.
 struct Scratch {
   int64_t kp, vp;
   Buffer<float> k, kt, qt, rows, kk, kq, na, p, state, flip, u, o, c, near;
-  explicit Scratch(const Recurrence& s)
+  std::optional<Tiles> tiles;
+  Scratch(const Recurrence& s, bool is_rounded)
       : kp(round_up(s.key_dim)), vp(round_up(s.value_dim)),
         k(CHUNK * kp), kt(CHUNK * kp), qt(CHUNK * kp), rows(CHUNK * kp), kk(CHUNK * CHUNK), kq(CHUNK * CHUNK),
         na(CHUNK * CHUNK), p(CHUNK * CHUNK), state(kp * vp), flip(kp * vp), u(CHUNK * vp), o(CHUNK * vp),
-        c(s.per_key ? CHUNK * kp : 0), near(s.per_key ? CHUNK * kp : 0) {}
+        c(s.per_key ? CHUNK * kp : 0), near(s.per_key ? CHUNK * kp : 0) {
+    std::fill(na.memory.get(), na + CHUNK * CHUNK, 0.0f);
+    std::fill(p.memory.get(), p + CHUNK * CHUNK, 0.0f);
+    const bool whole = s.key_dim % TILE_DEPTH == 0 && s.value_dim % TILE_DEPTH == 0;
+    if (is_rounded && whole && has_matrix_tiles()) tiles.emplace(s);
+  }
 };
 
 template <class S>
@@ -61,6 +99,18 @@ void load_keys(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, 
     load_key(s, row + KH, w.k + t * w.kp, 1.0f);
   }
   if (s.per_key) return;
+  if (w.tiles) {
+    Tiles& t = *w.tiles;
+    split_rows(w.k, w.kp, CHUNK, t.k);
+    split_rows(w.rows, w.kp, CHUNK, t.q);
+    if (s.delta) {
+      transpose_halves(t.k, t.turned);
+      multiply(t.k, 0, round_up(n), t.turned, CHUNK, K, w.kk, CHUNK, false);
+    }
+    transpose_halves(t.q, t.turned);
+    multiply(t.k, 0, round_up(n), t.turned, CHUNK, K, w.kq, CHUNK, false);
+    return;
+  }
   transpose(w.rows, w.kp, w.qt, CHUNK, CHUNK, w.kp);
   transpose(w.k, w.kp, w.kt, CHUNK, CHUNK, w.kp);
   if (s.delta) matmul_columns(n, CHUNK, K, w.kt, CHUNK, w.kt, CHUNK, w.kk, CHUNK, false);
@@ -88,11 +138,45 @@ void decay_products(int64_t n, const float* c, const float* beta, bool delta, Sc
   }
 }
 
-// u = V' in place of beta (V - e^c K S0^T).
-void substitute(int64_t n, Scratch& w) {
+// u = K S0^T where k is wanted, and o = Q S0^T. With tiles, `tiles->k` and `tiles->q` are the halves of K and Q.
+void read_state(int64_t n, int64_t K, bool wants_k, const float* state, Scratch& w) {
+  if (w.tiles) {
+    Tiles& t = *w.tiles;
+    split_right(state, w.vp, 0, w.vp, 0, K, t.state);
+    if (wants_k) multiply(t.k, 0, round_up(n), t.state, w.vp, K, w.u, w.vp, false);
+    return multiply(t.q, 0, round_up(n), t.state, w.vp, K, w.o, w.vp, false);
+  }
+  if (wants_k) matmul_columns(n, w.vp, K, w.kt, CHUNK, state, w.vp, w.u, w.vp, false);
+  matmul_columns(n, w.vp, K, w.qt, CHUNK, state, w.vp, w.o, w.vp, false);
+}
+
+// state += rows^T V', with the K values of a row every kp.
+void write_state(int64_t n, int64_t K, const float* rows, float* state, Scratch& w) {
+  if (w.tiles) {
+    Tiles& t = *w.tiles;
+    split_right(rows, w.kp, 0, K, 0, round_up(n, TILE_DEPTH), t.columns);
+    transpose_halves(t.columns, t.rows);
+    return multiply(t.rows, 0, K, t.u, w.vp, n, state, w.vp, true);
+  }
+  matmul_columns(K, w.vp, n, rows, w.kp, w.u, w.vp, state, w.vp, true);
+}
+
+// u = V' in place of beta (V - e^c K S0^T), and its halves. The rows of u behind n are zero.
+void substitute(int64_t n, bool delta, Scratch& w) {
+  std::fill(w.u + n * w.vp, w.u + CHUNK * w.vp, 0.0f);
+  if (!delta) {
+    if (w.tiles) split_right(w.u, w.vp, 0, w.vp, 0, CHUNK, w.tiles->u);
+    return;
+  }
+  if (w.tiles) w.tiles->na.split(w.na);
   for (int64_t i0 = 0; i0 < n; i0 += STEP) {
     const int64_t i1 = std::min(n, i0 + STEP);
-    if (i0) matmul_columns(i1 - i0, w.vp, i0, w.na + i0, CHUNK, w.u, w.vp, w.u + i0 * w.vp, w.vp, true);
+    float* own = w.u + i0 * w.vp;
+    if (i0 && w.tiles) {
+      multiply(w.tiles->na.rows, i0, STEP, w.tiles->u, w.vp, i0, own, w.vp, true);
+    } else if (i0) {
+      matmul_columns(i1 - i0, w.vp, i0, w.na + i0, CHUNK, w.u, w.vp, own, w.vp, true);
+    }
     for (int64_t i = i0 + 1; i < i1; ++i) {
       for (int64_t v = 0; v < w.vp; v += LANES) {
         vf acc = load(w.u + i * w.vp + v);
@@ -100,6 +184,7 @@ void substitute(int64_t n, Scratch& w) {
         store(w.u + i * w.vp + v, acc);
       }
     }
+    if (w.tiles) split_right(w.u, w.vp, 0, w.vp, i0, i0 + STEP, w.tiles->u);
   }
 }
 
@@ -108,9 +193,15 @@ template <class T>
 void answer(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, int64_t t0, int64_t n, Scratch& w) {
   const int64_t V = s.value_dim;
   const T* values = in.mixed + t0 * in.mixed_stride + 2 * s.num_k_heads * s.key_dim + head * V;
-  for (int64_t t = 0; t < n; t += STEP) {
-    const int64_t end = std::min(n, t + STEP);
-    matmul_columns(end - t, w.vp, end, w.p + t, CHUNK, w.u, w.vp, w.o + t * w.vp, w.vp, true);
+  if (w.tiles) w.tiles->p.split(w.p);
+  const int64_t step = w.tiles ? TILE_DEPTH : STEP;
+  for (int64_t t = 0; t < n; t += step) {
+    const int64_t end = std::min(n, t + step);
+    if (w.tiles) {
+      multiply(w.tiles->p.rows, t, round_up(end - t), w.tiles->u, w.vp, end, w.o + t * w.vp, w.vp, true);
+    } else {
+      matmul_columns(end - t, w.vp, end, w.p + t, CHUNK, w.u, w.vp, w.o + t * w.vp, w.vp, true);
+    }
   }
   for (int64_t t = 0; t < n; ++t) {
     T* out = in.out + ((t0 + t) * s.num_v_heads + head) * V;
@@ -135,8 +226,7 @@ void chunk(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, int6
   }
   for (int64_t i = 0; i < CHUNK; i += LANES) store(growth + i, exp(load(c + i)));
   decay_products(n, c, beta, s.delta, w);
-  if (s.delta) matmul_columns(n, w.vp, s.key_dim, w.kt, CHUNK, state, w.vp, w.u, w.vp, false);
-  matmul_columns(n, w.vp, s.key_dim, w.qt, CHUNK, state, w.vp, w.o, w.vp, false);
+  read_state(n, s.key_dim, s.delta, state, w);
   for (int64_t t = 0; t < n; ++t) {
     const T* value = values + t * in.mixed_stride;
     for (int64_t v = 0; v < w.vp; v += LANES) {
@@ -146,7 +236,7 @@ void chunk(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, int6
       store(w.o + at, load(w.o + at) * growth[t]);
     }
   }
-  if (s.delta) substitute(n, w);
+  substitute(n, s.delta, w);
   answer(s, in, head, t0, n, w);
   for (int64_t t = 0; t < n; ++t) {
     const vf left = exp(splat(c[n - 1] - c[t]));
@@ -154,7 +244,7 @@ void chunk(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, int6
   }
   const float kept = growth[n - 1];
   for (int64_t i = 0; i < w.kp * w.vp; i += LANES) store(state + i, load(state + i) * kept);
-  matmul_columns(s.key_dim, w.vp, n, w.rows, w.kp, w.u, w.vp, state, w.vp, true);
+  write_state(n, s.key_dim, w.rows, state, w);
 }
 
 // near[t] = x[t] * e^(sign (c[t] - at)) for rows [first, last), where `at` is null for zero.
@@ -219,19 +309,21 @@ void key_chunk(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, 
     for (int64_t k = 0; t && k < w.kp; k += LANES) store(c + k, load(c + k) + load(c - w.kp + k));
   }
   key_products(n, K, beta, w);
-  decayed(w.k, nullptr, 1.0f, 0, CHUNK, w);
-  transpose(w.near, w.kp, w.kt, CHUNK, CHUNK, w.kp);
-  matmul_columns(n, w.vp, K, w.kt, CHUNK, state, w.vp, w.u, w.vp, false);
-  decayed(w.rows, nullptr, 1.0f, 0, CHUNK, w);
-  transpose(w.near, w.kp, w.qt, CHUNK, CHUNK, w.kp);
-  matmul_columns(n, w.vp, K, w.qt, CHUNK, state, w.vp, w.o, w.vp, false);
+  const auto keep = [&](const float* x, Buffer<float>& columns, Halves* left) {
+    decayed(x, nullptr, 1.0f, 0, CHUNK, w);
+    if (left) return split_rows(w.near, w.kp, CHUNK, *left);
+    transpose(w.near, w.kp, columns, CHUNK, CHUNK, w.kp);
+  };
+  keep(w.k, w.kt, w.tiles ? &w.tiles->k : nullptr);
+  keep(w.rows, w.qt, w.tiles ? &w.tiles->q : nullptr);
+  read_state(n, K, true, state, w);
   for (int64_t t = 0; t < n; ++t) {
     for (int64_t v = 0; v < w.vp; v += LANES) {
       const vf own = load_n(values + t * in.mixed_stride + v, V - v);
       store(w.u + t * w.vp + v, (own - load(w.u + t * w.vp + v)) * beta[t]);
     }
   }
-  substitute(n, w);
+  substitute(n, true, w);
   answer(s, in, head, t0, n, w);
   const float* last = w.c + (n - 1) * w.kp;
   decayed(w.k, last, -1.0f, 0, n, w);
@@ -239,7 +331,7 @@ void key_chunk(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, 
     const vf kept = exp(splat(last[k]));
     for (int64_t v = 0; v < w.vp; v += LANES) store(state + k * w.vp + v, load(state + k * w.vp + v) * kept);
   }
-  matmul_columns(K, w.vp, n, w.near, w.kp, w.u, w.vp, state, w.vp, true);
+  write_state(n, K, w.near, state, w);
 }
 
 // Value heads [first, last) of one segment, all of one key head.
@@ -248,7 +340,7 @@ void run(const Recurrence& s, const RecurrenceInput<T>& in, const StatePool<S>& 
          int64_t first, int64_t last) {
   const int64_t begin = seg.cu_seqlens[n], length = seg.cu_seqlens[n + 1] - begin, count = last - first;
   const int64_t head_size = s.value_dim * s.key_dim, key_head = first / (s.num_v_heads / s.num_k_heads);
-  Scratch w(s);
+  Scratch w(s, std::is_same_v<T, bf16>);
   Buffer<float> states(count * w.kp * w.vp);
   const auto state_of = [&](int64_t h) { return states + (h - first) * w.kp * w.vp; };
   const auto slot = [&](int32_t index, int64_t h) {
