@@ -168,7 +168,9 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = option(
         "auto", "dtype of keys and values; auto: the model's; fp8: 8 bits (e4m3) with a scale for each token and head"
     )
-    mamba_ssm_cache_dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the recurrent matrix states")
+    mamba_ssm_cache_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "dtype of the recurrent matrix states; bfloat16 halves a checkpoint"
+    )
     state_write_interval: int | None = option(
         None,
         "tokens that a decoding request computes between two writes of its recurrent states, of which it keeps small "
