@@ -27,14 +27,15 @@ class DeviceCopyStream:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        targets, sources = list[Tensor](), list[Tensor]()
+        for target, source in copies:
+            host = target if target.device.type == "cpu" else source
+            for start, end in pieces(host.data_ptr(), host.numel()):
+                is_whole = end - start == host.numel()
+                targets.append(target if is_whole else target[start:end])
+                sources.append(source if is_whole else source[start:end])
         with self._module.stream(self._stream):
-            for target, source in copies:
-                host = target if target.device.type == "cpu" else source
-                if host.numel() <= PIECE_BYTES - host.data_ptr() % PIECE_BYTES:
-                    target.copy_(source, non_blocking=True)
-                    continue
-                for start, end in pieces(host.data_ptr(), host.numel()):
-                    target[start:end].copy_(source[start:end], non_blocking=True)
+            copy_all(targets, sources)
 
     def mark(self) -> Mark:
         event: Any = self._module.Event()
@@ -48,6 +49,15 @@ class DeviceCopyStream:
     def release(self, buffer: Tensor) -> None:
         if buffer.device.type != "cpu":
             buffer.record_stream(self._module.current_stream(self._device))
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target, in the order of the current stream's work. No target may be another's source.
+
+    One call of torch takes a third of the host's time of a call for each copy.
+    """
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
 def pieces(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:

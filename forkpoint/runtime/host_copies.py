@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.tier_entries import HOST_READY, TierReport
+from forkpoint.platforms.copy_stream import copy_all
 from forkpoint.platforms.platform import MARK_POLL_S, Platform
 from forkpoint.runtime.copy_lane import CopyBatch, CopyLane
 from forkpoint.runtime.device_buffers import DeviceBuffers
@@ -230,11 +231,16 @@ class StreamCopies(DirectCopies):
         own = [move for move in moves if move.ticket in self._fetched]
         others = [move for move in moves if move.ticket not in self._fetched]
         arrived = (copy for move in own for copy in self._memory.copies_in(move, self._fetched.pop(move.ticket)))
-        for target, source in joined(arrived, self._memory.padding):
-            buffer = source.bytes
-            target.bytes.copy_(buffer)
+        for buffer in self._copy_now(arrived):
             self._in.stream.release(buffer)
         return others
+
+    def _copy_now(self, copies: Iterable[tuple[Stretch, Stretch]]) -> list[Tensor]:
+        """Copy between the arena and other memory of the device, in the order of its work, and return the sources."""
+        tensors = [(target.bytes, source.bytes) for target, source in joined(copies, self._memory.padding)]
+        sources = [source for _, source in tensors]
+        copy_all([target for target, _ in tensors], sources)
+        return sources
 
     def issue(self) -> None:
         if self._out.next.copies:
@@ -292,14 +298,16 @@ class StreamCopies(DirectCopies):
     def copy_beside(self, move: Move, target: Stretch) -> None:
         """Copy the unit `move.src` of the arena to other memory of the device.
 
-        Call `copy_out` of the unit next: when its copy has ended, this one has, too.
+        Call `copy_out` of the unit next: when its copy has ended, this one has, too. A target that starts before the
+        last one may have been the target of a copy that is not issued yet.
         """
+        if self._unfilled_beside and target.start < self._unfilled_beside[-1][0].start:
+            self.fill()
         self._unfilled_beside += self._memory.copies_out(move, target)
 
     def fill(self) -> None:
         for unfilled in (self._unfilled, self._unfilled_beside):
-            for target, source in joined(unfilled, self._memory.padding):
-                target.bytes.copy_(source.bytes)
+            self._copy_now(unfilled)
         self._unfilled, self._unfilled_beside = [], []
 
     def copy_in(self, source: Stretch, ticket: int, check: Callable[[], bool] | None = None) -> CopyBatch | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import threading
@@ -19,6 +20,7 @@ from forkpoint.cache.tier_entries import BLOCK, SLOT, EntryName
 from forkpoint.peer.link import PeerLink, open_link
 from forkpoint.peer.offered import OfferedEntry, key_of
 from forkpoint.peer.ring import RingFacts
+from forkpoint.platforms.copy_stream import copy_all
 from forkpoint.runtime.after_copies import AtOnce
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.copy_lane import CopyBatch
@@ -122,6 +124,24 @@ def test_a_unit_has_the_offered_contents_or_is_lost(seed: int, monkeypatch: pyte
                     num_landed += 1
         assert num_landed + num_lost == 2 * NUM_PROMPTS
         assert num_lost > 2 and num_landed > NUM_PROMPTS and num_in_ring > NUM_PROMPTS
+
+
+def test_no_call_copies_to_a_place_of_the_ring_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may make the copies of a call in any order. The plan offers more than the ring has room for."""
+    ends = list[int]()
+
+    def checked(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        places = sorted((target.data_ptr(), target.data_ptr() + len(target)) for target in targets)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+        ends.extend(end for _, end in places)
+        copy_all(targets, sources)
+
+    monkeypatch.setattr("forkpoint.runtime.host_copies.copy_all", checked)
+    with worker(0, "p", 3 * SIZES[BLOCK]) as prefill:
+        names = [EntryName(BLOCK, lease.to_bytes(16), bytes(16), 1) for lease in range(1, 9)]
+        prefill.arena.move([Move(MoveKind.BLOCK, 1, 0, MoveRoute.OFFER, n, name) for n, name in enumerate(names, 1)])
+        prefill.platform.synchronize()
+    assert len(set(ends)) < len(ends) == 16
 
 
 def test_a_ring_is_written_before_units_are_offered_although_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
