@@ -293,7 +293,7 @@ class Scheduler:
             if start < scheduled.prefill_end:
                 in_prefill.append(scheduled)
             elif departures.num_preemptions != num_preempted_before and (scheduled.leaving or scheduled.row == NO_ROW):
-                continue
+                continue  # it was preempted for a row before it
             elif start >= scheduled.num_to_compute:  # its last token is in flight
                 self._handover.offer_computed(scheduled)
             elif scheduled.waits_for_output or (request.grammar is not None and request.is_constrained):

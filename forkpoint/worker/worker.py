@@ -23,11 +23,11 @@ class WorkerFacts:
     scheduler: SchedulerConfig  # the user's options, and the device's defaults for the others
     flops_per_token: int
     flops_per_pair: int  # for one query that attends to one key
-    num_host_pages: int = 0  # of the host tier, including its page 0; 0: there is no such tier
-    disk: DiskFacts | None = None  # the disk tier
-    peers: PeerFacts | None = None  # the link to other engines
-    host_streams: bool = False  # copies of the host tier run beside the steps
-    state_write_interval: int = 1  # tokens between two writes of the states that allow it
+    num_host_pages: int  # of the host tier, including its page 0; 0: there is no such tier
+    disk: DiskFacts | None  # the disk tier
+    peers: PeerFacts | None  # the link to other engines
+    host_streams: bool  # copies of the host tier run next to the steps
+    state_write_interval: int  # tokens between two writes of the states that allow it
 
 
 @dataclass(frozen=True, slots=True)
