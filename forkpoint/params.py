@@ -124,6 +124,17 @@ class StructuredOutputsParams:
         _CHECK.flag("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallsParams:
+    """A constraint on the tool calls in an output: `structure` matches what follows the token `opening`.
+
+    Other text is free, and so is the text after a call.
+    """
+
+    opening: str
+    structure: StructuredOutputsParams
+
+
 @taking_absent(OF_SAMPLING)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -141,7 +152,7 @@ class SamplingParams:
     Thinking ends after `thinking_token_budget` tokens (None or -1: no limit): `thinking_end`, a text with `</think>`,
     then follows, whatever the model would say. Tokens of the tags and of that text do not count.
     `call_openings` are texts that open a tool call. An output that begins with one of them, after any thinking, need
-    not match `structured_outputs`.
+    not match `structured_outputs`. Without `structured_outputs`, `calls` constrains the tool calls in the output.
     `kv_transfer_params` are those with which vLLM's proxies split a request between a prefill and a decode engine.
     Without `detokenize` outputs have ids and no text. `skip_reading_prefix_cache` computes the whole prompt, and caches
     it as usual. `output_kind` says what the outputs of `LLM.stream` have.
@@ -195,6 +206,7 @@ class SamplingParams:
     )
     thinking_end: str = option(THINKING_END, bounds=Bounds(1, MAX_THINKING_END_CHARS))
     call_openings: Sequence[str] = ()
+    calls: CallsParams | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
     detokenize: bool = True
     skip_reading_prefix_cache: bool | None = None
@@ -211,6 +223,8 @@ class SamplingParams:
         value = self.structured_outputs
         ok = value is None or isinstance(value, StructuredOutputsParams)
         _CHECK.require(ok, "structured_outputs", value, "None or StructuredOutputsParams(...)")
+        ok = self.calls is None or (isinstance(self.calls, CallsParams) and value is None)
+        _CHECK.require(ok, "calls", self.calls, "None, or CallsParams(...) without structured_outputs")
         if self.stop and not self.detokenize:
             _CHECK.refuse("detokenize", False, "True with stop, whose strings are found in the text, or stop_token_ids")
         if self.kv_transfer_params is not None:
@@ -233,7 +247,7 @@ class SamplingParams:
     def restricts_tokens(self) -> bool:
         """Whether some token ids may be excluded, so that the request needs TokenRules."""
         named = self.allowed_token_ids is not None or bool(self.bad_words)
-        return self.structured_outputs is not None or named or self.limits_thinking
+        return self.structured_outputs is not None or self.calls is not None or named or self.limits_thinking
 
     @property
     def limits_thinking(self) -> bool:

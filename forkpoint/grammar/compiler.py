@@ -14,9 +14,10 @@ from typing import Any
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, StructuredOutputError
 from forkpoint.grammar.budget import ThinkingBudget
+from forkpoint.grammar.calls import HeldCalls
 from forkpoint.grammar.masks import TokenRules, bad_word_ids
 from forkpoint.grammar.source import BYTES_SPECIAL_ID, Description, slow_name
-from forkpoint.params import THINK, THINK_END, SamplingParams, StructuredOutputsParams
+from forkpoint.params import THINK, THINK_END, CallsParams, SamplingParams, StructuredOutputsParams
 
 MAX_KEPT_GRAMMARS = 256
 MAX_KEPT_MATCHERS = 16
@@ -69,10 +70,12 @@ class GrammarCompiler:
             words = bad_word_ids(self._tokenizer, params.bad_words)
             if params.limits_thinking:
                 budget = ThinkingBudget(params, self._tokenizer, self._tokenizer.tool_call_token_ids)
-        elif wanted is not None or params.bad_words or params.limits_thinking:
+        elif wanted is not None or params.calls or params.bad_words or params.limits_thinking:
             name = "thinking_token_budget"
             if wanted is not None:
                 name = "structured_outputs"
+            elif params.calls:
+                name = "calls"
             elif params.bad_words:
                 name = "bad_words"
             raise InvalidParamsError(f"{name} need a tokenizer; start without skip_tokenizer_init")
@@ -89,6 +92,8 @@ class GrammarCompiler:
         if wanted is not None:
             start = partial(self._structured, params, stop_token_ids, rules)
             failure = "structured_outputs cannot be met"
+        elif params.calls is not None:
+            start = partial(rules, num_ids=self._loaded().vocab_size, calls=self._held(params.calls))
         try:
             found = start()
         except StructuredOutputError as error:
@@ -118,6 +123,16 @@ class GrammarCompiler:
             if kept is None or kept.num_copies == 1:
                 raise
         return rules(matcher=self._matcher(description))  # other requests had used up the limits of their shared lexer
+
+    def _held(self, calls: CallsParams) -> HeldCalls:
+        """Return what holds calls to their structure. Raises InvalidParamsError if no token opens them."""
+        assert self._tokenizer is not None
+        opening_id = self._tokenizer.backend.token_to_id(calls.opening)
+        if opening_id is None:
+            raise InvalidParamsError(f"calls.opening is {calls.opening!r}; give the text of one token")
+        compact, special_ids = self._is_compact(calls.structure), self._special_ids()
+        description = Description.of(calls.structure, compact=compact, thinking="none", special_ids=special_ids)
+        return HeldCalls(opening_id, self._matcher(description))
 
     def slow_name(self, wanted: StructuredOutputsParams) -> str | None:
         """Return the parameter's name if compiling it may take long; None if it is always quick.

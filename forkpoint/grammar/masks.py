@@ -13,6 +13,7 @@ import numpy.typing as npt
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import StructuredOutputError
 from forkpoint.grammar.budget import ThinkingBudget
+from forkpoint.grammar.calls import HeldCalls
 from forkpoint.grammar.schema import complaint_in_a_line
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import MOST_AHEAD
@@ -27,8 +28,9 @@ class TokenRules:
     `allowed` are the only ids that may come (None: all ids). `forbidden` ids may not. No sequence of `bad_words` may be
     completed within the output. `stop_token_ids` may not come before `min_tokens`. `matcher` is an llguidance.LLMatcher
     over `num_ids` ids that has not consumed a token. Without a matcher any text is allowed. The output is complete when
-    only one of `ends` may follow. Before `min_tokens` a stop token may come if the matcher allows nothing else. An id
-    that `budget` forces comes even if `allowed` or `bad_words` exclude it, but not against the matcher or `min_tokens`.
+    only one of `ends` may follow. In place of a matcher, `calls` may hold the calls in any text. Before `min_tokens` a
+    stop token may come if the matcher allows nothing else. An id that `budget` forces comes even if `allowed` or
+    `bad_words` exclude it, but not against the matcher or `min_tokens`.
     Raises StructuredOutputError if nothing may come.
     """
 
@@ -45,10 +47,12 @@ class TokenRules:
         num_ids: int = 0,
         ends: Collection[int] = (),
         budget: ThinkingBudget | None = None,
+        calls: HeldCalls | None = None,
     ) -> None:
         self._budget = budget
-        self._has_only_budget = matcher is None and allowed is None and not forbidden and not bad_words
+        self._excludes_ids = allowed is not None or bool(forbidden) or bool(bad_words)
         self._matcher = matcher
+        self._calls = calls
         self._num_words = -(-num_ids // 32)
         self._ends, self._no_ends = frozenset(ends), ~id_bits(ends, vocab_size)
         alone = [word[-1] for word in bad_words if len(word) == 1]
@@ -70,7 +74,9 @@ class TokenRules:
 
     @property
     def is_free(self) -> bool:
-        return self._has_only_budget and (self._budget is None or self._budget.is_far(MOST_AHEAD))
+        if self._excludes_ids or self._matcher is not None:
+            return False
+        return self._budget is None or self._budget.is_far(MOST_AHEAD)
 
     def accept(self, token_id: int) -> None:
         """Follow one more token, after which `mask` has changed. One of `ends` completes the output.
@@ -114,7 +120,9 @@ class TokenRules:
         return token_id < 32 * len(self.mask) and bool(self.mask[token_id // 32] >> token_id % 32 & 1)
 
     def _follow(self, token_id: int) -> None:
-        if self._matcher is not None and not self._matcher.consume_token(token_id):
+        if self._calls is not None:
+            self._matcher = self._calls.after(self._matcher, token_id)
+        elif self._matcher is not None and not self._matcher.consume_token(token_id):
             raise StructuredOutputError(
                 f"token {token_id} does not go on with what structured_outputs ask for{self._reason()}"
             )

@@ -1,12 +1,11 @@
-"""The notations in which model families write tool calls, and the choice of a model's notation."""
+"""The notations in which model families write tool calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
-from forkpoint.engine.call_writing import NotationName, notation_name
-from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.engine.call_writing import NotationName
 from forkpoint.server.calls.json_calls import KIMI_CALL, KIMI_END, read_kimi, read_name_and_arguments, read_object
 from forkpoint.server.calls.python_calls import read_python
 from forkpoint.server.calls.reader import Notation
@@ -60,12 +59,3 @@ NOTATIONS: Final[Mapping[NotationName, Notation]] = {
     "mistral": MISTRAL,
     "llama": LLAMA,
 }
-
-
-def find_notation(parser: str, tokenizer: Tokenizer | None, template: str) -> Notation:
-    """Return the notation that `--tool-call-parser` names.
-
-    For `auto` and `none` the first known tag in the template decides, then the vocabulary of the tokenizer, if there is
-    one. A name without a notation of its own, and a model that shows none, get the notation of hermes.
-    """
-    return NOTATIONS[notation_name(parser, tokenizer, template)]

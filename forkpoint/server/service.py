@@ -178,6 +178,8 @@ class Service:
         config, params, priority = self.config, prepared.params, prepared.priority
         with self.readers.counted():
             await self.trials.check(params.structured_outputs, receive)
+            if params.calls is not None:
+                await self.trials.check(params.calls.structure, receive)
         self.check_healthy()
         self._check_room(len(prepared.prompts) * params.n)
         if priority and config.scheduling_policy != "priority":

@@ -18,6 +18,7 @@ from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import THINK, THINK_END, FinishReason, SamplingParams, Thinking
 from forkpoint.server.answer import AnswerParser, CallPart, Content, Piece, Reasoning, with_unopened_reasoning
 from forkpoint.server.chat.body import ChatBody, ChatMessage, FunctionChoice
+from forkpoint.server.chat.held_calls import constraint_of
 from forkpoint.server.chat.history import shown_messages
 from forkpoint.server.chat.tools import customs_of, plan_tools
 from forkpoint.server.custom_tools import CustomCalls
@@ -69,13 +70,14 @@ class PreparedTurn(PreparedRequest):
         """
         model = texts.served_name(body.model)
         plan = plan_tools(body)
+        constraint = constraint_of(texts, body, plan)
         params = sampling_params(
             body,
             texts,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
-            structured=plan.structured,
+            structured=constraint.structured,
         )
         prompt = _render(texts, body, plan.shown, params)
         thinking = _thinking(texts, body, prompt, params)
@@ -95,6 +97,7 @@ class PreparedTurn(PreparedRequest):
             thinking_token_budget=body.thinking_token_budget,
             thinking_end=texts.thinking_end,
             call_openings=openings,
+            calls=constraint.calls,
             skip_special_tokens=skips,
         )
         parser = partial(
@@ -114,7 +117,7 @@ class PreparedTurn(PreparedRequest):
             prompts=(replace(prompt, text=None),),
             params=params,
             parser=parser,
-            customs=customs_of(body, texts.notices.add),
+            customs=customs_of(body),
             writes_text=plan.written is not None,
             names_call=isinstance(body.tool_choice, FunctionChoice),
             reports_reasoning=body.reports_reasoning,

@@ -19,6 +19,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 import numpy as np
 
 from forkpoint.config import EngineConfig
+from forkpoint.engine.call_writing import NotationName, notation_name
 from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.generation_config import log_sampling_defaults, sampling_defaults
 from forkpoint.engine.image_processor import ImageProcessor
@@ -33,7 +34,7 @@ from forkpoint.server.body import parse
 from forkpoint.server.calls.reader import Notation
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.notations import find_notation
+from forkpoint.server.notations import NOTATIONS
 from forkpoint.server.protocol import RequestBody
 
 B = TypeVar("B", bound=RequestBody)
@@ -167,10 +168,15 @@ class Texts:
         return self.tokenizer
 
     @cached_property
-    def notation(self) -> Notation:
+    def notation_name(self) -> NotationName:
         """The notation in which the model writes tool calls."""
         template = self._chat.source if self._chat is not None else ""
-        return find_notation(self.config.tool_call_parser, self.tokenizer, template)
+        return notation_name(self.config.tool_call_parser, self.tokenizer, template)
+
+    @property
+    def notation(self) -> Notation:
+        """How calls in the model's notation are read."""
+        return NOTATIONS[self.notation_name]
 
     @property
     def thinking_end(self) -> str:

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forkpoint.server.notations import find_notation
+from forkpoint.engine.call_writing import notation_name
+from forkpoint.server.notations import NOTATIONS
 from tests.server.conditions.condition import AB, SB, START, STOP, TB, TOOLS, Condition
 from tests.server.conditions.json_answers import JSON
 from tests.server.conditions.kimi_answers import KIMI
@@ -31,7 +32,7 @@ CONDITIONS = [*XML, *TYPES, *JSON, *PYTHON, *KIMI, *LING, *THINKING]
 def outcome(parser: str, chunks: list[str], *, inside: bool = False) -> tuple[str, str, list[tuple[str, str]]]:
     """(reasoning, content, [(name, arguments)]) of an answer that came in `chunks`."""
     options: dict[str, Any] = {"reasoning": True, "starts_inside": inside, "tools": TOOLS}
-    return taken_apart(chunks, **options, notation=find_notation(parser, None, ""))
+    return taken_apart(chunks, **options, notation=NOTATIONS[notation_name(parser, None, "")])
 
 
 @pytest.mark.parametrize("case", CONDITIONS, ids=lambda case: case.name)

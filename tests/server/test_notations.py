@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forkpoint.config import EngineConfig
+from forkpoint.engine.call_writing import notation_name
 from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.server.answer import AnswerParser, CallPart, Content, Reasoning
 from forkpoint.server.calls.reader import Notation
 from forkpoint.server.chat.body import ChatBody
 from forkpoint.server.config import ServerConfig
-from forkpoint.server.notations import KIMI, LFM2, LING, OLMO3, QWEN, find_notation
+from forkpoint.server.notations import KIMI, LFM2, LING, NOTATIONS, OLMO3, QWEN
 from forkpoint.server.talk import PreparedTurn
 from forkpoint.server.texts import Facts, Texts
 from forkpoint.server.tokens import tokenize
@@ -219,15 +220,15 @@ def test_the_template_decides_unless_a_parser_is_named() -> None:
     shown = {"<tool_call>{{ call }}": QWEN, "<|tool_call_start|>[": LFM2, "<function_calls>": OLMO3, "no tools": QWEN}
     shown |= {SECTION: KIMI, "<tool_call>{{ name }}<arg_key>": LING}
     for template, notation in shown.items():
-        assert find_notation("auto", tokenizer, template) is notation
-        assert find_notation("hermes", tokenizer, template) is QWEN
-        assert find_notation("lfm2", None, template) is LFM2
-        assert find_notation("kimi_k2", None, template) is KIMI
-        assert find_notation("ling3", None, template) is LING
-        assert find_notation("glm47", None, template) is LING
+        assert NOTATIONS[notation_name("auto", tokenizer, template)] is notation
+        assert NOTATIONS[notation_name("hermes", tokenizer, template)] is QWEN
+        assert NOTATIONS[notation_name("lfm2", None, template)] is LFM2
+        assert NOTATIONS[notation_name("kimi_k2", None, template)] is KIMI
+        assert NOTATIONS[notation_name("ling3", None, template)] is LING
+        assert NOTATIONS[notation_name("glm47", None, template)] is LING
     for notation in (KIMI, LFM2):
         tokenizer.backend.add_special_tokens([notation.opening])
-        assert find_notation("auto", tokenizer, "no tools") is notation
+        assert NOTATIONS[notation_name("auto", tokenizer, "no tools")] is notation
 
 
 def served(tokenizer: Tokenizer, template: str) -> Texts:

@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import pytest
 
+from forkpoint.engine.call_writing import notation_name
 from forkpoint.outputs import CompletionOutput
 from forkpoint.params import FinishReason
 from forkpoint.server.answer import AnswerParser
-from forkpoint.server.notations import find_notation
+from forkpoint.server.notations import NOTATIONS
 from forkpoint.server.talk import Talk
 from tests.server.conditions.condition import AB, SB, START, TB, TOOLS
 
@@ -67,7 +68,7 @@ def test_no_answer_holds_up_the_event_loop(parser: str, begin: str, again: str, 
     turn = SimpleNamespace(
         customs=frozenset(),
         writes_text=False,
-        parser=lambda: AnswerParser(reasoning=True, tools=TOOLS, notation=find_notation(parser, None, "")),
+        parser=lambda: AnswerParser(reasoning=True, tools=TOOLS, notation=NOTATIONS[notation_name(parser, None, "")]),
         params=SimpleNamespace(n=1),
         reports_reasoning=True,
         names_call=False,

@@ -136,7 +136,7 @@ class _Reading:
         if isinstance(ref := schema.get("$ref"), str):
             if ref not in self._known:
                 self._known[ref] = frozenset()
-                self._known[ref] = self._types(_resolve(ref, self._root), depth + 1)
+                self._known[ref] = self._types(resolve(ref, self._root), depth + 1)
             if not self._known[ref]:
                 return frozenset()  # a schema that contains itself adds nothing to its own types
             types = _both(types, self._known[ref])
@@ -176,7 +176,7 @@ def _both(types: frozenset[str], others: frozenset[str]) -> frozenset[str]:
     return types & others or types | others
 
 
-def _resolve(ref: str, root: Any) -> Any:
+def resolve(ref: str, root: Any) -> Any:
     """Return the schema that a reference within the document `root` points to, or None."""
     if not ref.startswith("#"):
         return None
@@ -204,7 +204,7 @@ def _properties(schema: Any, root: Any, key: str) -> Iterator[Any]:
         if isinstance(properties, Mapping) and key in properties:
             yield properties[key]
         if isinstance(ref := current.get("$ref"), str) and seen < MAX_DEPTH:
-            queue.append(_resolve(ref, root))
+            queue.append(resolve(ref, root))
         for word in ("allOf", "anyOf", "oneOf"):
             queue += listed(current.get(word))
 

@@ -13,9 +13,12 @@ from forkpoint.server.sampling import SamplingBody, bounded
 
 
 class FunctionSpec(Body):
+    """A function. With `strict` all calls of it match the schema of its `parameters`."""
+
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class CustomSpec(Body):

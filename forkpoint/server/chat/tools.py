@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forkpoint.obs.notices import Note
 from forkpoint.params import StructuredOutputsParams
+from forkpoint.server.calls.call_formats import CallRule
 from forkpoint.server.calls.schema_types import moved
 from forkpoint.server.chat.body import AllowedFunctionsChoice, AnyToolChoice, ChatBody, FunctionChoice, ToolSpec
-from forkpoint.server.custom_tools import grammar_of
+from forkpoint.server.custom_tools import INPUT, grammar_of
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.protocol import MAX_SHOWN
 from forkpoint.server.sampling import structured_outputs
 
 
@@ -23,6 +22,7 @@ class ToolPlan:
     `shown`: tools that the chat template shows. `schemas`: schemas of the functions by name, None if no function may be
     called. `forced`: the answer is a single call and nothing else, which the grammar `structured` enforces. `written`:
     the name of a custom tool, if the answer is the text of a call of it. `single`: the answer ends with its first call.
+    `rules`: what calls of each function have to match.
     """
 
     shown: list[dict[str, Any]] | None
@@ -31,6 +31,7 @@ class ToolPlan:
     forced: bool = False
     written: str | None = None
     single: bool = False
+    rules: tuple[CallRule, ...] = ()
 
 
 def plan_tools(body: ChatBody) -> ToolPlan:
@@ -47,12 +48,13 @@ def plan_tools(body: ChatBody) -> ToolPlan:
         return ToolPlan(None, None, structured)
     shown = [shown_tool(tool) for tool in tools if not tool.defer_loading]
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    rules = tuple(map(_rule, tools))
     wanted = _wanted(choice, list(schemas))
     if isinstance(choice, AllowedFunctionsChoice) and choice.allowed_tools.mode == "auto":
         shown = [tool for tool in shown if tool["function"]["name"] in wanted]
         choice = "auto"
     if choice is None or choice == "auto":
-        return ToolPlan(shown or None, schemas, structured, single=body.parallel_tool_calls is False)
+        return ToolPlan(shown or None, schemas, structured, single=body.parallel_tool_calls is False, rules=rules)
     hidden = _hidden(tools, body)
     if choice == "required":
         wanted = [name for name in wanted if name not in hidden] or wanted
@@ -68,12 +70,23 @@ def plan_tools(body: ChatBody) -> ToolPlan:
     else:
         schema = {"anyOf": [_call_schema(name, schemas[name], f"/anyOf/{i}") for i, name in enumerate(wanted)]}
     call = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
-    return ToolPlan(shown or None, schemas, call, forced=True)
+    return ToolPlan(shown or None, schemas, call, forced=True, rules=rules)
+
+
+def _rule(tool: ToolSpec) -> CallRule:
+    name, schema = tool.function.name, tool.function.parameters or {}
+    syntax, definition = grammar_of(tool.custom.model_dump()) if tool.custom is not None else ("", "")
+    if syntax == "lark":
+        return CallRule(name, schema, {"type": "grammar", "grammar": definition}, INPUT)
+    if syntax == "regex":
+        return CallRule(name, schema, {"type": "regex", "pattern": definition}, INPUT)
+    return CallRule(name, schema if tool.function.strict else None)
 
 
 def shown_tool(tool: ToolSpec) -> dict[str, Any]:
     """Return a tool as the chat template shows it."""
-    return {"type": "function", **tool.model_dump(exclude_unset=True, exclude={"type", "custom", "defer_loading"})}
+    hidden: Any = {"type": True, "custom": True, "defer_loading": True, "function": {"strict"}}
+    return {"type": "function", **tool.model_dump(exclude_unset=True, exclude=hidden)}
 
 
 def _hidden(tools: Sequence[ToolSpec], body: ChatBody) -> set[str]:
@@ -116,12 +129,6 @@ def _call_schema(name: str, parameters: Mapping[str, Any], path: str) -> dict[st
     }
 
 
-def customs_of(body: ChatBody, note: Note) -> frozenset[str]:
-    """Return the names of the custom tools. `note` receives notices about grammars that nothing enforces."""
-    customs = [tool.custom for tool in body.tools or () if tool.custom is not None]
-    for custom in customs:
-        syntax, _ = grammar_of(custom.model_dump())
-        if syntax:
-            shown = custom.name[:MAX_SHOWN]
-            note(f"the custom tool {shown!r} has a grammar: the model reads it, but only forced calls are held to it")
-    return frozenset(custom.name for custom in customs)
+def customs_of(body: ChatBody) -> frozenset[str]:
+    """Return the names of the custom tools."""
+    return frozenset(tool.custom.name for tool in body.tools or () if tool.custom is not None)

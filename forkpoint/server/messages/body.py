@@ -37,6 +37,7 @@ class Tool(Body):
     input_schema: dict[str, Any] | None = None
     type: str | None = Field(None, description="custom, or one such as bash_20250124")
     defer_loading: bool | None = Field(None, description="true: the model sees the tool where a result refers to it")
+    strict: bool | None = Field(None, description="true: all calls match input_schema")
 
 
 class Thinking(ThinkingOptions):
@@ -140,7 +141,7 @@ def _tools(tools: Sequence[Tool], note: Note) -> list[dict[str, Any]]:
 
 def _tool(tool: Tool) -> dict[str, Any]:
     description, schema = client_tool(tool.type or "") or (None, {"type": "object", "properties": {}})
-    function = {"name": tool.name, "parameters": tool.input_schema or schema}
+    function = {"name": tool.name, "parameters": tool.input_schema or schema, "strict": tool.strict}
     if (text := tool.description or description) is not None:
         function["description"] = text
     return {"type": "function", "function": function}

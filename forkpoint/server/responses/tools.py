@@ -192,7 +192,7 @@ def _unpacked(tools: Sequence[Any]) -> list[tuple[NamespaceTool | None, Function
 def _chat_tool(name: str, tool: FunctionTool | CustomTool, namespace: NamespaceTool | None) -> dict[str, Any]:
     """Return a tool in the form of a chat completion. The description of its namespace comes before its own."""
     texts = [namespace.description, tool.description] if namespace is not None else [tool.description]
-    fields = tool.model_dump(include={"parameters", "format"}, exclude_none=True)
+    fields = tool.model_dump(include={"parameters", "format", "strict"}, exclude_none=True)
     fields |= {"name": name, "description": "\n\n".join(filter(None, texts)) or None}
     return {"type": tool.type, tool.type: fields}
 
