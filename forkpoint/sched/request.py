@@ -26,7 +26,7 @@ class Grammar(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether any id may come next, and after any ids for the next MOST_AHEAD outputs."""
+        """Whether the next outputs, up to MOST_AHEAD, may be sampled without masks, before earlier ones are known."""
 
     def accept(self, token_id: int) -> None:
         """Follow one more output, after which `mask` and `is_free` change. Not called once the mask is None.
@@ -90,7 +90,7 @@ class Request:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether its grammar may exclude an id within the next MOST_AHEAD outputs."""
+        """Whether its next output needs the mask of its grammar."""
         return self.grammar is not None and not self.grammar.is_free
 
     @property

@@ -398,18 +398,6 @@ def test_a_forced_call_is_of_a_tool_in_the_prompt(
     assert [tool["function"]["name"] for tool in plan.shown or ()] == listed
 
 
-def test_tools_that_anthropics_models_know_are_functions() -> None:
-    kinds = {"bash": "bash_20250124", "edit": "text_editor_20250728", "memory": "memory_20250818"}
-    tools: Any = [{"name": name, "type": kind} for name, kind in kinds.items()]
-    notes: list[str] = []
-    body = MessagesBody.model_validate({**ask("x"), "tools": [*tools, {"name": "w", "type": "web_search_20250305"}]})
-    functions = [tool["function"] for tool in chat_fields(body, notes.append)["tools"]]
-    assert [function["name"] for function in functions] == list(kinds) and all(f["description"] for f in functions)
-    assert len(notes) == 1 and "web_search_20250305" in notes[0]
-    commands = [function["parameters"]["properties"]["command"].get("enum") for function in functions]
-    assert commands == [None, ["view", "create", "str_replace", "insert"], [*commands[1], "delete", "rename"]]
-
-
 def test_documents_and_search_results_are_texts() -> None:
     """The user's are read as a tool's are; a file is refused in clear words."""
     text = {"type": "text", "text": "a.png"}

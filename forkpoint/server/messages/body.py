@@ -32,7 +32,7 @@ class Tool(Body):
     Some tools of the client have a `type` of Anthropic's in place of a schema.
     """
 
-    name: str = Field(min_length=1)
+    name: str = Field("", description="tools that Anthropic's servers run may have none")
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: str | None = Field(None, description="custom, or one such as bash_20250124")
@@ -127,7 +127,7 @@ def _tools(tools: Sequence[Tool], note: Note) -> list[dict[str, Any]]:
 
     Raises HTTPError if none is left.
     """
-    own = [tool for tool in tools if tool.type in (None, "custom") or client_tool(tool.type)]
+    own = [tool for tool in tools if tool.type in (None, "custom") or _known(tool)]
     others = [tool.type for tool in tools if tool not in own]
     if others and not own:
         raise not_understood(f"tools of the type {others[0]!r}", "tools")
@@ -139,8 +139,12 @@ def _tools(tools: Sequence[Tool], note: Note) -> list[dict[str, Any]]:
     return [{**_tool(tool), "defer_loading": bool(tool.defer_loading) and is_found} for tool in own]
 
 
+def _known(tool: Tool) -> tuple[str, dict[str, Any]] | None:
+    return client_tool(tool.type or "", tool.model_extra or {})
+
+
 def _tool(tool: Tool) -> dict[str, Any]:
-    description, schema = client_tool(tool.type or "") or (None, {"type": "object", "properties": {}})
+    description, schema = _known(tool) or (None, {"type": "object", "properties": {}})
     function = {"name": tool.name, "parameters": tool.input_schema or schema, "strict": tool.strict}
     if (text := tool.description or description) is not None:
         function["description"] = text
