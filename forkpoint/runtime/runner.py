@@ -52,11 +52,12 @@ class StepOutputs(NamedTuple):
 class ModelRunner:
     """Implements `sched.plan.Runner` on one device. Owns the arena's bytes and the batch.
 
-    A plan runs in this order: flushes, removed rows, dropped embeddings, moves, added and replaced rows, state copies,
-    forward pass, sampling. `submit` issues a step and does not wait for it. On a device with graphs, a step that fits
-    one of the `shapes` replays a graph. The first such step records it, unless `record_next` did. For state operators
-    that `ops.redirects` does not name, states are copied first. If a step raises, its rows and blocks are updated all
-    the same. Steps that are submitted before `result()` has raised that error are not run and raise StepFailedError.
+    `submit` issues a step and does not wait for it. Before the model runs, states are copied for
+    the operators that `ops.redirects` does not name.
+
+    On a device with graphs, a step that fits one of the `shapes` replays a graph. The first such step records it,
+    unless `record_next` did. If a step raises, its rows and blocks are updated all the same. Steps that are submitted
+    before `result()` has raised that error are not run and raise StepFailedError.
     """
 
     def __init__(self, loaded: Loaded, num_pages: int, num_host_pages: int = 0) -> None:
@@ -134,9 +135,10 @@ class ModelRunner:
 
     def _prepare_spans(self) -> None:
         """Let the device compile the kernels for drafts, with a span of the spare row."""
-        row = np.zeros(1, np.int32)
-        sampled = Sampled(self.platform.upload(row.astype(np.int64)), self.platform.upload(row == 0))
-        self._accept(DraftSpans(row + 1, row, row + NO_DRAFT), row + self.batch.table.num_rows, sampled)
+        zero = np.zeros(1, np.int32)
+        sampled = Sampled(self.platform.upload(zero.astype(np.int64)), self.platform.upload(zero == 0))
+        spans = DraftSpans(sizes=zero + 1, starts=zero, drafts=zero + NO_DRAFT)
+        self._accept(spans, zero + self.batch.table.num_rows, sampled)
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Issue a plan, and do not wait for it.
@@ -159,13 +161,13 @@ class ModelRunner:
         self.batch.update(plan)
         if self._failure is not None:
             error = StepFailedError(f"step {plan.step} was not run: a step before it failed with {self._failure!r}")
-            return FailedStep(error, self._failure_seen)
+            return FailedStep(error, self._forget_failure)
         try:
             with torch.inference_mode():
                 return self._run(plan)
         except Exception as error:
             self._failure = error
-            return FailedStep(error, self._failure_seen)
+            return FailedStep(error, self._forget_failure)
 
     def close(self) -> None:
         """Wait for the device, close the tiers and the link to other engines, and drop the graphs.
@@ -178,7 +180,7 @@ class ModelRunner:
         if self._drafts is not None:
             self._drafts.close()
 
-    def _failure_seen(self) -> None:
+    def _forget_failure(self) -> None:
         self._failure = None
 
     def _run(self, plan: StepPlan) -> RunningStep:
@@ -359,17 +361,17 @@ class ModelRunner:
 
         Returns what is copied to the host: the ids of all positions, and the counts in `Verified`.
         """
-        found, there = self._accept(spans, plan.sampled_rows, sampled)
+        found, columns = self._accept(spans, plan.sampled_rows, sampled)
         count = len(spans.drafts)
-        counted = partial(spans.mask, found[count:], there.starts, there.sizes)
+        counted = partial(spans.mask, found[count:], columns.starts, columns.sizes)
         self._sampler.count(sampling, sampled.token_ids, counted)
         on_host = self.platform.to_host(found)
         return on_host[:count], Verified(spans, on_host[count:])
 
     def _accept(self, spans: DraftSpans, rows: IntArray, sampled: Sampled) -> tuple[Tensor, SpanColumns]:
         """Call the operator `accept` for the spans of these rows. Returns its result, and its columns."""
-        there = self._span_columns(spans, rows)
-        return self._ops.accept(sampled.token_ids, sampled.finite, there), there
+        columns = self._span_columns(spans, rows)
+        return self._ops.accept(sampled.token_ids, sampled.finite, columns), columns
 
     def _span_columns(self, spans: DraftSpans, rows: IntArray) -> SpanColumns:
         assert self._records is not None

@@ -59,18 +59,21 @@ class StepRows:
 
     Element `i` of a column belongs to row `i`, and so does the part `[ptr[i], ptr[i + 1])` of a column that a pointer
     column divides. First the row's block table gets its `new_blocks`, and its tables of further groups `more_blocks`,
-    which the same pointers divide. The row computes its tokens
-    `[start, start + num_tokens)`. The last `num_drafts` of them are drafts: the runner accepts those that equal what it
-    samples itself, up to the first that does not, and rejects the rest. A decode row has one other token.
+    which the same pointers divide.
+
+    The row computes its tokens `[start, start + num_tokens)`. The last `num_drafts` of them are drafts: the runner
+    accepts those that equal what it samples itself, up to the first that does not, and rejects the rest. A decode row
+    has one other token. Rows with `samples` set sample from the logits of their last token and of the token before each
+    draft.
 
     The row reads the state before `start` from `read_slot`, and writes the state after its last accepted token to
     `write_slot`. A runner may write that state in a later step and keep records of the tokens until then. States that
     are written every few tokens have `written` tokens of the row. Other states lack the last `pending` ones. The
     row also saves the state after exactly `save_positions[j]` tokens in `save_slots[j]`. The position lies in
-    `(start, end]` before any draft, or in `(start of the row's last step, start]` if that step had drafts. Rows with
-    `samples` set sample from the logits of their last token and of the token before each draft. An `optimistic` row was
-    planned as if every draft in flight were accepted: the runner subtracts the rejected ones from its `start` and
-    `pending`. If the row then starts before a position to be saved, that slot's contents are void.
+    `(start, end]` before any draft, or in `(start of the row's last step, start]` if that step had drafts.
+
+    An `optimistic` row was planned as if every draft in flight were accepted: the runner subtracts the rejected ones
+    from its `start` and `pending`. If the row then starts before a position to be saved, that slot's contents are void.
     """
 
     row: IntArray  # [N], like the next columns
@@ -145,7 +148,8 @@ class TokenMasks:
 class StepPlan:
     """One forward pass, and what the runner does before it.
 
-    The runner handles `flushes`, `removed` rows, `dropped_images`, `moves`, `added` and `replaced` rows, then `rows`.
+    The effect is that of `flushes`, `removed` rows, `dropped_images`, `moves`, `added` and `replaced` rows, and `rows`,
+    in this order. `fetches` begin with the plan and end later.
     `moves` run one after the other: compaction and copies from and to the tiers depend on their order. All other block
     and slot ids are those after the moves. A plan without rows has copies alone. The first `num_decodes` rows go
     through the decode kernels, the others through the prefill kernels, whose results differ in their last bits.
@@ -164,7 +168,7 @@ class StepPlan:
     sampled_rows: IntArray = field(default_factory=_no_ints)  # the rows that sample, in the order of `rows`
     masks: TokenMasks | None = None  # None: every row may sample any id
     waits_for_tiers: bool = False  # whether the result of a plan without work waits briefly for tiers or fetches
-    fetches: tuple[Fetch, ...] = ()  # orders to get prompts from other engines, which end later than the plan
+    fetches: tuple[Fetch, ...] = ()  # orders to get prompts from other engines
 
 
 @dataclass(frozen=True, slots=True)
