@@ -135,15 +135,33 @@ class RemoteRunner:
         Raises EngineStoppedError, after ending all ranks, if one has ended or they disagree.
         """
         self._send(b"")
+        answers = self._collect()
+        failed = {name: answer.failure for name, answer in answers.items() if answer.failure}
+        if len(answers) < len(self._ranks) or 0 < len(failed) < len(answers):
+            name, failure = next(iter(failed.items()))
+            raise self._stopped(f"{name} failed where others did not: {failure}")
+        first = answers[self._ranks[0].name]
+        for name, answer in answers.items():
+            if answer.digest != first.digest:
+                raise self._stopped(f"{name} sampled other tokens than {self._ranks[0].name}")
+        tiers = self._tickets.merge([each.tier_report for each in answers.values() if each.tier_report is not None])
+        fetches = self._fetches.merge([answers[rank.name].fetch_report for rank in self._ranks])
+        if (tiers is not None or fetches is not None) and first.result is not None:
+            return msgspec.structs.replace(first, result=replace(first.result, tier_report=tiers, fetch_report=fetches))
+        return first
+
+    def _collect(self) -> dict[str, StepAnswer]:
+        """Return the ranks' answers by name. Those that come more than APART_S after a failure are missing.
+
+        Raises EngineStoppedError, after ending all ranks, if one has ended.
+        """
         answers: dict[str, StepAnswer] = {}
-        waiting: dict[Connection, RankProcess] = {rank.socket: rank for rank in self._ranks}
+        waiting = {rank.socket: rank for rank in self._ranks}
         until: float | None = None
         while waiting:
             ready: Sequence[object] = list(waiting)
-            if until is not None:
-                ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
-            elif len(waiting) > 1:
-                ready = connection.wait(list(waiting))
+            if len(waiting) > 1 or until is not None:  # otherwise `recv_bytes` waits for the last one
+                ready = connection.wait(list(waiting), None if until is None else max(0.0, until - time.monotonic()))
             if not ready:
                 break
             for socket in ready:
@@ -156,19 +174,7 @@ class RemoteRunner:
                 answers[rank.name] = answer
                 if answer.failure and until is None:
                     until = time.monotonic() + APART_S
-        first = answers.get(self._ranks[0].name)
-        failed = {name: answer.failure for name, answer in answers.items() if answer.failure}
-        if waiting or first is None or 0 < len(failed) < len(answers):
-            name, failure = next(iter(failed.items()))
-            raise self._stopped(f"{name} failed where others did not: {failure}")
-        for name, answer in answers.items():
-            if answer.digest != first.digest:
-                raise self._stopped(f"{name} sampled other tokens than {self._ranks[0].name}")
-        tiers = self._tickets.merge([each.tier_report for each in answers.values() if each.tier_report is not None])
-        fetches = self._fetches.merge([answers[rank.name].fetch_report for rank in self._ranks])
-        if (tiers is not None or fetches is not None) and first.result is not None:
-            return msgspec.structs.replace(first, result=replace(first.result, tier_report=tiers, fetch_report=fetches))
-        return first
+        return answers
 
     def prepare(self) -> bool:
         """Let all ranks do work ahead; see `Worker`. Raises EngineStoppedError if a rank has ended."""
