@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu_9b.floor import median_s
-from forkpoint.ops.exchange.peers import Peers
+from forkpoint.ops.exchange.rank_exchange import RankExchange
 from forkpoint.ops.norm.kernel import add_rmsnorm
 
 SIZES = tuple(4096 << i for i in range(10))  # bytes
@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sums(peers: Peers, device: torch.device) -> dict[str, Way]:
+def sums(exchange: RankExchange, device: torch.device) -> dict[str, Way]:
     """Return the sums to time, by the names of the columns."""
     from torch.distributed import _symmetric_memory as symmetric
 
@@ -60,11 +60,11 @@ def sums(peers: Peers, device: torch.device) -> dict[str, Way]:
     return {
         "NCCL": nccl,
         "one-shot of torch, with the copy into its memory": one_shot,
-        "ours": lambda x, _: peers.sum(x),
+        "ours": lambda x, _: exchange.sum(x),
     }
 
 
-def norms(peers: Peers, device: torch.device) -> dict[str, Way]:
+def norms(exchange: RankExchange, device: torch.device) -> dict[str, Way]:
     """Return the norms of the residual plus a sum, by the names of the columns."""
     weight = torch.ones(max(width for _, width in NORMED), device=device)
 
@@ -73,18 +73,18 @@ def norms(peers: Peers, device: torch.device) -> dict[str, Way]:
         return add_rmsnorm(x, residual, weight[: x.shape[1]], 1e-6)[0]
 
     def ours(x: Tensor, residual: Tensor) -> Tensor:
-        return peers.sum_add_rmsnorm(x, residual, weight[: x.shape[1]], 1e-6)
+        return exchange.sum_add_rmsnorm(x, residual, weight[: x.shape[1]], 1e-6)
 
     return {"NCCL, then the norm": nccl, "ours": ours}
 
 
-def gathers(peers: Peers, device: torch.device) -> dict[str, Way]:
+def gathers(exchange: RankExchange, device: torch.device) -> dict[str, Way]:
     def nccl(x: Tensor, residual: Tensor) -> Tensor:
-        out = x.new_empty(peers.size, *x.shape)
+        out = x.new_empty(exchange.size, *x.shape)
         dist.all_gather_into_tensor(out.flatten(0, 1), x)
         return out.movedim(0, -2).flatten(-2)
 
-    return {"NCCL, then side by side": nccl, "ours": lambda x, _: peers.gather(x)}
+    return {"NCCL, then side by side": nccl, "ours": lambda x, _: exchange.gather(x)}
 
 
 def tell(what: str, shapes: Sequence[tuple[int, int]], columns: dict[str, Way], device: torch.device) -> None:
@@ -112,11 +112,11 @@ def run(rank: int, size: int, place: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=place.as_uri(), rank=rank, world_size=size)
-    peers = Peers.meet(rank, size, device)
+    exchange = RankExchange.meet(rank, size, device)
     shapes = [(max(1, num_bytes // 2 // WIDTH), min(WIDTH, num_bytes // 2)) for num_bytes in SIZES]
-    tell("bytes", shapes, sums(peers, device), device)
-    tell("sum and norm of", NORMED, norms(peers, device), device)
-    tell("gather of", GATHERED, gathers(peers, device), device)
+    tell("bytes", shapes, sums(exchange, device), device)
+    tell("sum and norm of", NORMED, norms(exchange, device), device)
+    tell("gather of", GATHERED, gathers(exchange, device), device)
     torch.cuda.synchronize()
     dist.barrier()
     os._exit(0)  # nothing is left to do, and a process group waits when it is taken apart

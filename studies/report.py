@@ -19,7 +19,7 @@ from forkpoint.sim.table import markdown
 from forkpoint.sim.trace import Trace
 from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound, num_prompt_tokens
 from studies.plots import Curve, write_plot
-from studies.systems import CLAIRVOYANT, ENGINE, PEERS, make_system
+from studies.systems import CLAIRVOYANT, EMULATIONS, ENGINE, make_system
 
 MEMORY_SHARES: Final = (0.125, 0.25, 0.5, 0.75, 1.0)  # of what the weights leave
 USABLE_SHARE: Final = 0.9  # of a device's memory, as gpu_memory_utilization's default
@@ -36,7 +36,7 @@ class ReportPlan:
     scheduler: SchedulerConfig
     jobs: int
     shapes: tuple[ModelShape, ...] = (QWEN3_5_9B, QWEN3_5_35B, KIMI_LINEAR)
-    systems: tuple[str, ...] = (ENGINE, *PEERS, CLAIRVOYANT)
+    systems: tuple[str, ...] = (ENGINE, *EMULATIONS, CLAIRVOYANT)
 
     def sizes(self, shape: ModelShape) -> list[int]:
         """Return amounts of memory for keys, values and states: shares of what the weights leave, in whole quarters of
@@ -75,14 +75,14 @@ class Panel:
     results: dict[tuple[int, str], CaseResult]
     bounds: dict[int, float]
 
-    def best_peer(self, size: int) -> CaseResult:
-        """The emulated peer with the highest hit rate."""
-        peers = [self.results[size, system] for system in PEERS if (size, system) in self.results]
-        return max(peers, key=lambda result: result.hit_rate)
+    def best_emulation(self, size: int) -> CaseResult:
+        """The emulation with the highest hit rate."""
+        found = [self.results[size, system] for system in EMULATIONS if (size, system) in self.results]
+        return max(found, key=lambda result: result.hit_rate)
 
     def least_p95(self, size: int) -> float:
-        """The lowest 95th percentile of a peer's time to first token, in seconds."""
-        return min(r.ttft_p95_s for (s, name), r in self.results.items() if s == size and name in PEERS)
+        """The lowest 95th percentile of an emulation's time to first token, in seconds."""
+        return min(r.ttft_p95_s for (s, name), r in self.results.items() if s == size and name in EMULATIONS)
 
 
 def write_report(plan: ReportPlan, folder: Path, progress: Callable[[int], None] | None = None) -> None:
@@ -146,20 +146,20 @@ def _head(plan: ReportPlan, problems: dict[str, ReuseProblem]) -> list[str]:
 
 
 def _summary(panels: Sequence[Panel]) -> list[str]:
-    head = ("model", "trace", "GiB", "best peer", ENGINE, "clairvoyant", BOUND, "P95", "least P95 of a peer")
+    head = ("model", "trace", "GiB", "best other engine", ENGINE, "clairvoyant", BOUND, "P95", "least P95 of others")
     rows: list[tuple[str, ...]] = [head]
     for panel in panels:
         for size in panel.sizes:
             if panel.bounds[size] == 0.0:
                 continue  # nothing can be reused
-            peer, mine = panel.best_peer(size), panel.results[size, ENGINE]
+            best, mine = panel.best_emulation(size), panel.results[size, ENGINE]
             foreseen = panel.results.get((size, CLAIRVOYANT))
             rows.append(
                 (
                     panel.shape.name,
                     panel.trace.name,
                     f"{size / GIB:g}",
-                    f"{peer.hit_rate:.1%} ({peer.system})",
+                    f"{best.hit_rate:.1%} ({best.system})",
                     f"{mine.hit_rate:.1%}",
                     f"{foreseen.hit_rate:.1%}" if foreseen else "-",
                     f"{panel.bounds[size]:.1%}",

@@ -1,4 +1,4 @@
-"""`python -m studies.simulate`: `forkpoint simulate` with the emulated peers, the bound and the report."""
+"""`python -m studies.simulate`: `forkpoint simulate` with emulations of other engines, the bound and the report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from forkpoint.sim.table import case_rows
 from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound, num_prompt_tokens
 from studies.calibration import calibrate, read_steps
 from studies.report import ReportPlan, write_report
-from studies.systems import CLAIRVOYANT, PEERS, make_system
+from studies.systems import CLAIRVOYANT, EMULATIONS, make_system
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m studies.simulate",
         description="Replay request traces through forkpoint and through emulations of other engines. Systems are also "
-        f"{', '.join(PEERS)}, and {CLAIRVOYANT}, which knows all requests beforehand.",
+        f"{', '.join(EMULATIONS)}, and {CLAIRVOYANT}, which knows all requests beforehand.",
     )
     add_simulate_options(parser)
     parser.add_argument("--steps", type=Path, metavar="FILE", help="fit the device to steps of benchmarks.step_times")

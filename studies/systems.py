@@ -1,4 +1,4 @@
-"""The systems to compare: the engine, the engine with foresight, and the emulated peers, with the same memory."""
+"""The systems to compare, with the same memory: the engine, the engine with foresight, and emulations of others."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from forkpoint.sim import named_systems
 from forkpoint.sim.replica import SimulatedReplica
 from forkpoint.sim.shape import ModelShape
 from forkpoint.sim.trace import Trace
+from studies.emulations.scheduler import EmulatedScheduler
+from studies.emulations.sglang import SglangCache, SglangOptions
+from studies.emulations.vllm import VllmCache, VllmGeometry, VllmOptions
 from studies.foresight import ClairvoyantPolicy, DeclaredCapture, ForeseeingSystem, Foresight
-from studies.peers.scheduler import PeerScheduler
-from studies.peers.sglang import SglangCache, SglangOptions
-from studies.peers.vllm import VllmCache, VllmGeometry, VllmOptions
 
 ENGINE: Final = named_systems.ENGINE
 CLAIRVOYANT: Final = f"{ENGINE}:eviction=clairvoyant"
@@ -33,7 +33,7 @@ SGLANG: Final[Mapping[str, SglangOptions]] = MappingProxyType(
         "sglang-no-buffer": SglangOptions(extra_buffer=False),
     }
 )
-PEERS: Final = (*VLLM, *SGLANG)
+EMULATIONS: Final = (*VLLM, *SGLANG)
 
 
 def make_system(
@@ -41,22 +41,23 @@ def make_system(
 ) -> SimulatedReplica:
     """Create a system with `memory_bytes` for keys, values and states.
 
-    Its name is a peer's, `forkpoint:eviction=clairvoyant`, which needs all its requests beforehand, or one that
+    Its name is an emulation's, `forkpoint:eviction=clairvoyant`, which needs all its requests beforehand, or one that
     `forkpoint simulate` takes. Raises ConfigError.
     """
     rows, budget = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     if name in VLLM:
         geometry = VllmGeometry.of(shape)
         cache = VllmCache(geometry, memory_bytes // geometry.id_bytes, VLLM[name])
-        return PeerScheduler(name, cache, shape.layout, budget, rows)
+        return EmulatedScheduler(name, cache, shape.layout, budget, rows)
     if name in SGLANG:
-        return PeerScheduler(name, SglangCache(shape, memory_bytes, SGLANG[name]), shape.layout, budget, rows)
+        return EmulatedScheduler(name, SglangCache(shape, memory_bytes, SGLANG[name]), shape.layout, budget, rows)
     if name == CLAIRVOYANT:
         return _clairvoyant(name, shape, memory_bytes, scheduler, trace)
     if name.partition(":")[0] == ENGINE:
         return named_systems.make_system(name, shape, memory_bytes, scheduler, trace)
     raise ConfigError(
-        f"no system {name!r}; give {ENGINE}, {ENGINE}:capture=...,eviction=..., {CLAIRVOYANT}, or {', '.join(PEERS)}"
+        f"no system {name!r}; give {ENGINE}, {ENGINE}:capture=...,eviction=..., {CLAIRVOYANT}, or "
+        f"{', '.join(EMULATIONS)}"
     )
 
 

@@ -19,7 +19,7 @@ SUFFIXES = {".py", ".md", ".cpp", ".h", ".json", ".yaml"}
 # (what is not said, what is said instead, where it means something else)
 SYNONYMS = (
     (r"exp_(ptr|pos|dst)", "save_ptr, save_pos, save_dst", ()),
-    (r"exports?|exported", "save", ("studies/peers/vllm.py", "tests/page/", "docs/clients.md", "docs/server.md")),
+    (r"exports?|exported", "save", ("studies/emulations/vllm.py", "tests/page/", "docs/clients.md", "docs/server.md")),
     (r"recordings", "graphs", ()),
     (r"(captured|capturing) (graphs?|steps?|shapes?)|graphs captured", "recorded graphs", ()),
     (r"(?i:look[-_]ahead)", "async_scheduling", ()),
@@ -27,7 +27,7 @@ SYNONYMS = (
     (r"CheckpointError", "ModelFolderError", ()),
     (r"Origin\.DECLARED|declared boundar(y|ies)|boundary declared", "breakpoint", ()),
     (r"num_told_blocks|told anew", "num_sent_blocks, sent", ()),
-    (r"num_known(_tokens)?", "num_tokens_at_admission, num_tokens", ("studies/peers/",)),
+    (r"num_known(_tokens)?", "num_tokens_at_admission, num_tokens", ("studies/emulations/",)),
     (r"PendingSave|PendingStep", "StateSave, SubmittedStep", ()),
     (r"planned_step|num_last(?!_)", "last_step, num_last_step", ("forkpoint/engine/chat", "tests/test_layering")),
     (r"goes_ahead|planned ahead|plan(s|ning)? ahead|rows?\.ahead", "plans_early, planned early, optimistic", ()),

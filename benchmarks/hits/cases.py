@@ -45,7 +45,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def studies() -> tuple[Case, ...]:
-    """Return longer loads that are not in the table. They check the emulation of vLLM (`studies/peers/vllm.py`)."""
+    """Return longer loads that are not in the table. They check `studies/emulations/vllm.py`."""
     return (_agent_loop(), *(_thirty(prefix) for prefix in (800, 1500, 3000)))
 
 

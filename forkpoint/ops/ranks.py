@@ -17,7 +17,7 @@ from forkpoint.ops.exchange import MOST_ROW_BYTES
 from forkpoint.platforms.table import traits_of
 
 if TYPE_CHECKING:
-    from forkpoint.ops.exchange.peers import Peers
+    from forkpoint.ops.exchange.rank_exchange import RankExchange
 
 # environment variables that choose the network interface
 LOOPBACK: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -35,15 +35,15 @@ class Ranks:
         rank: int = 0,
         size: int = 1,
         gathers: bool = False,
-        peers: Peers | None = None,
+        exchange: RankExchange | None = None,
         group: dist.ProcessGroup | None = None,
         context: Ranks | None = None,
     ) -> None:
-        """`peers` carries out exchanges that our kernels support. `group` is torch's; None: all ranks.
+        """`exchange` carries out exchanges that our kernels support. `group` is torch's; None: all ranks.
 
         `context` are the ranks, this one included, that keep the tokens of the same KV heads in turn.
         """
-        self.rank, self.size, self.gathers, self._peers, self._group = rank, size, gathers, peers, group
+        self.rank, self.size, self.gathers, self._exchange, self._group = rank, size, gathers, exchange, group
         self._context = context
 
     @property
@@ -70,14 +70,14 @@ class Ranks:
         for name in LOOPBACK:
             os.environ.setdefault(name, "lo")  # all ranks are on this machine, and nobody else may listen
         dist.init_process_group(backend, init_method=place.as_uri(), rank=rank, world_size=size)
-        peers: Peers | None = None
+        exchange: RankExchange | None = None
         if cls(rank, size).least(traits_of(device).reaches_peers, device):
-            from forkpoint.ops.exchange.peers import Peers  # imported late, because it needs Triton
+            from forkpoint.ops.exchange.rank_exchange import RankExchange  # imported late, because it needs Triton
 
-            peers = Peers.meet(rank, size, device)
+            exchange = RankExchange.meet(rank, size, device)
         context: Ranks | None = None
         if 1 < context_size == size:
-            context = cls(rank, size, gathers, peers)
+            context = cls(rank, size, gathers, exchange)
         elif context_size > 1:
             # Every rank has to create every group.
             groups = [
@@ -85,7 +85,7 @@ class Ranks:
             ]
             own, place_in_group = divmod(rank, context_size)
             context = cls(place_in_group, context_size, gathers, group=groups[own])
-        return cls(rank, size, gathers, peers, context=context)
+        return cls(rank, size, gathers, exchange, context=context)
 
     @property
     def defers(self) -> bool:
@@ -100,15 +100,15 @@ class Ranks:
         """Return the sum of all ranks' `x`, which may be overwritten."""
         if self.size == 1:
             return x
-        if self._peers is not None and x.dtype == torch.bfloat16 and self._peers.takes(x):
-            return self._peers.sum(x)
+        if self._exchange is not None and x.dtype == torch.bfloat16 and self._exchange.takes(x):
+            return self._exchange.sum(x)
         x = x.contiguous()
         dist.all_reduce(x, group=self._group)
         return x
 
     def takes_parts(self, width: int, dtype: torch.dtype) -> bool:
         """Return whether rows of this width that ranks add or gather may be `Parts`."""
-        return self._peers is not None and self._peers.takes_parts(width, dtype)
+        return self._exchange is not None and self._exchange.takes_parts(width, dtype)
 
     def norms_sums(self, width: int, dtype: torch.dtype) -> bool:
         """Return whether one kernel computes the all-reduce of rows of this width and the norm that follows."""
@@ -118,19 +118,19 @@ class Ranks:
         """Add the all-reduced x to the residual in place; return the norm of the residual. Needs `norms_sums`.
 
         With `rounded`, the norm also carries its FP8 form."""
-        assert self._peers is not None
-        return self._peers.sum_add_rmsnorm(x, residual, weight, eps, rounded)
+        assert self._exchange is not None
+        return self._exchange.sum_add_rmsnorm(x, residual, weight, eps, rounded)
 
     def gathers_at_once(self, x: Tensor) -> bool:
         """Return whether `gather(x)` is one kernel."""
-        return self._peers is not None and self._peers.gathers(x)
+        return self._exchange is not None and self._exchange.gathers(x)
 
     def gather(self, x: Tensor) -> Tensor:
         """Concatenate the ranks' tensors: `x[..., K] -> [..., size * K]`. `Parts` need `takes_parts`."""
         if self.size == 1:
             return x
-        if self._peers is not None and self.gathers_at_once(x):
-            return self._peers.gather(x)
+        if self._exchange is not None and self.gathers_at_once(x):
+            return self._exchange.gather(x)
         return self.stack(x).movedim(0, -2).flatten(-2)
 
     def gather_heads(self, q: Tensor) -> Tensor:
@@ -148,9 +148,9 @@ class Ranks:
 
         `parts[:, r]` goes to rank r. A head's numbers are followed by the logarithm of its sum of exponentials. The
         result has the dtype of `like`."""
-        if self._peers is not None and self._peers.merges(parts):
+        if self._exchange is not None and self._exchange.merges(parts):
             out = like.new_empty(len(parts), parts.shape[2], parts.shape[3] - 1)
-            return self._peers.merge(parts, out)
+            return self._exchange.merge(parts, out)
         found = self.stack(parts)[:, :, self.rank]
         merged: Tensor = (found[..., :-1] * found[..., -1:].softmax(dim=0)).sum(dim=0)
         return merged.to(like.dtype)

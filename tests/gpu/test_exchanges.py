@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 if torch.cuda.is_available():
     from forkpoint.ops.exchange import kernel as few
     from forkpoint.ops.exchange import rows_kernel as many
-    from forkpoint.ops.exchange.peers import Peers, inbox_words
+    from forkpoint.ops.exchange.rank_exchange import RankExchange, inbox_words
     from forkpoint.ops.norm.kernel import rmsnorm
 
 DEVICE = torch.device("cuda", 0)
@@ -26,39 +26,39 @@ HEAD = 512  # dims of a head whose parts are merged
 def test_graphs_of_two_ranks(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many, "PROGRAMS", 100)  # so that the GPU has room for both ranks
     inboxes = [torch.zeros(inbox_words(2), dtype=torch.int64, device=DEVICE) for _ in range(2)]
-    ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(2)]
+    ranks = [RankExchange(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(2)]
     weight = torch.rand(width, device=DEVICE) + 0.5
     xs = [torch.randn(rows, width, device=DEVICE).bfloat16() for _ in range(2)]
     heads = [torch.randn(rows, 2, 2, HEAD + 1, device=DEVICE) for _ in range(2)]  # what a rank found for both ranks
     # Kernels are loaded while nobody waits in this process: of no rows, they would not be.
-    for peers, inbox, x, own in zip(ranks, inboxes, xs, heads, strict=True):
+    for exchange, inbox, x, own in zip(ranks, inboxes, xs, heads, strict=True):
         calls: list[Callable[[], Tensor]] = [
-            partial(peers.sum, x),
-            partial(peers.gather, x),
-            partial(peers.sum_add_rmsnorm, x, x.clone(), weight, 1e-6),
-            partial(peers.merge, own, x.new_empty(rows, 2, HEAD)),
+            partial(exchange.sum, x),
+            partial(exchange.gather, x),
+            partial(exchange.sum_add_rmsnorm, x, x.clone(), weight, 1e-6),
+            partial(exchange.merge, own, x.new_empty(rows, 2, HEAD)),
         ]
         for call in calls:
-            inbox[: few.inbox_words(2)] = int(peers._few.numbers[0]) + 1 << 32
-            inbox[few.inbox_words(2) :].view(torch.int32).fill_(int(peers._many.numbers[0]) + 1)
+            inbox[: few.inbox_words(2)] = int(exchange._few.numbers[0]) + 1 << 32
+            inbox[few.inbox_words(2) :].view(torch.int32).fill_(int(exchange._many.numbers[0]) + 1)
             call()
         torch.cuda.synchronize()
     for inbox in inboxes:
         inbox.zero_()
-    for peers in ranks:
-        peers._few.numbers.zero_()
-        peers._many.numbers.zero_()
+    for exchange in ranks:
+        exchange._few.numbers.zero_()
+        exchange._many.numbers.zero_()
     streams, graphs, found = [torch.cuda.Stream() for _ in range(2)], [], list[tuple[Tensor, ...]]()
-    for peers, x, own, stream in zip(ranks, xs, heads, streams, strict=True):
+    for exchange, x, own, stream in zip(ranks, xs, heads, streams, strict=True):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             y = x
             for _ in range(NUM_SUMS):
-                y = peers.sum(y) * 0.5
+                y = exchange.sum(y) * 0.5
             residual = x * 0
-            normed = peers.sum_add_rmsnorm(y, residual, weight, 1e-6)
-            merged = peers.merge(own, x.new_empty(rows, 2, HEAD))
-            found.append((y, peers.gather(x), residual, normed, merged))
+            normed = exchange.sum_add_rmsnorm(y, residual, weight, 1e-6)
+            merged = exchange.merge(own, x.new_empty(rows, 2, HEAD))
+            found.append((y, exchange.gather(x), residual, normed, merged))
         graphs.append(graph)
     for _ in range(REPLAYS):
         for x in (*xs, *heads):

@@ -13,7 +13,7 @@ from torch import Tensor
 from forkpoint.models.layers import Unsummed
 from forkpoint.models.registry import load_model
 from forkpoint.ops.exchange import rows_kernel
-from forkpoint.ops.exchange.peers import Peers, inbox_words
+from forkpoint.ops.exchange.rank_exchange import RankExchange, inbox_words
 from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.unmade import Parts
 from tests.checkpoints import write_checkpoint
@@ -38,8 +38,8 @@ def run(rank: int, folder: Path, inboxes: list[Tensor]) -> None:
     rows_kernel.MOST_ROWS = MOST_ROWS
     place = (folder / "ranks").as_uri()
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=SIZE)
-    peers = Peers(rank, [inbox.data_ptr() for inbox in inboxes], CPU, inboxes)
-    torch.save(logits(folder / "model", Ranks(rank, SIZE, peers=peers)), folder / f"{rank}.pt")
+    exchange = RankExchange(rank, [inbox.data_ptr() for inbox in inboxes], CPU, inboxes)
+    torch.save(logits(folder / "model", Ranks(rank, SIZE, exchange=exchange)), folder / f"{rank}.pt")
     dist.barrier()
 
 

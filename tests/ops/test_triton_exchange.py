@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.attention.reference import NO_KEYS
-from forkpoint.ops.exchange import peers as exchanges
+from forkpoint.ops.exchange import rank_exchange as exchanges
 from forkpoint.ops.exchange import rows_kernel as rows
 from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, words_each
 from forkpoint.ops.exchange.kernel import inbox_words as few_inbox_words
-from forkpoint.ops.exchange.peers import Peers, inbox_words
+from forkpoint.ops.exchange.rank_exchange import RankExchange, inbox_words
 from forkpoint.ops.linear import fp8_kernel
 from forkpoint.ops.linear.fp8_kernel import Rounded, narrow
 from forkpoint.ops.select import torch_table
@@ -36,16 +36,16 @@ def come(inbox: Tensor, rank: int, x: Tensor, number: int, by_row: bool = False)
 def test_one_rank_after_the_other() -> None:
     """Values whose sums are exact; the last exchange goes as far as there is room."""
     inboxes = [torch.zeros(inbox_words(SIZE), dtype=torch.int64, device=DEVICE) for _ in range(SIZE)]
-    ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
+    ranks = [RankExchange(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
     shapes = [(3, 40), (1, 2), (5, 1022), *sized([], [(128, 2048)])]
     for number, shape in enumerate(shapes * 2, 1):
         xs = [torch.randint(-64, 64, shape, device=DEVICE).bfloat16() for _ in range(SIZE)]
         for counted in ranks:
             counted._few.numbers.fill_(number - 1)  # as if all programs had been at work each time
-        for rank, peers in enumerate(ranks):
+        for rank, exchange in enumerate(ranks):
             for later in range(rank + 1, SIZE):
                 come(inboxes[rank], later, xs[later], number)
-            found = peers.sum(xs[rank]) if number % 2 else peers.gather(xs[rank])
+            found = exchange.sum(xs[rank]) if number % 2 else exchange.gather(xs[rank])
             want = xs[0] + xs[1] + xs[2] if number % 2 else torch.cat(xs, -1)
             assert torch.equal(found, want)
 
@@ -53,16 +53,16 @@ def test_one_rank_after_the_other() -> None:
 @pytest.mark.parametrize("shape", [(3, 40), (2, 1500), *sized([], [(1, 4096), (128, 2048)])])
 def test_the_norm_of_a_sum(shape: tuple[int, int]) -> None:
     inboxes = [torch.zeros(inbox_words(SIZE), dtype=torch.int64, device=DEVICE) for _ in range(SIZE)]
-    ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
+    ranks = [RankExchange(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
     weight = torch.rand(shape[1], device=DEVICE)
     for number in (1, 2, 3):
         *xs, residual = (torch.randint(-64, 64, shape, device=DEVICE).bfloat16() for _ in range(SIZE + 1))
         want, total = torch_table().add_rmsnorm(xs[0] + xs[1] + xs[2], residual.clone(), weight, 1e-6)
-        for rank, peers in enumerate(ranks):
+        for rank, exchange in enumerate(ranks):
             for later in range(rank + 1, SIZE):
                 come(inboxes[rank], later, xs[later], number, by_row=True)
             own = residual.clone()
-            found = peers.sum_add_rmsnorm(xs[rank], own, weight, 1e-6)
+            found = exchange.sum_add_rmsnorm(xs[rank], own, weight, 1e-6)
             assert torch.equal(own, total)
             torch.testing.assert_close(found, want, atol=2e-2, rtol=1e-2)
 
@@ -76,7 +76,7 @@ def test_parts_of_a_sum_and_the_norm_in_fp8(kind: str, few_bytes: int, monkeypat
     monkeypatch.setattr(fp8_kernel, "traits_of", lambda device: SimpleNamespace(multiplies_fp8=True))
     count, width, num_parts = 3, 256, 3
     inboxes = [torch.zeros(inbox_words(SIZE), dtype=torch.int64, device=DEVICE) for _ in range(SIZE)]
-    ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
+    ranks = [RankExchange(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
     weight, residual = torch.rand(width, device=DEVICE), torch.randint(-9, 9, (count, width), device=DEVICE).bfloat16()
     owns = torch.randint(-9, 9, (SIZE, num_parts, count, width), device=DEVICE).float()
     if kind == "experts":
@@ -90,9 +90,9 @@ def test_parts_of_a_sum_and_the_norm_in_fp8(kind: str, few_bytes: int, monkeypat
     for rank, later in itertools.combinations(range(SIZE), 2):
         come(inboxes[rank], later, xs[later], 1, by_row=True)
         rows_come(inboxes[rank], later, rank, xs[later], [1] * count)
-    for rank, peers in enumerate(ranks):
+    for rank, exchange in enumerate(ranks):
         own = residual.clone()
-        found = peers.sum_add_rmsnorm(parts[rank], own, weight, 1e-6, rounded=True)
+        found = exchange.sum_add_rmsnorm(parts[rank], own, weight, 1e-6, rounded=True)
         assert torch.equal(own, total) and isinstance(found, Rounded)
         torch.testing.assert_close(found.as_subclass(Tensor), want, atol=2e-2, rtol=1e-2)
         codes, scales = narrow(found.as_subclass(Tensor), 128)
@@ -119,7 +119,7 @@ def test_many_rows(words_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(rows, "WORDS_AT_ONCE", words_at_once)
     inboxes = [torch.zeros(inbox_words(SIZE), dtype=torch.int64, device=DEVICE) for _ in range(SIZE)]
-    ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
+    ranks = [RankExchange(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
     counts = [0] * programs  # exchanges that each program was at work in
     for count, width in ((most, 40), (1, 50), (12, 24), (6, 40)):
         *xs, residual = (torch.randint(-64, 64, (count, width), device=DEVICE).bfloat16() for _ in range(SIZE + 1))
@@ -131,13 +131,13 @@ def test_many_rows(words_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
             for rank, later in itertools.combinations(range(SIZE), 2):
                 numbers = [counts[row % programs] for row in range(size)]
                 rows_come(inboxes[rank], later, rank, xs[later][first:], numbers)
-        for rank, peers in enumerate(ranks):
+        for rank, exchange in enumerate(ranks):
             if count == 1:
                 halves = Parts.of(torch.stack([xs[rank].float() - 0.25, torch.full_like(xs[rank], 0.25).float()], 1))
-                assert torch.equal(peers.gather(halves if rank else xs[rank]), torch.cat(xs, -1))
+                assert torch.equal(exchange.gather(halves if rank else xs[rank]), torch.cat(xs, -1))
                 continue
             own = residual.clone()
-            found = peers.sum_add_rmsnorm(xs[rank], own, weight, 1e-6)
+            found = exchange.sum_add_rmsnorm(xs[rank], own, weight, 1e-6)
             assert torch.equal(own, total)
             torch.testing.assert_close(found, want, atol=2e-2, rtol=1e-2)
 
@@ -165,18 +165,18 @@ def test_heads_are_merged(count: int, group: int, width: int, monkeypatch: pytes
     log_sums = scores.logsumexp(-1, keepdim=True).clip(min=NO_KEYS)
     parts = torch.cat((heads, log_sums), -1).float().to(DEVICE)
     inboxes = [torch.zeros(inbox_words(SIZE), dtype=torch.int64, device=DEVICE) for _ in range(SIZE)]
-    ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
+    ranks = [RankExchange(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
     for rank, later in itertools.combinations(range(SIZE), 2):
         for number, some in enumerate(parts[later].split(4 // group), 1):
             heads_come(inboxes[rank], later, rank, some, number)
-    for rank, peers in enumerate(ranks):
-        assert peers.merges(parts[rank])
-        found = peers.merge(parts[rank], torch.empty(count, group, width, device=DEVICE))
+    for rank, exchange in enumerate(ranks):
+        assert exchange.merges(parts[rank])
+        found = exchange.merge(parts[rank], torch.empty(count, group, width, device=DEVICE))
         torch.testing.assert_close(found.cpu(), want[:, rank], atol=1e-5, rtol=1e-5)
 
 
 def test_what_there_is_no_room_for() -> None:
-    peers = Peers(0, [0, 0], torch.device("cpu"))
-    assert peers.takes(torch.empty(256, 4096, dtype=torch.bfloat16))
-    assert not peers.takes(torch.empty(257, 4096, dtype=torch.bfloat16))
-    assert not peers.takes(torch.empty(4, 3, dtype=torch.bfloat16))
+    exchange = RankExchange(0, [0, 0], torch.device("cpu"))
+    assert exchange.takes(torch.empty(256, 4096, dtype=torch.bfloat16))
+    assert not exchange.takes(torch.empty(257, 4096, dtype=torch.bfloat16))
+    assert not exchange.takes(torch.empty(4, 3, dtype=torch.bfloat16))

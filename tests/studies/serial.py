@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from forkpoint.outputs import CacheReport
 from forkpoint.sim.tokens import TokenSpans
-from studies.peers.scheduler import PeerScheduler
+from studies.emulations.scheduler import EmulatedScheduler
 from tests.sim.driving import request
 
 
@@ -14,7 +14,7 @@ from tests.sim.driving import request
 class Serial:
     """One request at a time; `chunks` are the prefill tokens of the steps of the last one."""
 
-    system: PeerScheduler
+    system: EmulatedScheduler
     chunks: list[int] = field(default_factory=list)
     count: int = 0
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint.sim.shape import QWEN3_5_35B
-from studies.peers.radix import RadixTree
-from studies.peers.scheduler import PeerScheduler
-from studies.peers.sglang import SglangCache, SglangOptions
+from studies.emulations.radix import RadixTree
+from studies.emulations.scheduler import EmulatedScheduler
+from studies.emulations.sglang import SglangCache, SglangOptions
 from tests.sim.driving import fresh, join, request
 from tests.studies.serial import Serial
 
@@ -19,7 +19,7 @@ EXTRA, NO_BUFFER = SglangOptions(), SglangOptions(extra_buffer=False)
 
 def sglang(options: SglangOptions = EXTRA, memory: int = 40 << 30, budget: int = 1 << 20) -> Serial:
     cache = SglangCache(QWEN3_5_35B, memory, options)
-    return Serial(PeerScheduler("sglang", cache, QWEN3_5_35B.layout, budget, 64))
+    return Serial(EmulatedScheduler("sglang", cache, QWEN3_5_35B.layout, budget, 64))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The simulator's studies from the command line: peers, the bound, and the report."""
+"""The simulator's studies from the command line: emulations, the bound, and the report."""
 
 from __future__ import annotations
 

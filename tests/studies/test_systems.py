@@ -12,7 +12,7 @@ from forkpoint.sim.cost import H200
 from forkpoint.sim.shape import QWEN3_5_9B, QWEN3_5_35B
 from forkpoint.sim.workload import make_workload
 from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound
-from studies.peers.vllm import VllmGeometry
+from studies.emulations.vllm import VllmGeometry
 from studies.systems import make_system
 from tests.sim.driving import reused_by_talk, take_turns
 

@@ -13,8 +13,8 @@ from benchmarks.hits.cases import Case, cases, studies
 from benchmarks.hits.results import read
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B
 from forkpoint.sim.tokens import TokenSpans
-from studies.peers.scheduler import PeerScheduler
-from studies.peers.vllm import VllmCache, VllmGeometry, VllmOptions
+from studies.emulations.scheduler import EmulatedScheduler
+from studies.emulations.vllm import VllmCache, VllmGeometry, VllmOptions
 from tests.sim.driving import fresh, join, request
 from tests.studies.serial import Serial
 
@@ -24,7 +24,7 @@ OPTIONS = {"defaults": DEFAULT, "retained": DENSE, "unit_64": UNIT}
 
 
 def vllm(options: VllmOptions = DEFAULT, num_ids: int = 100_000) -> Serial:
-    return Serial(PeerScheduler("vllm", VllmCache(GEOMETRY, num_ids, options), QWEN3_5_35B.layout, 8192, 64))
+    return Serial(EmulatedScheduler("vllm", VllmCache(GEOMETRY, num_ids, options), QWEN3_5_35B.layout, 8192, 64))
 
 
 def test_geometry() -> None:
@@ -97,7 +97,7 @@ def _restorable(engine: Serial, prompt: TokenSpans) -> int:
 def test_equal_blocks_all_stay() -> None:
     """A prompt that finds keys and values but no state computes its blocks anew: vLLM's pool has both from then on."""
     cache, shared = VllmCache(GEOMETRY, 100_000, DEFAULT), fresh(3000)
-    engine = Serial(PeerScheduler("vllm", cache, QWEN3_5_35B.layout, 8192, 64))
+    engine = Serial(EmulatedScheduler("vllm", cache, QWEN3_5_35B.layout, 8192, 64))
     engine.ask(join(shared, fresh(2000)))
     report = engine.ask(join(shared, fresh(2000)))
     assert report.num_cached_tokens == 0 and report.kv_num_tokens == 2176

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.errors import ConfigError
 from forkpoint.sim.shape import ModelShape
-from studies.peers.sequence import GRID, PeerChunk, PeerCounts, PeerHit, Sequence
+from studies.emulations.sequence import GRID, EmulatedChunk, EmulatedCounts, EmulatedHit, Sequence
 
 KERNEL_BLOCKS = {"Kimi-Linear-48B-A3B": 128}  # tokens of the smallest block of its attention kernels, else GRID
 
@@ -76,12 +76,12 @@ class _Held:
 
 
 class VllmCache:
-    """Implements PeerCache."""
+    """Implements EmulatedCache."""
 
     def __init__(self, geometry: VllmGeometry, num_ids: int, options: VllmOptions) -> None:
         self.geometry = geometry
         self.options = options
-        self.counts = PeerCounts()
+        self.counts = EmulatedCounts()
         self.max_num_seqs = max(1, num_ids // (1 + geometry.num_state_groups))
         self.num_ids = num_ids
         self._free: OrderedDict[Id, None] = OrderedDict((Id(), None) for _ in range(num_ids))
@@ -98,7 +98,7 @@ class VllmCache:
         num_states = 3 if self.options.unit else 2
         return blocks + num_states * self.geometry.num_state_groups + 1 <= self.num_ids
 
-    def lookup(self, sequence: Sequence, num_known_tokens: int) -> PeerHit:
+    def lookup(self, sequence: Sequence, num_known_tokens: int) -> EmulatedHit:
         """Find the longest prefix with keys and values, then the last state in it."""
         size, hashes = self.geometry.block_tokens, sequence.chain.hashes
         num_full = 0
@@ -109,8 +109,8 @@ class VllmCache:
             kv_end = self._partial_end(sequence, kv_end, num_known_tokens)
         for end in self._state_ends(num_full, kv_end):
             if self._has_states(hashes, end):
-                return PeerHit(end, num_full * size)
-        return PeerHit(0, num_full * size)
+                return EmulatedHit(end, num_full * size)
+        return EmulatedHit(0, num_full * size)
 
     def _partial_end(self, sequence: Sequence, kv_end: int, num_known_tokens: int) -> int:
         hashes = sequence.chain.hashes
@@ -224,7 +224,7 @@ class VllmCache:
 
     # --- running
 
-    def _source(self, sequence: Sequence, hit: PeerHit) -> list[Id]:
+    def _source(self, sequence: Sequence, hit: EmulatedHit) -> list[Id]:
         """Return what a hit copies from: the states, and the block that it ends in (a whole one, or a partial tail)."""
         size, hashes, at = self.geometry.block_tokens, sequence.chain.hashes, hit.num_tokens
         if not at:
@@ -236,7 +236,7 @@ class VllmCache:
             source.append(self._find(0 if whole else PARTIAL, hashes[end // GRID - 1]))
         return source
 
-    def start(self, sequence: Sequence, hit: PeerHit, end: int) -> bool:
+    def start(self, sequence: Sequence, hit: EmulatedHit, end: int) -> bool:
         """Attach the hit. Its last states are held until the next step."""
         size, hashes = self.geometry.block_tokens, sequence.chain.hashes
         shared = [self._find(0, hashes[(i + 1) * size // GRID - 1]) for i in range(hit.num_tokens // size)]
@@ -274,7 +274,7 @@ class VllmCache:
         held.blocks += taken
         return True
 
-    def chunk_done(self, sequence: Sequence, start: int, end: int) -> PeerChunk:
+    def chunk_done(self, sequence: Sequence, start: int, end: int) -> EmulatedChunk:
         """Register full blocks, and keep the states that the retention rule names."""
         held, size = self._held[sequence], self.geometry.block_tokens
         self._let_go(held)
@@ -293,7 +293,7 @@ class VllmCache:
         tail = midway or end
         if tail % size and tail == self._partial_tail(sequence):
             num_saves += self._save_partial(sequence, tail)
-        return PeerChunk(num_saves, copied)
+        return EmulatedChunk(num_saves, copied)
 
     def _name_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         size, blocks = self.geometry.block_tokens, self._held[sequence].blocks
@@ -344,16 +344,16 @@ class VllmCache:
         size = self.geometry.block_tokens
         return -(-position // size) * size
 
-    def decode_event(self, sequence: Sequence, position: int) -> PeerChunk | None:
+    def decode_event(self, sequence: Sequence, position: int) -> EmulatedChunk | None:
         """Take a new block and a new running state at a block boundary."""
         size = self.geometry.block_tokens
         if not self.grow(sequence, position + 1):
             return None
         if position % size or position <= sequence.prefill_end:
-            return PeerChunk()
+            return EmulatedChunk()
         self._name_blocks(sequence, position - size, position)
         saved = self._turn_over(sequence, position, self.options.dense)
-        return PeerChunk(saved, self.geometry.num_state_groups * self.geometry.id_bytes)
+        return EmulatedChunk(saved, self.geometry.num_state_groups * self.geometry.id_bytes)
 
     def end_step(self, num_decodes: int) -> bool:
         return True

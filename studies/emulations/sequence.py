@@ -14,9 +14,10 @@ GRID = 64  # all that emulations cut prompts into is a multiple of it
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's state, written by PeerScheduler. `chain` names all its tokens, including those still to be generated.
+    """A request's state, written by EmulatedScheduler.
 
-    While it decodes, step number `t` computes position `decode_base + t`.
+    `chain` names all its tokens, including those still to be generated. While it decodes, step number `t`
+    computes position `decode_base + t`.
     """
 
     request: TraceRequest
@@ -49,7 +50,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerHit:
+class EmulatedHit:
     """A hit. `num_tokens` are reused. Keys and values alone reach `kv_num_tokens`."""
 
     num_tokens: int
@@ -57,7 +58,7 @@ class PeerHit:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerChunk:
+class EmulatedChunk:
     """The effects of a planned chunk besides computation: states stored, and bytes copied before or after the step."""
 
     num_saves: int = 0
@@ -65,25 +66,25 @@ class PeerChunk:
 
 
 @dataclass(slots=True)
-class PeerCounts:
+class EmulatedCounts:
     """Counts, written by an emulated cache."""
 
     states_evicted: int = 0
     blocks_evicted: int = 0
 
 
-class PeerCache(Protocol):
+class EmulatedCache(Protocol):
     """The rules of one engine: what is found, where chunks end, what is kept and what is evicted."""
 
-    counts: PeerCounts
+    counts: EmulatedCounts
     max_num_seqs: int
 
     def can_ever_fit(self, sequence: Sequence) -> bool: ...
 
-    def lookup(self, sequence: Sequence, num_known_tokens: int) -> PeerHit:
+    def lookup(self, sequence: Sequence, num_known_tokens: int) -> EmulatedHit:
         """Return what a request would reuse now. Changes only what a lookup in that engine changes."""
 
-    def start(self, sequence: Sequence, hit: PeerHit, end: int) -> bool:
+    def start(self, sequence: Sequence, hit: EmulatedHit, end: int) -> bool:
         """Take the hit, and room for a first chunk that ends at `end`. Return False, and hold nothing, if there is no
         room."""
 
@@ -94,13 +95,13 @@ class PeerCache(Protocol):
         """Take room up to `end` tokens for a running sequence. Return False, and keep what it held, if there is
         none."""
 
-    def chunk_done(self, sequence: Sequence, start: int, end: int) -> PeerChunk:
+    def chunk_done(self, sequence: Sequence, start: int, end: int) -> EmulatedChunk:
         """Note that a prefill chunk is computed."""
 
     def next_event(self, position: int) -> int:
         """Return the first position from `position` on at which `decode_event` must be called before decoding."""
 
-    def decode_event(self, sequence: Sequence, position: int) -> PeerChunk | None:
+    def decode_event(self, sequence: Sequence, position: int) -> EmulatedChunk | None:
         """Prepare to decode the token at `position`. Return None if there is no room."""
 
     def end_step(self, num_decodes: int) -> bool:
@@ -112,7 +113,7 @@ class PeerCache(Protocol):
 
 @dataclass(slots=True)
 class StepPlanned:
-    """A step under construction in PeerScheduler."""
+    """A step under construction in EmulatedScheduler."""
 
     budget: int
     first_tokens: list[Sequence] = field(default_factory=list)
@@ -122,7 +123,7 @@ class StepPlanned:
     num_saves: int = 0
     copied_bytes: int = 0
 
-    def add_chunk(self, start: int, end: int, chunk: PeerChunk) -> None:
+    def add_chunk(self, start: int, end: int, chunk: EmulatedChunk) -> None:
         self.budget -= end - start
         self.prefill_tokens += end - start
         self.prefill_pairs += (end - start) * (start + end) / 2

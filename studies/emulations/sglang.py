@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 
 from forkpoint.sim.shape import ModelShape
-from studies.peers.radix import RadixNode, RadixTree
-from studies.peers.sequence import PeerChunk, PeerCounts, PeerHit, Sequence
+from studies.emulations.radix import RadixNode, RadixTree
+from studies.emulations.sequence import EmulatedChunk, EmulatedCounts, EmulatedHit, Sequence
 
 CACHE_CHUNK = 64
 
@@ -49,14 +49,14 @@ class _Held:
 
 
 class SglangCache:
-    """Implements PeerCache."""
+    """Implements EmulatedCache."""
 
     def __init__(self, shape: ModelShape, memory_bytes: int, options: SglangOptions) -> None:
         self.options = options
         ratio = options.memory_ratio
         self.num_slots = int(memory_bytes * ratio / (1 + ratio)) // shape.layout.slot_bytes
         self.num_kv_tokens = int(memory_bytes / (1 + ratio)) // shape.kv_token_bytes // options.page * options.page
-        self.counts = PeerCounts()
+        self.counts = EmulatedCounts()
         self.max_num_seqs = max(1, self.num_slots // options.slots_reserved)
         self._slot_bytes = shape.layout.slot_bytes
         self._tree = RadixTree(options.page)
@@ -76,11 +76,11 @@ class SglangCache:
     def can_ever_fit(self, sequence: Sequence) -> bool:
         return self._pages(sequence.num_tokens) <= self.num_kv_tokens and self.options.slots_held <= self.num_slots
 
-    def lookup(self, sequence: Sequence, num_known_tokens: int) -> PeerHit:
+    def lookup(self, sequence: Sequence, num_known_tokens: int) -> EmulatedHit:
         """Return the longest match in keys and values, and of it the part up to the deepest node with a state."""
         node, end = self._tree.match(sequence.tokens, num_known_tokens - 1)
         state = next((item for item in self._tree.path(node) if item.has_state), None)
-        return PeerHit(state.end if state else 0, end)
+        return EmulatedHit(state.end if state else 0, end)
 
     def _branch(self, sequence: Sequence) -> int:
         return sequence.junction // CACHE_CHUNK * CACHE_CHUNK if self.options.extra_buffer else 0
@@ -90,7 +90,7 @@ class SglangCache:
     def chunk_end(self, sequence: Sequence, start: int, end: int, budget: int) -> int:
         return end if end == sequence.prefill_end else max(start, end // self.options.page * self.options.page)
 
-    def start(self, sequence: Sequence, hit: PeerHit, end: int) -> bool:
+    def start(self, sequence: Sequence, hit: EmulatedHit, end: int) -> bool:
         """Split the tree where the match ends, lock the hit, and copy its state to the request's own slot."""
         tree, tokens = self._tree, sequence.tokens
         deepest, matched = tree.match(tokens, hit.kv_num_tokens)
@@ -117,18 +117,18 @@ class SglangCache:
     def grow(self, sequence: Sequence, end: int) -> bool:
         return True  # admission took the whole prompt
 
-    def chunk_done(self, sequence: Sequence, start: int, end: int) -> PeerChunk:
+    def chunk_done(self, sequence: Sequence, start: int, end: int) -> EmulatedChunk:
         """Store one state per chunk: at the branch, at the last grid position, or (no_buffer) at the chunk's end."""
         if not self.options.extra_buffer:
             saved = self._store(sequence, end)
-            return PeerChunk(saved, saved * self._slot_bytes)
+            return EmulatedChunk(saved, saved * self._slot_bytes)
         branch = self._branch(sequence)
         at = start + (end - start) // CACHE_CHUNK * CACHE_CHUNK
         if start < branch <= end and (branch - start) % CACHE_CHUNK == 0:
             at = branch
         if at <= start:
-            return PeerChunk()
-        return PeerChunk(self._store(sequence, at))
+            return EmulatedChunk()
+        return EmulatedChunk(self._store(sequence, at))
 
     def _store(self, sequence: Sequence, end: int) -> int:
         """Store tokens up to `end` and a state there in the tree. Return 1 if a slot was found for the state."""
@@ -158,19 +158,19 @@ class SglangCache:
         step = math.gcd(self.options.page, self.options.track_interval) if self.options.extra_buffer else 1 << 62
         return -(-position // step) * step
 
-    def decode_event(self, sequence: Sequence, position: int) -> PeerChunk | None:
+    def decode_event(self, sequence: Sequence, position: int) -> EmulatedChunk | None:
         """Take one more page. At the track interval the state moves to the other track slot."""
         held = self._held[sequence]
         if not self.options.extra_buffer:
-            return PeerChunk()
+            return EmulatedChunk()
         if position >= held.node.end + held.own_tokens:
             if not self._take_tokens(self.options.page):
                 return None
             held.own_tokens += self.options.page
         if position % self.options.track_interval == 0 and position > sequence.prefill_end:
             held.tracked = position
-            return PeerChunk(1)
-        return PeerChunk()
+            return EmulatedChunk(1)
+        return EmulatedChunk()
 
     def end_step(self, num_decodes: int) -> bool:
         """Take pages of one token for all rows that decode at once."""

@@ -25,7 +25,7 @@ def inbox_words(size: int) -> int:
     return few_inbox_words(size) + rows.inbox_words(size) // 2
 
 
-class Peers:
+class RankExchange:
     """One rank's side of the exchanges. All ranks call the same methods in the same order."""
 
     def __init__(self, rank: int, addresses: Sequence[int], device: torch.device, owner: Any = None) -> None:
@@ -37,7 +37,7 @@ class Peers:
         self._few, self._many = Inboxes.of(rank, few, PROGRAMS), Inboxes.of(rank, many, rows.PROGRAMS)
 
     @classmethod
-    def meet(cls, rank: int, size: int, device: torch.device) -> Peers:
+    def meet(cls, rank: int, size: int, device: torch.device) -> RankExchange:
         """Set up the exchanges of a process group. All its ranks call this."""
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # unused here
         from torch.distributed import _symmetric_memory as symmetric

@@ -1,4 +1,4 @@
-"""Continuous batching like the peers' over an emulated cache."""
+"""Continuous batching like that of other engines, over an emulated cache."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from forkpoint.outputs import CacheReport
 from forkpoint.sim.cost import StepLoad
 from forkpoint.sim.replica import ReplicaCounters, StepNews
 from forkpoint.sim.trace import TraceRequest
-from studies.peers.sequence import PeerCache, PeerHit, Sequence, StepPlanned
+from studies.emulations.sequence import EmulatedCache, EmulatedHit, Sequence, StepPlanned
 
 
-class PeerScheduler:
+class EmulatedScheduler:
     """Schedules first come, first served: running requests before waiting ones, with one token budget for all.
 
     Rows that decode cost no time per step here, because a row is examined only at positions that the cache names.
     """
 
     def __init__(
-        self, name: str, cache: PeerCache, layout: CacheLayout, max_num_batched_tokens: int, max_num_seqs: int
+        self, name: str, cache: EmulatedCache, layout: CacheLayout, max_num_batched_tokens: int, max_num_seqs: int
     ) -> None:
         self.name = name
         self.cache = cache
@@ -187,12 +187,12 @@ class PeerScheduler:
             started = self._start(planned, sequence, hit)
             if not started and hit.num_tokens and not self._running:
                 # A hit holds what it starts from; a request that has no room for that beside itself computes all.
-                started = self._start(planned, sequence, PeerHit(0, hit.kv_num_tokens))
+                started = self._start(planned, sequence, EmulatedHit(0, hit.kv_num_tokens))
             if not started:
                 return
             self._waiting.pop(0)
 
-    def _start(self, planned: StepPlanned, sequence: Sequence, hit: PeerHit) -> bool:
+    def _start(self, planned: StepPlanned, sequence: Sequence, hit: EmulatedHit) -> bool:
         """Run a sequence's first chunk from a hit, if there is budget and room for it."""
         end = self._end_of_chunk(sequence, hit.num_tokens, planned.budget)
         if end <= hit.num_tokens or not self.cache.start(sequence, hit, end):
@@ -203,7 +203,7 @@ class PeerScheduler:
         self._run_chunk(planned, sequence, hit.num_tokens, end)
         return True
 
-    def _record_hit(self, sequence: Sequence, hit: PeerHit) -> None:
+    def _record_hit(self, sequence: Sequence, hit: EmulatedHit) -> None:
         if hit.kv_num_tokens > hit.num_tokens:
             lost = self._counters.lost_tokens
             lost["no_checkpoint"] = lost.get("no_checkpoint", 0) + hit.kv_num_tokens - hit.num_tokens
