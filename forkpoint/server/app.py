@@ -47,8 +47,10 @@ from forkpoint.server.tokens import (
     DetokenizeReply,
     TokenizeBody,
     TokenizeReply,
+    TokenizerInfo,
     detokenize,
     tokenize,
+    tokenizer_info,
 )
 from forkpoint.version import installed_version
 
@@ -96,6 +98,8 @@ def create_app(service: Service) -> FastAPI:
     _add_operator_routes(app, service)
     _add_document(app)
     add_page(app)
+    if service.config.enable_tokenizer_info_endpoint:
+        _add_tokenizer_route(app, service)
     if service.config.enable_dev_endpoints:
         _add_dev_routes(app, service)
     return app
@@ -195,6 +199,15 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}", response_model=ModelCard, responses=ERRORS)
     async def model(name: str) -> ModelCard:
         return card(served_name(names, name))
+
+
+def _add_tokenizer_route(app: FastAPI, service: Service) -> None:
+    @app.get("/tokenizer_info", response_model=TokenizerInfo, responses=ERRORS)
+    async def info(request: Request) -> TokenizerInfo:
+        """Return what clients have to know to use the tokenizer by /tokenize and /detokenize."""
+        service.check_healthy()
+        with service.readers.counted():
+            return await service.prepare_from((), tokenizer_info, request)
 
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:

@@ -154,6 +154,9 @@ class ServerConfig:
     )
     access_log: bool = option(False, "log every request", group=REPORTS)
     enable_dev_endpoints: bool = option(False, "serve /reset_prefix_cache and /check_integrity")
+    enable_tokenizer_info_endpoint: bool = option(
+        False, "serve /tokenizer_info, which shows the chat template; clients that tokenise at the server ask for it"
+    )
 
     def __post_init__(self) -> None:
         for name in LISTS:

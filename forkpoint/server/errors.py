@@ -45,6 +45,7 @@ PATHS: Final = (
 PATHS_BY_FLAG: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "--enable-dev-endpoints": ("/reset_prefix_cache", "/check_integrity"),
+        "--enable-tokenizer-info-endpoint": ("/tokenizer_info",),
         "--kv-events-config": tuple(f"/prefix{path}" for path in PROMPT_PATHS),
     }
 )

@@ -58,9 +58,9 @@ Many = Annotated[list[T], FirstError()]  # a list that may be long; checking sto
 
 
 def _without_empty(given: object) -> object:
-    """Return stop strings without empty ones, which clients send for none."""
+    """Return stop strings without empty ones and nulls, which clients send for none."""
     if isinstance(given, list):
-        return [text for text in given if text != ""]
+        return [text for text in given if text not in ("", None)]
     return given or None
 
 

@@ -167,11 +167,15 @@ class Texts:
             raise InvalidPromptError("the server was started without a tokenizer; give token ids instead of text")
         return self.tokenizer
 
+    @property
+    def template(self) -> str:
+        """The text of the chat template; empty if there is none."""
+        return self._chat.source if self._chat is not None else ""
+
     @cached_property
     def notation_name(self) -> NotationName:
         """The notation in which the model writes tool calls."""
-        template = self._chat.source if self._chat is not None else ""
-        return notation_name(self.config.tool_call_parser, self.tokenizer, template)
+        return notation_name(self.config.tool_call_parser, self.tokenizer, self.template)
 
     @property
     def notation(self) -> Notation:
@@ -186,7 +190,7 @@ class Texts:
     @cached_property
     def may_think(self) -> bool:
         """Whether the chat template or the vocabulary has `</think>`, so that the model may write thinking."""
-        if self._chat is not None and THINK_END in self._chat.source:
+        if THINK_END in self.template:
             return True
         return self.tokenizer is not None and self.tokenizer.backend.token_to_id(THINK_END) is not None
 

@@ -46,6 +46,18 @@ class TokenizeReply(ReplyModel):
     cache_breakpoints: list[int] = Field(description="token positions at which a message ends")
 
 
+class TokenizerInfo(ReplyModel):
+    """What clients have to know of the tokenizer. `chat_template` is the text of the template, in Jinja."""
+
+    tokenizer_class: str
+    model_max_length: int
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+
+
 class DetokenizeBody(Body):
     """Token ids to turn into text."""
 
@@ -77,6 +89,20 @@ def tokenize(texts: Texts, data: bytes) -> TokenizeReply:
         tokens=ids,
         token_strs=tokenizer.hf.convert_ids_to_tokens(ids) if body.return_token_strs else None,
         cache_breakpoints=list(breakpoints),
+    )
+
+
+def tokenizer_info(texts: Texts, data: bytes) -> TokenizerInfo:
+    """Answer GET /tokenizer_info. Runs in a reader's process. Raises InvalidPromptError without a tokenizer."""
+    hf = texts.require_tokenizer().hf
+    return TokenizerInfo(
+        tokenizer_class=type(hf).__name__,
+        model_max_length=texts.inputs.max_model_len,
+        chat_template=texts.template or None,
+        bos_token=hf.bos_token,
+        eos_token=hf.eos_token,
+        pad_token=hf.pad_token,
+        unk_token=hf.unk_token,
     )
 
 

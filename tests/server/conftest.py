@@ -25,7 +25,8 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """One server for all tests that leave it alive."""
     flags = ["--served-model-name", "tiny", "alias", "--max-model-len", str(MAX_MODEL_LEN), "--seed", "7"]
     folder = tmp_path_factory.mktemp("server")
-    flags += ["--enable-dev-endpoints", "--log-interval-s", "0.5", "--log-requests", str(folder / REQUEST_LOG)]
+    flags += ["--enable-dev-endpoints", "--enable-tokenizer-info-endpoint"]
+    flags += ["--log-interval-s", "0.5", "--log-requests", str(folder / REQUEST_LOG)]
     events = {name: endpoint.format(folder) for name, endpoint in EVENTS.items()}
     flags += ["--kv-events-config", json.dumps({"enable_kv_cache_events": True, **events})]
     running = start_server(tiny_model, folder, *flags)

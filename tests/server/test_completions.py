@@ -70,6 +70,16 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
         assert len(top) <= 2
 
 
+def test_log_probabilities_may_be_asked_for_as_in_chats(http: httpx2.Client) -> None:
+    """As dspy does by `logprobs=True`."""
+    for given, num_top in ((True, 1), (False, None), (0, 0), ("true", 1)):
+        body = {"prompt": "x", "max_tokens": 2, "temperature": 0, "logprobs": given}
+        logprobs = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+        assert (logprobs is None) == (num_top is None)
+        if logprobs is not None:
+            assert len(logprobs["tokens"]) == 2 and len(logprobs["top_logprobs"][0]) == 1
+
+
 def test_a_stream_tells_where_each_token_starts(client: openai.OpenAI) -> None:
     """Also of text that waits because a stop string may begin with it."""
     whole = client.completions.create(prompt=LONG, logprobs=0, **GREEDY).choices[0]

@@ -137,6 +137,7 @@ def test_a_compressed_body_is_refused_by_its_encoding(http: httpx2.Client) -> No
     [
         ("/reset_prefix_cache", "--enable-dev-endpoints"),
         ("/check_integrity", "--enable-dev-endpoints"),
+        ("/tokenizer_info", "--enable-tokenizer-info-endpoint"),
         ("/prefix/v1/chat/completions", "--kv-events-config"),
         ("/prefix/v1/responses", "--kv-events-config"),
     ],

@@ -250,7 +250,7 @@ def test_an_empty_text_stops_nothing(http: httpx2.Client, path: str, name: str) 
     given: dict[str, Any] = {TEXT: {"prompt": "hello"}, "/v1/responses": {"input": "hello"}}.get(
         path, {"messages": MESSAGES}
     )
-    for stop in ("", [""], [], ["", "~~"]):
+    for stop in ("", [""], [], ["", "~~"], [None], [None, "~~"]):
         reply = http.post(path, json={"max_tokens": 2, **given, name: stop})
         assert reply.status_code == 200, reply.text
 

@@ -53,6 +53,7 @@ OPERATIONS = {
     "POST /tokenize",
     "POST /detokenize",
     "GET /health",
+    "GET /tokenizer_info",
     "GET /version",
     "GET /metrics",
     "POST /reset_prefix_cache",
