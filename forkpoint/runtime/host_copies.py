@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final, TypeAlias
 
 import torch
@@ -217,7 +218,8 @@ class StreamCopies(DirectCopies):
         return True
 
     def store(self, moves: Sequence[Move]) -> None:
-        for move in moves:
+        # In the order of the host's memory, because neighbours are one copy. Of two to one unit the last one stays.
+        for move in sorted(moves, key=attrgetter("kind", "dst")):
             target, page = self._memory.in_host(move, move.dst)
             self._keep_order(self._in, page)
             if self.copy_out(move, target, page, move.ticket) is None:
