@@ -62,8 +62,11 @@ class ConvRecurrence:
             RecurrenceInputs(mixed[part], a[part], None if b is None else b[part])
             for part in (slice(split), slice(split, None))
         )
-        self._decode(decodes, ctx, out[:split])
-        self._prefill(prefills, ctx, out[split:])
+        self._ops.side_by_side(
+            mixed.device,
+            lambda: self._decode(decodes, ctx, out[:split]),
+            lambda: self._prefill(prefills, ctx, out[split:]),
+        )
         return out
 
     def _decode(self, raw: RecurrenceInputs, ctx: ForwardContext, out: Tensor | None) -> Tensor:

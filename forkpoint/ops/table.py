@@ -37,6 +37,7 @@ from forkpoint.ops.rows.columns import IdColumns, OptimisticColumns, SpanColumns
 from forkpoint.ops.rows.reference import accept, catch_up, newest
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.sampling.reference import top_ids
+from forkpoint.ops.side_by_side import SideBySide, one_after_other
 
 STATE_OPERATORS = (
     "conv_prefill",
@@ -403,6 +404,8 @@ class OpTable:
     image_attention: ImageAttention = image_attention
     # (x, added, weight, bias, eps) -> (layer norm of `x + added`, `x + added`), all `[T, D]`.
     add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_layer_norm
+    # (device, a part of a layer, another part that needs nothing of it): issue both.
+    side_by_side: SideBySide = one_after_other
     redirects: frozenset[str] = frozenset(STATE_OPERATORS)
     deterministic: bool = False  # a row's bits do not depend on the rest of the batch
     backends: dict[str, str] = field(default_factory=dict)

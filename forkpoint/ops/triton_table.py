@@ -27,6 +27,7 @@ from forkpoint.ops.sampling import choose_kernel, shortlist_kernel
 from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.scan import kernel as scan
 from forkpoint.ops.scan import prefill_kernel as scan_prefill
+from forkpoint.ops.side_by_side import SideStream
 from forkpoint.ops.state_copy.kernel import StateCopy
 from forkpoint.ops.table import OpTable, operator_names, operators_of
 
@@ -43,7 +44,8 @@ def triton_table(base: OpTable) -> OpTable:
     Each kernel computes a row from that row alone, in one order of operations and one fixed configuration, so it also
     serves deterministic tables. Attention gets `deterministic`, because it would otherwise split keys for few queries.
     """
-    attention = TritonPagedAttention(base.deterministic)
+    side_by_side = SideStream()
+    attention = TritonPagedAttention(base.deterministic, side_by_side)
     product, experts = DeviceLinear(base.deterministic, activation.silu_mul), DeviceExperts(base.deterministic)
     replaced: dict[str, Any] = {
         "prepare_experts": experts.prepare,
@@ -52,6 +54,7 @@ def triton_table(base: OpTable) -> OpTable:
         "partial_attention": attention.partial,
         "pool_attention": TritonPoolAttention(base.deterministic),
         "state_copy": StateCopy(),
+        "side_by_side": side_by_side,
     }
     replaced |= operators_of(*_OPERATORS, product)
     backends = dict.fromkeys(replaced.keys() & set(operator_names()), f"triton {triton.__version__}")

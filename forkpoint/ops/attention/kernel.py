@@ -26,6 +26,7 @@ from forkpoint.ops.launch_table import launch_table, turns
 from forkpoint.ops.metadata import TILE, AttentionIndex, AttentionWork
 from forkpoint.ops.parameters import KVScales
 from forkpoint.ops.rounding import ceil_div, next_power_of_2
+from forkpoint.ops.side_by_side import SideBySide, one_after_other
 from forkpoint.platforms.table import traits_of
 
 WAVES_OF_PARTS = 16  # programs of `decode_kernel` per processor at most; with more parts, programs take turns
@@ -165,6 +166,7 @@ class TritonPagedAttention:
     batch. Otherwise the keys of a few queries are split among as many programs as the device can run."""
 
     deterministic: bool
+    side_by_side: SideBySide = one_after_other
 
     def _decode_launch(self, num_rows: int) -> tuple[int, int]:
         """Return the keys per step of a decode program, and its number of loads in flight."""
@@ -211,9 +213,12 @@ class TritonPagedAttention:
         assert scale > 0, "largest scores are taken before they are scaled"
         out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
         call = _Call(q, k_cache, v_cache, index, out, gate, scales, scale * LOG2_E, window)
-        if call.work.parts.shape[0] or index.num_decodes:
+        decodes, prefills = call.work.parts.shape[0] or index.num_decodes, call.work.tiles.shape[0]
+        if decodes and prefills:
+            self.side_by_side(q.device, lambda: self._decode(call), lambda: self._prefill(call))
+        elif decodes:
             self._decode(call)
-        if call.work.tiles.shape[0]:
+        elif prefills:
             self._prefill(call)
         return out
 

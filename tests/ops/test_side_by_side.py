@@ -1,0 +1,76 @@
+"""Parts that run side by side: what waits for what, on a device whose streams are lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from forkpoint.ops.side_by_side import SideStream, one_after_other
+from forkpoint.platforms.platform import DeviceTraits
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """Work in order. A stream that waits for another first has the other's work done."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.work: list[Any] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.work.append(list(other.work))
+
+
+class Streams:
+    def __init__(self) -> None:
+        self.current = Stream()
+
+    Stream = Stream
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    found = Streams()
+    monkeypatch.setattr("forkpoint.ops.side_by_side.traits_of", lambda device: DeviceTraits(overlaps_launches=True))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: found)
+    return found
+
+
+def test_both_parts_follow_what_was_issued_before_and_precede_what_comes_after(streams: Streams) -> None:
+    def issue(name: str) -> None:
+        streams.current.work.append(name)
+
+    run, main = SideStream(), streams.current
+    issue("before")
+    run(CPU, lambda: issue("decodes"), lambda: issue("prompts"))
+    issue("after")
+    assert main.work == ["before", "prompts", [["before"], "decodes"], "after"]
+    run(CPU, lambda: issue("more"), lambda: issue("last"))
+    assert main.work[-1][-2:] == [main.work[:4], "more"], "one stream serves all layers, and waits for all before it"
+
+
+def test_a_device_without_overlap_runs_one_part_after_the_other() -> None:
+    issued: list[str] = []
+    for run in (SideStream(), one_after_other):
+        run(CPU, lambda: issued.append("decodes"), lambda: issued.append("prompts"))
+    assert issued == ["decodes", "prompts"] * 2
+
+
+def test_streams_join_although_a_part_fails(streams: Streams) -> None:
+    main = streams.current
+    with pytest.raises(ZeroDivisionError):
+        SideStream()(CPU, lambda: streams.current.work.append("decodes"), lambda: 1 / 0)
+    assert streams.current is main and main.work == [[[], "decodes"]]
