@@ -23,6 +23,7 @@ SYNONYMS = (
     (r"recordings", "graphs", ()),
     (r"(captured|capturing) (graphs?|steps?|shapes?)|graphs captured", "recorded graphs", ()),
     (r"(?i:look[-_]ahead)", "async_scheduling", ()),
+    (r"slot_mapping", "key_places", ()),
     (r"NO_UNIT", "NO_BLOCK, NO_SLOT or NO_ROW", ()),
     (r"CheckpointError", "ModelFolderError", ()),
     (r"Origin\.DECLARED|declared boundar(y|ies)|boundary declared", "breakpoint", ()),

@@ -154,6 +154,6 @@ class Attention:
     def write(self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """Store keys and values `[T, heads * dim]`, and return the normalised and rotated queries `[T, heads, dim]`."""
         q, k, v = (torch.unflatten(x, -1, (-1, self._config.head_dim)) for x in (q, k, v))
-        build, cache, slots = self._build, ctx.caches[self._layer], ctx.attention_of(self._config.window).slot_mapping
+        build, cache, places = self._build, ctx.caches[self._layer], ctx.attention_of(self._config.window).key_places
         rotated = (self._head_norm, self._table, ctx.positions)
-        return build.ops.qk_norm_rope_write(q, k, v, *rotated, cache["k"], cache["v"], slots, KVScales.of(cache))
+        return build.ops.qk_norm_rope_write(q, k, v, *rotated, cache["k"], cache["v"], places, KVScales.of(cache))

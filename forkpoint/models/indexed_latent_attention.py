@@ -138,12 +138,12 @@ class IndexedLatentAttention:
 
     def keep(self, x: Tensor, ctx: ForwardContext) -> None:
         """Store the latents of `x[T, H]`."""
-        ops, kept, slots = self._ops, ctx.caches[self._layer], ctx.attention.slot_mapping
+        ops, kept, places = self._ops, ctx.caches[self._layer], ctx.attention.key_places
         latents, cache, scales = self._norm(self._latents(x)).unsqueeze(1), kept["latent"], _scales(kept)
         if scales is None:
-            ops.store_rows(latents, cache, slots)
+            ops.store_rows(latents, cache, places)
         else:  # a latent is key and value
-            ops.qk_norm_rope_write(latents, latents, latents, None, None, ctx.positions, cache, cache, slots, scales)
+            ops.qk_norm_rope_write(latents, latents, latents, None, None, ctx.positions, cache, cache, places, scales)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend: `x[T, H] -> [T, H]`, after storing the tokens' latents and index keys."""

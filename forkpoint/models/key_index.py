@@ -63,10 +63,10 @@ class PoolKeys:
 
     def write(self, keys: Tensor, ctx: ForwardContext) -> None:
         """Store the index keys `[T, D]`, each of the pool that ends with its token. Other tokens' keys are not used."""
-        size, slots, cache = self._rule.size, ctx.attention.slot_mapping, ctx.caches[self._layer]["index"]
-        last = (slots >= 0) & (slots % size == size - 1)
+        size, places, cache = self._rule.size, ctx.attention.key_places, ctx.caches[self._layer]["index"]
+        last = (places >= 0) & (places % size == size - 1)
         by_pool = cache.view(len(cache), 1, -1, keys.shape[1])  # a block's keys follow each other
-        self._ops.store_rows(keys.unsqueeze(1), by_pool, torch.where(last, slots // size, -1))
+        self._ops.store_rows(keys.unsqueeze(1), by_pool, torch.where(last, places // size, -1))
 
     def choose(self, queries: Tensor, weights: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the pools that each token attends to: see `table.ChoosePools`."""

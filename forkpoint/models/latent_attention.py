@@ -144,8 +144,8 @@ class LatentAttention:
     def _write(self, shared: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Store the latents of `x[T, H]`, and return the queries' shared dims `[T, heads, shared_dim]`, rotated."""
         norm, cache = self._norm, ctx.caches[self._layer]["latent"]
-        rotation, slots = (self._cos_sin, ctx.positions), ctx.attention.slot_mapping
-        return self._ops.latent_write(shared, self._latents(x), norm.weight, norm.eps, *rotation, cache, slots)
+        rotation, places = (self._cos_sin, ctx.positions), ctx.attention.key_places
+        return self._ops.latent_write(shared, self._latents(x), norm.weight, norm.eps, *rotation, cache, places)
 
     def _attend(self, own: Tensor, shared: Tensor, cache: Tensor, index: AttentionIndex) -> Tensor:
         """Return what the queries read from the cache, `[T, heads, value_dim]`."""

@@ -245,7 +245,7 @@ class AttentionIndex:
 
     Row `r` owns the queries `[cu_queries[r], cu_queries[r+1])`, which are the last of its `kv_lens[r]` tokens. Block
     `i` of its tokens is `block_table[table_rows[r], i]`. The first `num_decodes` rows have one query each.
-    `slot_mapping[t]` is block * block_size + offset of token `t`, or -1 for a token that is not stored here. Decode
+    `key_places[t]` is block * block_size + offset of token `t`, or -1 for a token that is not stored here. Decode
     rows do not see keys before `first_key`; a step with a `first_key` has only decode rows.
     """
 
@@ -254,7 +254,7 @@ class AttentionIndex:
     kv_lens: Tensor  # [N]
     block_table: Tensor  # [lines, max_blocks]
     table_rows: Tensor  # [N]
-    slot_mapping: Tensor  # [T] int64
+    key_places: Tensor  # [T] int64
     query_lens: tuple[int, ...] = ()  # host copies
     host_kv_lens: tuple[int, ...] = ()
     work: AttentionWork | None = None  # for kernels that run over tiles and parts

@@ -98,7 +98,7 @@ class QKNormRopeWrite(Protocol):
         positions: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        slot_mapping: Tensor,
+        key_places: Tensor,
         scales: KVScales | None = None,
     ) -> Tensor:
         """Normalise and rotate queries and keys, and store keys and values in the cache; return the queries.
@@ -106,7 +106,7 @@ class QKNormRopeWrite(Protocol):
         The projections are `q[T, Hq, D]`, `k[T, Hkv, D]` and `v[T, Hkv, Dv]`; q and k may be overwritten. Each head of
         q and k is normalised unless `norm` is None. Its first `R` dims are rotated in neox style unless `cos_sin` is
         None: `[max_len, R]` fp32, the cosines first, then the sines. The caches are `[P, Hkv, 64, D]`, strided views
-        of the arena. `positions[T]` and `slot_mapping[T]` are int64; slot -1 stores nothing. With `scales`, the
+        of the arena. `positions[T]` and `key_places[T]` are int64; place -1 stores nothing. With `scales`, the
         operator stores 8-bit values and, as their scale, a head's largest magnitude / 448. -> `[T, Hq, D]`."""
 
 
@@ -120,7 +120,7 @@ class LatentWrite(Protocol):
         cos_sin: Tensor | None,
         positions: Tensor,
         cache: Tensor,
-        slot_mapping: Tensor,
+        key_places: Tensor,
     ) -> Tensor:
         """Normalise and rotate latents and store them in `cache[P, 1, 64, R + P]`; return the rotated `q_rope`.
 
@@ -398,7 +398,7 @@ class OpTable:
     prepare_host_rows: Callable[[Iterable[Tensor], torch.device], Any] = host_rows.prepare_host_rows
     # (prepared tables, `ids[T, S]` int64) -> their rows `[T, S, D]`. Ids count through all tables.
     host_rows: Callable[[Any, Tensor], Tensor] = host_rows.host_rows
-    # Store `x[T, H, D]` in `cache[P, H, 64, D]`, a strided view of the arena; slot -1 stores nothing.
+    # Store `x[T, H, D]` in `cache[P, H, 64, D]`, a strided view of the arena, at `key_places[T]`.
     store_rows: Callable[[Tensor, Tensor, Tensor], None] = reference.store_rows
     mix_residuals: MixResiduals = mix_residuals
     image_attention: ImageAttention = image_attention

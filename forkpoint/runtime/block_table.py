@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,11 @@ from torch import Tensor
 from forkpoint.errors import BlockTableError
 from forkpoint.ops.deal import ALL, Deal
 from forkpoint.platforms.platform import Platform
-from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind, MoveRoute
+from forkpoint.sched.plan import IntArray, Move, MoveKind, MoveRoute
 
 LongArray: TypeAlias = npt.NDArray[np.int64]
+
+NO_PLACE: Final = -1  # keys that are stored nowhere here
 
 
 class BlockTable:
@@ -112,10 +114,11 @@ class BlockTable:
         self.host[used] = places[block_ids] * self.ratio + within
         self._changed.append(np.flatnonzero(used))
 
-    def kv_slots(self, rows: IntArray, positions: LongArray) -> LongArray:
-        """Return where token `positions[t]` of row `rows[t]` is kept, `[T]` int64, in tokens from block 0.
+    def key_places(self, rows: IntArray, positions: LongArray) -> LongArray:
+        """Return the place of the keys of token `positions[t]` of row `rows[t]`, `[T]` int64, in tokens from block 0.
 
-        NO_SLOT stands for a token that another rank keeps. Raises BlockTableError for a position past the row's blocks.
+        NO_PLACE stands for a token that another rank keeps. Raises BlockTableError for a position past the row's
+        blocks.
         """
         kept = positions if self.deal.num_ranks == 1 else self.deal.places(positions)
         entries, within = np.divmod(kept, self.kernel_block_size)
@@ -126,17 +129,17 @@ class BlockTable:
                 f"token {int(positions[bad])} of row {int(rows[bad])} lies past its {self.num_blocks(int(rows[bad]))} "
                 f"blocks of {self.block_size * self.deal.num_ranks} tokens"
             )
-        slots: LongArray = self.host[rows, entries].astype(np.int64) * self.kernel_block_size + within
-        return slots if self.deal.num_ranks == 1 else np.where(self.deal.owns(positions), slots, NO_SLOT)
+        found: LongArray = self.host[rows, entries].astype(np.int64) * self.kernel_block_size + within
+        return found if self.deal.num_ranks == 1 else np.where(self.deal.owns(positions), found, NO_PLACE)
 
-    def device_slots(self, lines: Tensor, positions: Tensor) -> Tensor:
-        """Return what `kv_slots` does, as of the last `commit`, for tensors on the device, of any shape.
+    def device_key_places(self, lines: Tensor, positions: Tensor) -> Tensor:
+        """Return what `key_places` does, as of the last `commit`, for tensors on the device, of any shape.
 
-        Line NO_ROW stands for padding, which has NO_SLOT.
+        Line NO_ROW stands for padding, which has NO_PLACE.
         """
         kept, size = self.deal.places(positions), self.kernel_block_size
         blocks = self.device[lines.clamp(min=0), kept // size].long()
-        return torch.where((lines >= 0) & self.deal.owns(positions), blocks * size + kept % size, NO_SLOT)
+        return torch.where((lines >= 0) & self.deal.owns(positions), blocks * size + kept % size, NO_PLACE)
 
     def commit(self) -> None:
         """Copy all changes since the last call to the device, where entries past a row's blocks may be old."""

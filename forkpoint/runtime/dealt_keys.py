@@ -107,7 +107,7 @@ class DealtKeys:
             index.kv_lens[first:end],
             on_device["blocks"],
             torch.arange(end - first, dtype=torch.int32, device=index.kv_lens.device),
-            index.slot_mapping,
+            index.key_places,
             index.query_lens[first:end],
             tuple(kv_lens.tolist()) if exact else (),
             self._work(query_lens, kv_lens, decodes),

@@ -15,14 +15,15 @@ from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits, run
 from forkpoint.ops.rows.columns import IdColumns, OptimisticColumns
 from forkpoint.platforms.packing import Arrays, Tensors
 from forkpoint.runtime.batch import Batch
+from forkpoint.runtime.block_table import NO_PLACE
 from forkpoint.runtime.dealt_keys import DealtKeys, HostLens
 from forkpoint.runtime.graphs import Graphs
 from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.step_inputs import draft_places
-from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan
+from forkpoint.sched.plan import NO_ROW, TO_DRAFT, IntArray, StepPlan
 
-_CORRECTED = ("token_ids", "positions", "kv_lens", "slot_mapping")  # corrected on the device, in place
+_CORRECTED = ("token_ids", "positions", "kv_lens", "key_places")  # corrected on the device, in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class DraftGraphs:
         table, most, pad = self._batch.table, shape.num_drafts, shape.num_rows - len(row)
         number = np.arange(most, dtype=np.int32)[:, None]
         positions = (start + np.minimum(number, counts - 1)).astype(np.int64)  # [most, rows]
-        places = table.kv_slots(np.tile(row, most), positions.ravel()).reshape(positions.shape)
+        places = table.key_places(np.tile(row, most), positions.ravel()).reshape(positions.shape)
         # All drafts share one list of parts, that of the last draft. Some of its parts are empty for earlier ones.
         parts, pointers = self._splits.table(table.deal.count(positions[-1] + 1))
 
@@ -146,7 +147,7 @@ class DraftGraphs:
             "pending": padded(pending, 0),
             "rejected_at": padded(rejected_at, table.num_rows),
             "positions": padded(positions, 0),
-            "slot_mapping": padded(np.where(number < counts, places, NO_SLOT), NO_SLOT),
+            "key_places": padded(np.where(number < counts, places, NO_PLACE), NO_PLACE),
             "kv_lens": padded(positions + 1, 0, np.int32),
             "table_rows": padded(row, 0, np.int32),
             "cu_queries": np.arange(shape.num_rows + 1, dtype=np.int32),
@@ -158,13 +159,19 @@ class DraftGraphs:
     def _issue(self, tensors: Tensors, shape: _Shape, most_lens: Sequence[HostLens] = ()) -> None:
         """Compute the drafts. `most_lens` has bounds of the rows' lengths for each draft, if the host has them."""
         t, work = tensors, AttentionWork(tensors["tiles"], tensors["parts"], tensors["part_ptr"])
-        table, ids, positions, kv_lens, slots = self._batch.table, *(t[name] for name in _CORRECTED)
-        keys = (kv_lens, slots if self._dealt is None else None, t["table_rows"], table.device, table.kernel_block_size)
+        table, ids, positions, kv_lens, places = self._batch.table, *(t[name] for name in _CORRECTED)
+        keys = (
+            kv_lens,
+            places if self._dealt is None else None,
+            t["table_rows"],
+            table.device,
+            table.kernel_block_size,
+        )
         at = t["rejected_at"]
         optimistic = OptimisticColumns(self._records.num_rejected, at, positions, *keys, at, t["pending"])
         self._ops.catch_up(IdColumns(ids, t["rows"], self._batch.last_sampled), optimistic)
         if self._dealt is not None:
-            slots = table.device_slots(t["lines"], positions)
+            places = table.device_key_places(t["lines"], positions)
         hidden = self._records.newest_of(self._layer, CONV, t["slots"], t["line"], t["pending"])
         for i in range(shape.num_drafts):
             index = AttentionIndex(
@@ -173,7 +180,7 @@ class DraftGraphs:
                 kv_lens[i],
                 table.device,
                 t["table_rows"],
-                slots[i],
+                places[i],
                 work=work,
                 first_key=FIRST_KEY,
             )

@@ -27,7 +27,7 @@ from forkpoint.ops.metadata import (
 )
 from forkpoint.ops.rows.columns import OptimisticColumns
 from forkpoint.platforms.packing import Arrays, Tensors
-from forkpoint.runtime.block_table import BlockTable
+from forkpoint.runtime.block_table import NO_PLACE, BlockTable
 from forkpoint.runtime.dealt_keys import DealtKeys, HostLens
 from forkpoint.runtime.records import Columns, TokenRecords
 from forkpoint.runtime.row_images import RowImages, StepImages
@@ -36,7 +36,7 @@ from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, 
 
 # Columns with an entry for each decode token, then one for each token of the segments or for each segment.
 _WITH_SEGMENTS: Final = frozenset(
-    {"token_ids", "positions", "slot_mapping", "rope_shift", "draft_shift", "token_lines", "kv_lens", "table_rows"}
+    {"token_ids", "positions", "key_places", "rope_shift", "draft_shift", "token_lines", "kv_lens", "table_rows"}
 )
 
 
@@ -126,16 +126,16 @@ class StepBuilder:
         table_rows = np.repeat(rows.row, lens)
         # Padding of the decode rows moves the tokens of segments back by `gap`.
         gap, num_tokens = shape.num_decodes - decodes, shape.num_tokens
-        slots = np.full_like(positions, NO_SLOT)
+        places = np.full_like(positions, NO_PLACE)
         if self._has_kv:
-            slots = self._table.kv_slots(table_rows, positions)
+            places = self._table.key_places(table_rows, positions)
         last = sampled_tokens(rows)
         sampled_rows = np.full(len(last), spare, np.int64)  # the operator `accept` stores the ids of rows with drafts
         sampled_rows[: len(plan.sampled_rows)] = plan.sampled_rows
         columns: Columns = {
             "token_ids": (rows.tokens.astype(np.int64), num_tokens, 0),
             "positions": (positions, num_tokens, 0),
-            "slot_mapping": (slots, num_tokens, NO_SLOT),
+            "key_places": (places, num_tokens, NO_PLACE),
             "token_rows": (table_rows[:decodes].astype(np.int64), shape.num_decodes, spare),
             "sampled": (last + gap * (last >= decodes), num_rows, 0),
             "sampled_rows": (sampled_rows, num_rows, spare),
@@ -201,7 +201,7 @@ class StepBuilder:
             t["kv_lens"],
             self._table.device,
             t["table_rows"],
-            t["slot_mapping"],
+            t["key_places"],
             query_lens,
             kv_lens,
             work,
@@ -222,14 +222,14 @@ class StepBuilder:
         """
         windows: dict[int, AttentionIndex] = {}
         for width, table in self._windows.items():
-            slots = table.device_slots(t["token_lines"], t["positions"])
-            windows[width] = replace(context.attention, block_table=table.device, slot_mapping=slots)
+            places = table.device_key_places(t["token_lines"], t["positions"])
+            windows[width] = replace(context.attention, block_table=table.device, key_places=places)
         if windows:
             context = replace(context, windows=windows)
         if self._dealt is None:
             return context
-        slots = self._table.device_slots(t["token_lines"], t["positions"])
-        attention = replace(context.attention, slot_mapping=slots)
+        places = self._table.device_key_places(t["token_lines"], t["positions"])
+        attention = replace(context.attention, key_places=places)
         return replace(context, attention=self._dealt.complete(attention, self._table, most))
 
     def optimistic(self, t: Tensors) -> OptimisticColumns:
@@ -238,10 +238,10 @@ class StepBuilder:
         It takes rejected drafts off positions and lengths, once for each step.
         """
         assert self._records is not None
-        names = ("positions", "kv_lens", "slot_mapping", "table_rows")
-        positions, kv_lens, slots, rows = (t[name][: len(t["rejected_at"])] for name in names)
+        names = ("positions", "kv_lens", "key_places", "table_rows")
+        positions, kv_lens, places, rows = (t[name][: len(t["rejected_at"])] for name in names)
         looked_up = self._has_kv and self._dealt is None  # otherwise `located` looks them up
-        keys = (slots if looked_up else None, rows, self._table.device, self._table.kernel_block_size)
+        keys = (places if looked_up else None, rows, self._table.device, self._table.kernel_block_size)
         records = (t["verify_rejected_at"], t["verify_pending"], t.get("record_held"))
         return OptimisticColumns(self._records.num_rejected, t["rejected_at"], positions, kv_lens, *keys, *records)
 

@@ -77,7 +77,7 @@ POINTERS = {
     **dict.fromkeys(HALF, "*bf16"),
     **dict.fromkeys(WIDE, "*fp32"),
     **dict.fromkeys(INTS, "*i32"),
-    **dict.fromkeys(("positions", "slot_mapping"), "*i64"),
+    **dict.fromkeys(("positions", "key_places"), "*i64"),
     **dict.fromkeys(("scale", "eps"), "fp32"),
     "records": ("*fp32", "*bf16", "*fp32", "*fp32"),
     "index": ("*i32",) * 8,

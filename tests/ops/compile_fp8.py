@@ -31,7 +31,7 @@ POINTERS = {
     **dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv"),
     **dict.fromkeys(("k_scales", "v_scales", "acc_ptr", "l_ptr", "m_ptr", "cos_sin", "q_weight", "k_weight"), "*fp32"),
     **dict.fromkeys(("parts", "part_ptr", "lead", "kv_lens", "table_rows", "block_table", "cu_queries"), "*i32"),
-    **dict.fromkeys(("positions", "slot_mapping"), "*i64"),
+    **dict.fromkeys(("positions", "key_places"), "*i64"),
     **dict.fromkeys(("scale", "eps"), "fp32"),
     "weight": "*fp8e4nv",
     "gate_up": "*fp8e4nv",

@@ -82,7 +82,7 @@ def test_fixed_tiles_do_not_see_the_chunking(dtype: torch.dtype) -> None:
     whole = Batch([300], [300], 0, dtype)
     want = FIXED(whole.q, whole.k_cache, whole.v_cache, whole.index, 0.25, None)
     for start, end in ((0, 64), (64, 192), (256, 300), (128, 300)):
-        index = attention_index([end - start], [end], whole.index.block_table, whole.index.slot_mapping)
+        index = attention_index([end - start], [end], whole.index.block_table, whole.index.key_places)
         got = FIXED(whole.q[start:end], whole.k_cache, whole.v_cache, index, 0.25, None)
         assert torch.equal(got, want[start:end])
 

@@ -16,7 +16,7 @@ from tests.ops.cpu_table import cpp, cpp_module
 from tests.ops.plain_attention import plain_attention
 from tests.ops.recurrence_cases import GATED_NORMS, ints
 
-CPP, TILES = cpp(), cpp(tiles=True)
+CPP, TILES = cpp(tiles=False), cpp(tiles=True)
 TORCH = torch_table()
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
@@ -123,7 +123,7 @@ def test_rows_and_cuts_do_not_change_the_bits(window: int | None, dtype: torch.d
             queries = [400 - start, 200]
             count = len(rows)
             index = attention_index(
-                queries[:count], lens[:count], i.block_table, i.slot_mapping, 0, i.table_rows[rows].tolist()
+                queries[:count], lens[:count], i.block_table, i.key_places, 0, i.table_rows[rows].tolist()
             )
             q = torch.cat([case.q[start:400], *([case.q[401:]] if 2 in rows else [])])
             part = CPP.paged_attention(q, case.k_cache, case.v_cache, index, 0.2, window)
@@ -137,7 +137,7 @@ def test_decode_rows_do_not_see_their_neighbours() -> None:
     whole, i = case.run(0.2, None), case.index
     for row in range(3):
         lens, line = [int(i.kv_lens[row])], [int(i.table_rows[row])]
-        one = attention_index([1], lens, i.block_table, i.slot_mapping, 1, line)
+        one = attention_index([1], lens, i.block_table, i.key_places, 1, line)
         got = CPP.paged_attention(case.q[row : row + 1], case.k_cache, case.v_cache, one, 0.2, None)
         assert torch.equal(got[0], whole[row])
 

@@ -68,9 +68,9 @@ class Case:
         caches = [torch.full((count, 1, self.kernel_block, dim), float("nan")) for dim in (DIM, VALUE_DIM)]
         rows = np.repeat(np.arange(len(lens), dtype=np.int32), lens)
         positions = np.concatenate([np.arange(length) for length in lens])
-        slots = torch.from_numpy(table.kv_slots(rows, positions))
-        assert torch.equal(table.device_slots(torch.from_numpy(rows).long(), torch.from_numpy(positions)), slots)
-        kv_write(k, v, *caches, slots)
+        places = torch.from_numpy(table.key_places(rows, positions))
+        assert torch.equal(table.device_key_places(torch.from_numpy(rows).long(), torch.from_numpy(positions)), places)
+        kv_write(k, v, *caches, places)
         decodes, at = [new for _, new in self.decodes], len(self.decodes)
         lines = [*np.repeat(np.arange(at), decodes).tolist(), *range(at, len(lens))]
         seen = [before + 1 + i for before, new in self.decodes for i in range(new)] + lens[at:]

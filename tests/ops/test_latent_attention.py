@@ -193,7 +193,7 @@ def test_fixed_tables_do_not_see_the_chunking() -> None:
     for ops in tables:
         want = whole.run(ops)
         for start, end in ((0, 64), (64, 130), (128, 130)):
-            index = attention_index([end - start], [end], whole.index.block_table, whole.index.slot_mapping)
+            index = attention_index([end - start], [end], whole.index.block_table, whole.index.key_places)
             assert torch.equal(whole.run(ops, index, whole.q[start:end]), want[start:end])
 
 

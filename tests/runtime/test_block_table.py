@@ -13,8 +13,8 @@ from torch import Tensor
 from forkpoint.errors import BlockTableError, ConfigError
 from forkpoint.ops.deal import Deal
 from forkpoint.platforms.cpu import CpuPlatform
-from forkpoint.runtime.block_table import BlockTable
-from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind
+from forkpoint.runtime.block_table import NO_PLACE, BlockTable
+from forkpoint.sched.plan import IntArray, Move, MoveKind
 
 CPU = CpuPlatform()
 
@@ -30,10 +30,10 @@ def append(table: BlockTable, **rows: list[int]) -> None:
     table.append(numbers, pointers, ints(*(block for ids in rows.values() for block in ids)))
 
 
-def slots_of(table: BlockTable, positions: range | list[int], row: int = 0) -> list[int]:
+def places_of(table: BlockTable, positions: range | list[int], row: int = 0) -> list[int]:
     where = np.asarray(list(positions), np.int64)
-    slots: list[int] = table.kv_slots(np.full(len(where), row, np.int32), where).tolist()
-    return slots
+    places: list[int] = table.key_places(np.full(len(where), row, np.int32), where).tolist()
+    return places
 
 
 class TestRows:
@@ -117,27 +117,27 @@ class TestSlots:
     def test_two_rows(self) -> None:
         table = BlockTable(2, 4, 128, CPU)
         append(table, r0=[0, 1, 2, 3], r1=[4, 5, 6, 7])
-        assert table.kv_slots(ints(0, 0, 1, 1), np.array([0, 1, 0, 1])).tolist() == [0, 1, 512, 513]
+        assert table.key_places(ints(0, 0, 1, 1), np.array([0, 1, 0, 1])).tolist() == [0, 1, 512, 513]
 
     def test_every_call_computes_anew(self) -> None:
         table = BlockTable(2, 4, 384, CPU)
         append(table, r0=[1])
-        first = slots_of(table, [0, 300])
+        first = places_of(table, [0, 300])
         table.add(0, ints(2))
-        assert slots_of(table, [0, 300]) == [slot + 384 for slot in first]
+        assert places_of(table, [0, 300]) == [slot + 384 for slot in first]
 
     def test_positions_past_the_blocks_are_named(self) -> None:
         table = BlockTable(2, 4, 4, CPU)
         append(table, r1=[3])
         with pytest.raises(BlockTableError, match="token 4 of row 1"):
-            table.kv_slots(ints(1, 1), np.array([3, 4]))
+            table.key_places(ints(1, 1), np.array([3, 4]))
 
     def test_large_ids_and_scattered_positions_are_exact(self) -> None:
         table = BlockTable(1, 64, 16, CPU)
         append(table, r0=[2**24 + 1 + i for i in range(64)])
-        assert slots_of(table, [0, 320]) == [(2**24 + 1) * 16, (2**24 + 21) * 16]
+        assert places_of(table, [0, 320]) == [(2**24 + 1) * 16, (2**24 + 21) * 16]
         table.add(0, ints(2**31 - 1))
-        assert slots_of(table, [15]) == [(2**31 - 1) * 16 + 15]
+        assert places_of(table, [15]) == [(2**31 - 1) * 16 + 15]
 
     @pytest.mark.parametrize("length", [1024, 2048, 4096, 8192])
     def test_whole_rows(self, length: int) -> None:
@@ -145,7 +145,7 @@ class TestSlots:
         ids = np.random.default_rng(length).permutation(128).astype(np.int32)
         table.add(0, ids)
         expected = [int(ids[p // 128]) * 128 + p % 128 for p in range(length)]
-        assert slots_of(table, range(length)) == expected
+        assert places_of(table, range(length)) == expected
 
 
 class TestKernelBlocks:
@@ -155,7 +155,7 @@ class TestKernelBlocks:
             append(each, r0=[3, 0])
             assert each.num_blocks(0) == 2
         assert table.host[0, :32].tolist() == [*range(48, 64), *range(16)]
-        assert slots_of(table, [2047, 2048]) == [8191, 0] == slots_of(whole, [2047, 2048])
+        assert places_of(table, [2047, 2048]) == [8191, 0] == places_of(whole, [2047, 2048])
 
     def test_rows_fill_up_in_whole_blocks(self) -> None:
         table = BlockTable(2, 3, 8, CPU, kernel_block_size=4)
@@ -167,18 +167,18 @@ class TestKernelBlocks:
         table.remap([Move(MoveKind.BLOCK, 5, 9), Move(MoveKind.BLOCK, 2, 5)])
         assert table.host.tolist() == [[2, 3, 10, 11, 6, 7], [18, 19, 12, 13, 0, 0]]
         with pytest.raises(BlockTableError, match="token 16 of row 1 lies past its 2 blocks of 8"):
-            slots_of(table, [15, 16], 1)
+            places_of(table, [15, 16], 1)
 
 
 def dealt_one_by_one(deal: Deal, block_size: int, ids: list[int], count: int) -> list[list[int]]:
-    """Each rank's slots of tokens `[0, count)`, by dealing out what one id stands for, token by token."""
-    slots = [[NO_SLOT] * count for _ in range(deal.num_ranks)]
+    """Each rank's places of tokens `[0, count)`, by dealing out what one id stands for, token by token."""
+    places = [[NO_PLACE] * count for _ in range(deal.num_ranks)]
     for position in range(count):
         number, offset = divmod(position, block_size * deal.num_ranks)
         rank = offset // deal.interleave % deal.num_ranks
         before = sum(o // deal.interleave % deal.num_ranks == rank for o in range(offset))
-        slots[rank][position] = ids[number] * block_size + before
-    return slots
+        places[rank][position] = ids[number] * block_size + before
+    return places
 
 
 @st.composite
@@ -202,8 +202,8 @@ class TestDeal:
             deal = Deal(rank, ranks, interleave)
             table = BlockTable(2, num_ids, block, CPU, kernel_block_size=size, deal=deal)
             table.add(1, ints(*ids[:num_ids]))
-            assert slots_of(table, range(count), 1) == want[rank]
-            kept = np.cumsum([slot != NO_SLOT for slot in want[rank]])
+            assert places_of(table, range(count), 1) == want[rank]
+            kept = np.cumsum([place != NO_PLACE for place in want[rank]])
             assert deal.count(np.arange(1, count + 1)).tolist() == kept.tolist()
 
     @given(deals())
@@ -222,16 +222,16 @@ class TestDeal:
         for table in tables:
             append(table, r0=[5, 9])
             assert table.host[0].tolist() == [10, 11, 18, 19]
-        assert slots_of(tables[0], range(16)) == [*range(40, 48), *[NO_SLOT] * 8]
-        assert slots_of(tables[1], range(16)) == [*[NO_SLOT] * 8, *range(40, 48)]
+        assert places_of(tables[0], range(16)) == [*range(40, 48), *[NO_PLACE] * 8]
+        assert places_of(tables[1], range(16)) == [*[NO_PLACE] * 8, *range(40, 48)]
 
     def test_runs_shorter_than_a_kernel_block(self) -> None:
         first = BlockTable(1, 2, 8, CPU, kernel_block_size=4, deal=Deal(0, 2, 2))
         append(first, r0=[5, 9])
         row = [40, 41, -1, -1, 42, 43, -1, -1, 44, 45, -1, -1, 46, 47, -1, -1, 72, 73]
-        assert slots_of(first, range(18)) == row
+        assert places_of(first, range(18)) == row
         with pytest.raises(BlockTableError, match="token 32 of row 0 lies past its 2 blocks of 16 tokens"):
-            slots_of(first, [32])
+            places_of(first, [32])
 
     def test_an_interleave_that_does_not_divide_a_block_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="interleave of 3 tokens does not divide a block of 8"):

@@ -191,9 +191,9 @@ def test_padding_changes_nothing_but_adds_rows_that_do_nothing(
     assert list(own) == list(wide) and list(wide)[-1] == "parts"
     gap, real = shape.num_decodes - num_decodes, np.arange(exact.num_tokens)
     places = np.where(real < num_decodes, real, real + gap)
-    for name in ("token_ids", "positions", "slot_mapping"):
+    for name in ("token_ids", "positions", "key_places"):
         assert (wide[name][places] == own[name]).all()
-    assert (np.delete(wide["slot_mapping"], places) == -1).all()
+    assert (np.delete(wide["key_places"], places) == -1).all()
     for name in ("decode_src", "decode_placed", "decode_dst"):
         assert (wide[name][:num_decodes] == own[name]).all() and (wide[name][num_decodes:] == -1).all()
     for name in ("prefill_src", "prefill_placed", "prefill_dst"):

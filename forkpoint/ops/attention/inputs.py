@@ -34,7 +34,7 @@ class Inputs:
         positions: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        slot_mapping: Tensor,
+        key_places: Tensor,
         scales: KVScales | None = None,
     ) -> Tensor:
         """Normalise and rotate q and k, store k and v in the caches, return q (`table.QKNormRopeWrite`)."""
@@ -42,7 +42,7 @@ class Inputs:
             q, k = self.rmsnorm(q, norm.q_weight, norm.eps), self.rmsnorm(k, norm.k_weight, norm.eps)
         if cos_sin is not None:
             q, k = self.rope(q, k, cos_sin, positions)
-        self.kv_write(k, v, k_cache, v_cache, slot_mapping, scales)
+        self.kv_write(k, v, k_cache, v_cache, key_places, scales)
         return q
 
     def latent_write(
@@ -54,12 +54,12 @@ class Inputs:
         cos_sin: Tensor | None,
         positions: Tensor,
         cache: Tensor,
-        slot_mapping: Tensor,
+        key_places: Tensor,
     ) -> Tensor:
         """Normalise and rotate latents, store them in the cache, return the rotated q (`table.LatentWrite`)."""
         normed, key = self.rmsnorm(latent[:, : len(weight)], weight, eps), latent[:, len(weight) :]
         if cos_sin is not None:
             q_rope, key = self.rope(q_rope, key.unsqueeze(1), cos_sin, positions)
             key = key.squeeze(1)
-        self.store_rows(torch.cat((normed, key), dim=1).unsqueeze(1), cache, slot_mapping)
+        self.store_rows(torch.cat((normed, key), dim=1).unsqueeze(1), cache, key_places)
         return q_rope

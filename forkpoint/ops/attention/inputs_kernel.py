@@ -99,7 +99,7 @@ def _inputs_kernel(
     v_cache,
     k_scales,
     v_scales,
-    slot_mapping,
+    key_places,
     eps,
     q_token,
     q_head,
@@ -136,10 +136,10 @@ def _inputs_kernel(
         out_at = out + token * (HEADS * GROUP * D) + (head * D)[:, None]
         _heads(x_at, out_at, None, q_weight, angle, eps, row < GROUP, D, HALF, NORM)
     else:
-        slot = tl.load(slot_mapping + token)
-        if slot >= 0:
+        key_place = tl.load(key_places + token)
+        if key_place >= 0:
             head = unit - HEADS
-            block, offset, row = slot // BLOCK, slot % BLOCK, tl.arange(0, 1)
+            block, offset, row = key_place // BLOCK, key_place % BLOCK, tl.arange(0, 1)
             scale_at = k_scales
             if k_scales is not None:
                 scale_at = k_scales + block * scale_block + head * BLOCK + offset
@@ -166,7 +166,7 @@ def qk_norm_rope_write(
     positions: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    slot_mapping: Tensor,
+    key_places: Tensor,
     scales: KVScales | None = None,
 ) -> Tensor:
     """Normalise and rotate q and k, store k and v in the caches, return q (`table.QKNormRopeWrite`).
@@ -183,7 +183,7 @@ def qk_norm_rope_write(
         weights = (q, k) if norm is None else (norm.q_weight, norm.k_weight)
         factors = (None, None) if scales is None else (scales.k, scales.v)
         angles = q if cos_sin is None else cos_sin
-        operands = (q, k, v, out, *weights, angles, positions, k_cache, v_cache, *factors, slot_mapping)
+        operands = (q, k, v, out, *weights, angles, positions, k_cache, v_cache, *factors, key_places)
         strides = [stride for x in (q, k, v, k_cache, v_cache) for stride in x.stride()[:2]]
         sizes = {"HEADS": heads, "GROUP": group, "D": dim, "DV": v.shape[2], "HALF": half, "BLOCK": k_cache.shape[2]}
         eps, scale_block = 0.0 if norm is None else norm.eps, None if scales is None else scales.k.stride(0)

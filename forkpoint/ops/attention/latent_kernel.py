@@ -169,7 +169,7 @@ def _write_kernel(
     cos_sin,
     positions,
     cache,
-    slot_mapping,
+    key_places,
     out,
     eps,
     q_token,
@@ -195,11 +195,11 @@ def _write_kernel(
         mask = (head < HEADS)[:, None] & (low < HALF)[None, :]
         q_at = q_rope + token * q_token + (head * q_head)[:, None]
         _rotated(q_at, out + ((token * HEADS + head) * P)[:, None], angle, mask, low, HALF)
-    slot = tl.load(slot_mapping + token)
-    if slot >= 0:
+    key_place = tl.load(key_places + token)
+    if key_place >= 0:
         r = tl.arange(0, triton.next_power_of_2(R))
         at = latent + token * latent_stride
-        place = cache + slot // BLOCK * block_stride + slot % BLOCK * (R + P)
+        place = cache + key_place // BLOCK * block_stride + key_place % BLOCK * (R + P)
         x = tl.load(at + r, mask=r < R, other=0.0).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x, axis=0) / R + eps) * tl.load(weight + r, mask=r < R, other=0.0)
         tl.store(place + r, x.to(cache.dtype.element_ty), mask=r < R)
@@ -219,7 +219,7 @@ def latent_write(
     cos_sin: Tensor | None,
     positions: Tensor,
     cache: Tensor,
-    slot_mapping: Tensor,
+    key_places: Tensor,
 ) -> Tensor:
     """Normalise and rotate latents, store them in the cache, return the rotated q (`table.LatentWrite`)."""
     assert latent.stride(1) == 1 and q_rope.stride(2) == 1 and cache[0, 0].is_contiguous(), "rows must be dense"
@@ -228,7 +228,7 @@ def latent_write(
     out = q_rope if cos_sin is None else q_rope.new_empty(q_rope.shape)
     if tokens:
         angles = latent if cos_sin is None else cos_sin
-        operands = (q_rope, latent, weight, angles, positions, cache, slot_mapping, out)
+        operands = (q_rope, latent, weight, angles, positions, cache, key_places, out)
         strides = (*q_rope.stride()[:2], latent.stride(0), cache.stride(0))
         sizes = {"HEADS": heads, "R": rank, "P": dim, "BLOCK": cache.shape[2]}
         options = {"ROTATED": cos_sin is not None, "num_warps": 4, **overlap(latent.device, tokens)}

@@ -32,27 +32,27 @@ def in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scales: KVScales | None = None
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, key_places: Tensor, scales: KVScales | None = None
 ) -> None:
     """Store `k[T, Hkv, D]`, `v[T, Hkv, Dv]` in `[P, Hkv, block_size, D]` caches of any strides.
 
-    Tokens whose `slot_mapping` is -1 are skipped. With `scales`, 8-bit values are stored, and their scales there.
+    Tokens whose `key_places` is -1 are skipped. With `scales`, 8-bit values are stored, and their scales there.
     """
     if scales is not None:
         (k, k_scale), (v, v_scale) = in_fp8(k), in_fp8(v)
-        store_rows(k_scale, scales.k, slot_mapping)
-        store_rows(v_scale, scales.v, slot_mapping)
-    store_rows(k, k_cache, slot_mapping)
-    store_rows(v, v_cache, slot_mapping)
+        store_rows(k_scale, scales.k, key_places)
+        store_rows(v_scale, scales.v, key_places)
+    store_rows(k, k_cache, key_places)
+    store_rows(v, v_cache, key_places)
 
 
-def store_rows(x: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def store_rows(x: Tensor, cache: Tensor, key_places: Tensor) -> None:
     """Store `x[T, H, D]` in a `[P, H, block_size, D]` cache. Slot -1 stores nothing."""
-    present = slot_mapping >= 0
+    present = key_places >= 0
     if not bool(present.all()):
-        x, slot_mapping = x[present], slot_mapping[present]
-    slots, size = slot_mapping, cache.shape[2]
-    cache[slots // size, :, slots % size] = x.to(cache.dtype)
+        x, key_places = x[present], key_places[present]
+    size = cache.shape[2]
+    cache[key_places // size, :, key_places % size] = x.to(cache.dtype)
 
 
 def gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, num_tokens: int, num_padded: int) -> Tensor:

@@ -115,7 +115,7 @@ Tensor dense_heads(const Tensor& t) {
 
 const int64_t* longs(const Tensor& t, int64_t count) {
   TORCH_CHECK(t.scalar_type() == at::kLong && t.is_contiguous() && t.numel() == count,
-              "positions and slots are dense int64, one per token");
+              "positions and places are dense int64, one per token");
   return ptr<int64_t>(t);
 }
 
@@ -134,7 +134,7 @@ std::tuple<Tensor, Tensor> rotate(const Tensor& q_in, const Tensor& k_in, const 
   return {q, k};
 }
 
-void write(const Tensor& x_in, const Tensor& cache, const Tensor& slots, const std::optional<Tensor>& scales) {
+void write(const Tensor& x_in, const Tensor& cache, const Tensor& places, const std::optional<Tensor>& scales) {
   const Tensor x = dense_heads(x_in);
   const int64_t dim = x.size(2);
   const at::ScalarType kept = scales ? at::kFloat8_e4m3fn : x.scalar_type();
@@ -144,7 +144,7 @@ void write(const Tensor& x_in, const Tensor& cache, const Tensor& slots, const s
   if (scales) check_scales(*scales, cache);
   by_type(x.scalar_type(), [&](auto* tag) {
     using T = FORKPOINT_TYPE(tag);
-    const int64_t* at = longs(slots, x.size(0));
+    const int64_t* at = longs(places, x.size(0));
     if (scales) {
       cache_write(ptr<T>(x), x.stride(0), x.size(1), dim, ptr<fp8>(cache), cache.stride(0), ptr<float>(*scales),
                   scales->stride(0), cache.size(2), at, x.size(0));
@@ -154,10 +154,10 @@ void write(const Tensor& x_in, const Tensor& cache, const Tensor& slots, const s
   });
 }
 
-void kv_write(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots,
+void kv_write(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& places,
               const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales) {
-  write(k, k_cache, slots, k_scales);
-  write(v, v_cache, slots, v_scales);
+  write(k, k_cache, places, k_scales);
+  write(v, v_cache, places, v_scales);
 }
 
 void copy_states(const std::vector<Tensor>& tensors, const Tensor& src, const Tensor& dst) {
@@ -184,8 +184,8 @@ inline void bind_rows(pybind11::module_& m) {
   m.def("silu_mul", &rows_binding::silu_product, Release());
   m.def("sigmoid_mul", &rows_binding::sigmoid_product, Release());
   m.def("rope", &rows_binding::rotate, Release());
-  const auto store = [](const Tensor& x, const Tensor& cache, const Tensor& slots) {
-    rows_binding::write(x, cache, slots, std::nullopt);
+  const auto store = [](const Tensor& x, const Tensor& cache, const Tensor& places) {
+    rows_binding::write(x, cache, places, std::nullopt);
   };
   m.def("store_rows", store, Release());
   m.def("kv_write", &rows_binding::kv_write, Release());

@@ -160,11 +160,11 @@ void rope(T* x, int64_t token_stride, int64_t heads, int64_t dim, const float* c
 
 template <class T>
 void cache_write(const T* x, int64_t token_stride, int64_t heads, int64_t dim, T* cache, int64_t block_stride,
-                 int64_t block_size, const int64_t* slots, int64_t tokens) {
+                 int64_t block_size, const int64_t* places, int64_t tokens) {
   parallel_ranges(tokens, grain(heads * dim), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      if (slots[t] < 0) continue;
-      T* block = cache + slots[t] / block_size * block_stride + slots[t] % block_size * dim;
+      if (places[t] < 0) continue;
+      T* block = cache + places[t] / block_size * block_stride + places[t] % block_size * dim;
       for (int64_t h = 0; h < heads; ++h) {
         std::memcpy(block + h * block_size * dim, x + t * token_stride + h * dim, size_t(dim) * sizeof(T));
       }
@@ -174,11 +174,11 @@ void cache_write(const T* x, int64_t token_stride, int64_t heads, int64_t dim, T
 
 template <class T>
 void cache_write(const T* x, int64_t token_stride, int64_t heads, int64_t dim, fp8* cache, int64_t block_stride,
-                 float* scales, int64_t scale_stride, int64_t block_size, const int64_t* slots, int64_t tokens) {
+                 float* scales, int64_t scale_stride, int64_t block_size, const int64_t* places, int64_t tokens) {
   parallel_ranges(tokens, grain(heads * dim), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      if (slots[t] < 0) continue;
-      const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
+      if (places[t] < 0) continue;
+      const int64_t block = places[t] / block_size, offset = places[t] % block_size;
       for (int64_t h = 0; h < heads; ++h) {
         const T* row = x + t * token_stride + h * dim;
         vf top = {};

@@ -58,15 +58,15 @@ template <class T>
 void rope(T* x, int64_t token_stride, int64_t heads, int64_t dim, const float* cos_sin, int64_t rotated,
           const int64_t* positions, int64_t tokens);
 
-// x[T, heads, dim] -> cache[P, heads, block_size, dim] at the tokens' slots; -1 is skipped.
+// x[T, heads, dim] -> cache[P, heads, block_size, dim] at the tokens' places; -1 is skipped.
 template <class T>
 void cache_write(const T* x, int64_t token_stride, int64_t heads, int64_t dim, T* cache, int64_t block_stride,
-                 int64_t block_size, const int64_t* slots, int64_t tokens);
+                 int64_t block_size, const int64_t* places, int64_t tokens);
 
 // The same in 8 bits, each head divided by a scale that makes its largest magnitude FP8_MAX.
 template <class T>
 void cache_write(const T* x, int64_t token_stride, int64_t heads, int64_t dim, fp8* cache, int64_t block_stride,
-                 float* scales, int64_t scale_stride, int64_t block_size, const int64_t* slots, int64_t tokens);
+                 float* scales, int64_t scale_stride, int64_t block_size, const int64_t* places, int64_t tokens);
 
 struct Pool {
   char* data;

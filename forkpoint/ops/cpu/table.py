@@ -135,9 +135,9 @@ class _Operators:
         self._module.scan_fold(pool, index.columns, index.line, lines, rates, dt_bias)
 
     def kv_write(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scales: KVScales | None
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, key_places: Tensor, scales: KVScales | None
     ) -> None:
-        self._module.kv_write(k, v, k_cache, v_cache, slot_mapping, *_both(scales))
+        self._module.kv_write(k, v, k_cache, v_cache, key_places, *_both(scales))
 
     def paged_attention(
         self,

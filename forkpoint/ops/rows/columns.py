@@ -30,17 +30,18 @@ class IdColumns(NamedTuple):
 
 
 class OptimisticColumns(NamedTuple):
-    """Positions, lengths, slots and record counts that are too large by the rejected drafts, to be corrected in place.
+    """Positions, lengths, places of keys and record counts that are too large by the rejected drafts.
 
-    Token columns are `[.., N]`, flattened. Column n is too large by `num_rejected[rejected_at[n]]`, the record counts
-    of row b, of `B <= N` rows, by `num_rejected[rejected_at_records[b]]`.
+    `catch_up` corrects them in place. Token columns are `[.., N]`, flattened. Column n is too large by
+    `num_rejected[rejected_at[n]]`, the record counts of row b, of `B <= N` rows, by
+    `num_rejected[rejected_at_records[b]]`.
     """
 
     num_rejected: Tensor  # int64
     rejected_at: Tensor  # [N] int64
     positions: Tensor  # [.., N] int64
     kv_lens: Tensor  # [.., N] int32
-    slots: Tensor | None  # [.., N] int64, looked up in `table` for the corrected positions; -1 stays -1
+    key_places: Tensor | None  # [.., N] int64, looked up in `table` for the corrected positions; -1 stays -1
     table_rows: Tensor  # [N] int32
     table: Tensor  # [lines, blocks] int32, blocks of block_size tokens
     block_size: int

@@ -25,8 +25,8 @@ def _take_back(counts, at, inside, num_rejected):
 
 @triton.jit(do_not_specialize=["num_ids", "num_tokens", "num_records", "table_stride"])
 def _catch_up_kernel(
-    ids, rows, last_sampled, drafted, draft_at, num_rejected, rejected_at, positions, kv_lens, slots, table_rows, table,
-    BLOCK_SIZE: tl.constexpr, rejected_at_records, pending, held,
+    ids, rows, last_sampled, drafted, draft_at, num_rejected, rejected_at, positions, kv_lens, key_places,
+    table_rows, table, BLOCK_SIZE: tl.constexpr, rejected_at_records, pending, held,
     num_ids, num_tokens, num_records, table_stride,
 ):  # fmt: skip
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -40,12 +40,12 @@ def _catch_up_kernel(
     if num_rejected is not None:
         inside, row = at < num_tokens, at % num_ids
         back = tl.load(num_rejected + tl.load(rejected_at + row, mask=inside, other=0), mask=inside, other=0)
-        if slots is not None:
+        if key_places is not None:
             there = tl.load(positions + at, mask=inside, other=0) - back
-            kept = tl.load(slots + at, mask=inside, other=-1) >= 0
+            kept = tl.load(key_places + at, mask=inside, other=-1) >= 0
             line = tl.load(table_rows + row, mask=kept, other=0).to(tl.int64) * table_stride
             block = tl.load(table + line + there // BLOCK_SIZE, mask=kept, other=0).to(tl.int64)
-            tl.store(slots + at, block * BLOCK_SIZE + there % BLOCK_SIZE, mask=kept)
+            tl.store(key_places + at, block * BLOCK_SIZE + there % BLOCK_SIZE, mask=kept)
         _take_back(positions, at, inside, back)
         _take_back(kv_lens, at, inside, back)
         inside = at < num_records

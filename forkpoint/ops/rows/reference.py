@@ -17,10 +17,10 @@ def catch_up(ids: IdColumns, columns: OptimisticColumns | None = None) -> None:
     rejected = columns.num_rejected[columns.rejected_at]
     columns.positions.sub_(rejected)
     columns.kv_lens.sub_(rejected)
-    if columns.slots is not None:
+    if columns.key_places is not None:
         at, size = columns.positions, columns.block_size
         blocks = columns.table[columns.table_rows.long(), at // size].long()
-        columns.slots.copy_(torch.where(columns.slots < 0, columns.slots, blocks * size + at % size))
+        columns.key_places.copy_(torch.where(columns.key_places < 0, columns.key_places, blocks * size + at % size))
     rejected = columns.num_rejected[columns.rejected_at_records]
     for counts in (columns.pending, columns.held):
         if counts is not None:
