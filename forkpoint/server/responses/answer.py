@@ -205,7 +205,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 if text or name is None:
                     self._texts.append(text)
                     yield self._of_item("custom_tool_call_input.delta", delta=text)
-            case "grows", CallPart(text=text) if "arguments" in self._items[-1]:
+            case "grows", CallPart(text=text) if self._items[-1]["type"] == "function_call":
                 self._texts.append(text)
                 yield self._of_item("function_call_arguments.delta", delta=text)
             case "grows", CallPart(text=text):
@@ -224,7 +224,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
                 item["status"] = status
                 if isinstance(piece, CallPart) and "input" in item:
                     yield self._of_item("custom_tool_call_input.done", input=item["input"])
-                elif isinstance(piece, CallPart) and "arguments" in item:
+                elif item["type"] == "function_call":
                     call = {"name": item["name"], "arguments": item["arguments"]}
                     yield self._of_item("function_call_arguments.done", **call)
                 elif not isinstance(piece, CallPart):
@@ -266,7 +266,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         tool = self.prepared.called.get(name, CalledTool(name))
         call_id = f"call_{self.name[-NAME_TAIL:]}_{index}"
         if (client := CLIENT_TOOLS.get(tool.type)) is not None:
-            fields = {"call_id": call_id, client.place: dict(client.fixed)}
+            fields = {"call_id": call_id, **client.others, client.place: dict(client.fixed)}
             return self._begin(client.prefix, f"{tool.type}_call", fields)
         call = {"name": tool.name, "call_id": call_id}
         if tool.namespace is not None:

@@ -10,12 +10,13 @@ from pydantic import Field
 
 from forkpoint.obs.notices import Note
 from forkpoint.params import MAX_STOP_TOKEN_IDS
+from forkpoint.server.body import validated
 from forkpoint.server.chat.body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, TokenId, TransferParams
 from forkpoint.server.responses.items import is_reference, messages_of, referred, resolved
 from forkpoint.server.responses.store import Stored
-from forkpoint.server.responses.tools import AnyTool, FunctionTool, ToolChoice, Tools, chat_choice
+from forkpoint.server.responses.tools import AnyTool, FunctionTool, LaterTools, ToolChoice, Tools, chat_choice
 from forkpoint.server.sampling import SampledBody, bounded
 
 
@@ -116,6 +117,12 @@ def conversation_of(body: CountBody, found: Found | None) -> list[dict[str, Any]
         return [*items, {"role": "user", "content": body.input}]
     stored = [item for response in found.with_items for item in response.items()]
     return items + resolved(body.input or (), stored)
+
+
+def later_tools(conversation: Sequence[dict[str, Any]]) -> list[LaterTools]:
+    """Return the items of a conversation that bring tools. Raises HTTPError for one with a wrong tool."""
+    kinds = ("tool_search_output", "additional_tools")
+    return [validated(LaterTools, item) for item in conversation if item.get("type") in kinds]
 
 
 def chat_fields(body: CountBody, conversation: Sequence[dict[str, Any]], tools: Tools, note: Note) -> dict[str, Any]:

@@ -6,17 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
+from forkpoint.checks import member
+
 TEXT: Final = {"type": "string"}
 NUMBER: Final = {"type": "integer"}
 TEXTS: Final = {"type": "array", "items": TEXT, "minItems": 1}
-ClientToolType: TypeAlias = Literal["local_shell", "shell", "apply_patch"]
+ClientToolType: TypeAlias = Literal["local_shell", "shell", "apply_patch", "tool_search"]
+SEARCH: Final = "tool_search"
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
     """A tool as the model sees it, and the item of a call.
 
-    `prefix` begins the item's id. Its field `place` has the arguments, and the members `fixed`.
+    `prefix` begins the item's id. Its field `place` has the arguments, and the members `fixed`. The item has the fields
+    `others` too.
     """
 
     prefix: str
@@ -25,6 +29,7 @@ class ClientTool:
     properties: Mapping[str, Any]
     required: tuple[str, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -55,11 +60,25 @@ CLIENT_TOOLS: Final[Mapping[str, ClientTool]] = {
         {"type": {"enum": ["create_file", "update_file", "delete_file"]}, "path": TEXT, "diff": TEXT},
         ("type", "path"),
     ),
+    SEARCH: ClientTool(
+        "tsc", "arguments", "Search for further tools.", {"query": TEXT}, ("query",), others={"execution": "client"}
+    ),
 }
 
 
-def client_tool(tool: Mapping[str, Any]) -> ClientTool | None:
-    """Return what is known of a tool that the client runs; None for one that OpenAI's servers would run."""
-    environment = tool.get("environment") or {"type": "local"}
-    is_local = isinstance(environment, Mapping) and environment.get("type") == "local"
-    return CLIENT_TOOLS.get(str(tool.get("type"))) if is_local else None
+def is_client_search(tool: Mapping[str, Any]) -> bool:
+    """Return whether the client finds further tools, with this tool, and sends them with the next request."""
+    return tool.get("type") == SEARCH and tool.get("execution") == "client"
+
+
+def client_function(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return the description and the schema of a tool that the client runs; None if OpenAI's servers would run it."""
+    known = CLIENT_TOOLS.get(str(tool.get("type")))
+    is_local = member(tool.get("environment") or {"type": "local"}, "type") == "local"
+    if known is None or not is_local or (tool.get("type") == SEARCH and not is_client_search(tool)):
+        return None
+    description, schema = tool.get("description"), tool.get("parameters")
+    return (
+        description if isinstance(description, str) else known.description,
+        schema if isinstance(schema, dict) else known.schema,
+    )

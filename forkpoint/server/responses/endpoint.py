@@ -24,6 +24,7 @@ from forkpoint.server.responses.body import (
     chat_fields,
     conversation_of,
     echo,
+    later_tools,
     wanted,
 )
 from forkpoint.server.responses.event_log import EventLog
@@ -54,7 +55,7 @@ def prepare_response(
     if body.background and body.store is False:
         raise HTTPError(400, "a background response is stored and asked for again; leave out store: false")
     conversation = conversation_of(body, found)
-    tools = chat_tools(body.tools or (), note)
+    tools = chat_tools(body.tools or (), note, later_tools(conversation))
     return PreparedResponse.read(
         texts,
         validated(ChatBody, chat_fields(body, conversation, tools, note)),
@@ -72,8 +73,9 @@ def count_input_tokens(texts: Texts, data: bytes, found: Found | None = None) ->
     body, note = texts.parse(CountBody, data), texts.notices.add
     if found is None and (missing := wanted(body)) is not None:
         return missing
-    tools = chat_tools(body.tools or (), note)
-    chat = validated(ChatBody, chat_fields(body, conversation_of(body, found), tools, note))
+    conversation = conversation_of(body, found)
+    tools = chat_tools(body.tools or (), note, later_tools(conversation))
+    chat = validated(ChatBody, chat_fields(body, conversation, tools, note))
     return CountedTokens(input_tokens=len(prompt_of(texts, chat).token_ids))
 
 

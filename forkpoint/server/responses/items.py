@@ -11,7 +11,8 @@ from forkpoint.obs.notices import Note
 from forkpoint.server.custom_tools import custom_arguments
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import MAX_SHOWN
-from forkpoint.server.responses.tools import flat_name
+from forkpoint.server.responses.client_tools import SEARCH
+from forkpoint.server.responses.tools import flat_name, names_of
 from forkpoint.server.seal import unsealed
 
 CALL, OUTPUT = "_call", "_call_output"  # suffixes of the types of calls, and of their results
@@ -57,6 +58,10 @@ def messages_of(items: Sequence[dict[str, Any]], note: Note) -> list[dict[str, A
                 _add_message(messages, item)
             case "reasoning":
                 _last_answer(messages, after=("content", "tool_calls"))["reasoning_content"] = _reasoning(item)
+            case "tool_search_output" if item.get("call_id"):
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _found(item)})
+            case "tool_search_output" | "additional_tools":
+                pass  # its tools are among those of the request
             case _ if kind.endswith(OUTPUT) and item.get("call_id"):
                 output = item.get("output")
                 if output is None:
@@ -82,6 +87,8 @@ def _call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
             arguments = item.get("arguments")
         case "custom_tool_call":
             arguments = custom_arguments(item.get("input"))
+        case "tool_search_call":
+            name, arguments = SEARCH, item.get("arguments")
         case _:
             name = name or kind.removesuffix(CALL)
             rest = {key: value for key, value in item.items() if key not in ITEM_FIELDS}
@@ -133,6 +140,12 @@ def _output(output: Any) -> Any:
     if isinstance(output, dict) or has_other_items:
         return json.dumps(output, ensure_ascii=False)
     return _content(output)
+
+
+def _found(item: dict[str, Any]) -> Any:
+    """Return the result of a search for tools: a reference to each, where the model sees it."""
+    names = names_of(listed(item.get("tools")))
+    return [{"type": "tool_reference", "tool_name": name} for name in names] or "No tool was found."
 
 
 def _reasoning(item: dict[str, Any]) -> str:

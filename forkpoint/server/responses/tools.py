@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from forkpoint.checks import member
+from forkpoint.checks import listed, member
 from forkpoint.obs.notices import Note
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many
-from forkpoint.server.responses.client_tools import CLIENT_TOOLS, ClientToolType, client_tool
+from forkpoint.server.responses.client_tools import CLIENT_TOOLS, ClientToolType, client_function, is_client_search
 
 OWN_TYPES: Final = ("function", "custom")  # types of tools that the client defines
 
@@ -25,6 +25,9 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = Field(
+        default=None, description="true: the model sees the tool once the client has found it"
+    )
 
 
 class CustomTool(Body):
@@ -65,6 +68,16 @@ class NamespaceTool(Body):
 
 
 AnyTool: TypeAlias = Annotated[OwnTool | Annotated[NamespaceTool, Tag("NamespaceTool")], Discriminator(_kind)]
+
+
+class LaterTools(Body):
+    """An item that brings tools: `tool_search_output` has those that the client has found, `additional_tools` others.
+
+    The model sees tools that were found in the result of its search, and others from the beginning.
+    """
+
+    type: Literal["tool_search_output", "additional_tools"]
+    tools: Many[AnyTool]
 
 
 class NamedTool(Body):
@@ -127,31 +140,51 @@ def flat_name(namespace: str | None, name: str) -> str:
     return f"{namespace.removesuffix('__')}__{name}"
 
 
-def chat_tools(tools: Sequence[Any], note: Note) -> Tools:
+def names_of(tools: Iterable[Any]) -> list[str]:
+    """Return the names of the functions for tools that are not checked yet."""
+    found: list[str] = []
+    for tool in tools:
+        inner, namespace = [tool], None
+        if member(tool, "type") == "namespace":
+            inner, namespace = listed(member(tool, "tools")), str(member(tool, "name"))
+        found += [flat_name(namespace, str(member(one, "name"))) for one in inner]
+    return found
+
+
+def chat_tools(tools: Sequence[Any], note: Note, later: Sequence[LaterTools] = ()) -> Tools:
     """Return `tools` in the form of a chat completion. `note` receives notices about tools that are left out.
 
-    Raises HTTPError if the server would have to run all of the tools, or if two tools have one name.
+    `later` are items of the conversation that bring further tools. Raises HTTPError if the server would have to run all
+    of the tools, or if two of `tools` have one name.
     """
     shown_tools: dict[str, dict[str, Any]] = {}
     called: dict[str, CalledTool] = {}
-    for namespace, tool in _unpacked(tools):
+    defers = any(isinstance(tool, OtherTool) and is_client_search(tool.model_dump()) for tool in tools)
+    sources = [(tools, False, defers), *((item.tools, True, item.type == "tool_search_output") for item in later)]
+    for namespace, tool, is_later, may_defer in (
+        (*pair, is_later, may_defer) for given, is_later, may_defer in sources for pair in _unpacked(given)
+    ):
         kind = tool.type
         if isinstance(tool, OtherTool):
-            client = client_tool(tool.model_dump())
-            if client is None:
+            function = client_function(tool.model_dump())
+            if function is None:
                 shown = kind[:MAX_SHOWN]
                 note(f"requests have tools of the type {shown!r}, which are left out: this server runs no tools")
                 continue
-            tool = FunctionTool(type="function", name=kind, description=client.description, parameters=client.schema)
+            tool = FunctionTool(type="function", name=kind, description=function[0], parameters=function[1])
         group: str | None = None
         if namespace is not None:
             group = namespace.name
         name = flat_name(group, tool.name)
+        if name in shown_tools and is_later:
+            continue
         if name in shown_tools:
             raise HTTPError(400, f"two tools are named {name!r}; give each a name of its own", param="tools")
         if namespace is not None or kind != "function":
             called[name] = CalledTool(tool.name, group, kind)
         shown_tools[name] = _chat_tool(name, tool, namespace)
+        if may_defer and (is_later or (isinstance(tool, FunctionTool) and tool.defer_loading)):
+            shown_tools[name]["defer_loading"] = True
     if tools and not shown_tools:
         kinds = ", ".join(sorted({tool.type[:MAX_SHOWN] for _, tool in _unpacked(tools)}))
         raise HTTPError(
