@@ -200,7 +200,7 @@ class AsyncEngine:
             self._process.send(messages.EndOffer(lease))
 
     async def call(self, name: Literal["stats", "reset_prefix_cache", "check_integrity"]) -> Any:
-        """Call the engine between two steps and return what it answers: metrics by name, or True.
+        """Call the engine between two steps and return what it answers: metrics by name, or None.
 
         Raises ForkpointError if the call failed or the engine is not ready, and EngineStoppedError if no answer comes
         within CALL_TIMEOUT_S.

@@ -141,12 +141,11 @@ class EngineCore:
         while self._in_flight and not self._closed:
             self._finish_oldest()
 
-    def reset_prefix_cache(self) -> bool:
-        """Let no later request find what is cached now, and publish that. Returns True, because it never fails."""
+    def reset_prefix_cache(self) -> None:
+        """Let no later request find what is cached now, and publish that."""
         self.scheduler.reset_prefix_cache()
         if self._events is not None:
             self._events.publish()
-        return True
 
     def metrics(self) -> dict[str, Any]:
         """Return counters since the start and gauges as they are now, by name."""

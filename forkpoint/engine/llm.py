@@ -221,7 +221,8 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Drop every cached prefix. Always returns True. Running requests keep their blocks and states."""
         with self._shared.held() as engine:
-            return engine.core.reset_prefix_cache()
+            engine.core.reset_prefix_cache()
+        return True
 
     def get_metrics(self) -> dict[str, Any]:
         """Return counters and gauges since the start, by name (tokens, pages, requests)."""

@@ -172,12 +172,12 @@ class EngineLoop:
                 case "stats":
                     return messages.CallReply(call.number, self._core.metrics())
                 case "reset_prefix_cache":
-                    return messages.CallReply(call.number, self._core.reset_prefix_cache())
+                    self._core.reset_prefix_cache()
                 case "check_integrity":
                     self._core.scheduler.check_integrity()
-                    return messages.CallReply(call.number, True)
         except AssertionError as error:
             return messages.CallReply(call.number, failure=Failure.of(error))
+        return messages.CallReply(call.number)
 
     def _step(self) -> None:
         before = self._core.num_model_tokens

@@ -150,7 +150,7 @@ class DraftPlanner:
     def count_accepted(self, issued: IssuedStep, result: StepResult, seconds: float) -> None:
         """Count the drafts of a step whose result is there after so many seconds, accepted or not.
 
-        The requests' counters grow, and the drafter learns both.
+        The requests' counters grow, and the drafter learns how many were accepted and how long the step took.
         """
         rows, counts = issued.plan.rows, result.counts
         assert counts is not None or not rows.num_drafts.any(), f"result {result.step} says nothing of its drafts"
