@@ -8,6 +8,10 @@ import httpx2
 import jsonschema
 import pytest
 
+from forkpoint.server.body import validated
+from forkpoint.server.chat.body import ChatBody
+from forkpoint.server.chat.history import shown_messages
+from forkpoint.server.chat.tools import plan_tools
 from forkpoint.server.messages.body import MessagesBody, chat_fields
 from tests.server.test_messages import ask
 
@@ -44,6 +48,29 @@ def test_a_computer_is_a_function(tool: dict[str, Any], absent: str, has: set[st
     assert absent not in schema["properties"]["action"]["enum"]
     assert len(notes) == 1 and "browser_toolset_20260801" in notes[0]
     jsonschema.validate({"action": "left_click", "coordinate": [3, 4]}, schema)
+
+
+def test_tools_are_added_and_removed_within_a_conversation(http: httpx2.Client) -> None:
+    """As the `add_tools` and `remove_tools` of the SDK's tool runner do."""
+    clock = {"name": "clock", "description": "Tells the time.", "input_schema": {"type": "object"}}
+    change = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": clock}}
+    removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "look"}}
+    turns = [{"role": "user", "content": "x"}, {"role": "system", "content": [change, removal]}]
+    fields = {**ask("x"), "messages": turns, "tools": [{"name": "look", "input_schema": {"type": "object"}}]}
+    notes: list[str] = []
+    chat = validated(ChatBody, chat_fields(MessagesBody.model_validate(fields), notes.append))
+    shown = shown_messages(chat.messages, notes.append, tools=chat.tools or (), drops_billing_lines=False)
+    added, removed = (part["text"] for part in shown[1]["content"])
+    assert "The tool clock is available:" in added and "Tells the time." in added
+    assert removed == "The tool look is no longer available." and not notes
+    plan = plan_tools(chat)
+    assert [tool["function"]["name"] for tool in plan.shown or ()] == ["look"] and "clock" in (plan.schemas or {})
+    forced = {**fields, "tool_choice": {"type": "tool", "name": "clock"}, "max_tokens": 40}
+    [block] = http.post("/v1/messages", json=forced).json()["content"]
+    assert (block["type"], block["name"]) == ("tool_use", "clock")
+    wrong = {"type": "tool_addition", "tool": {"type": "mcp_toolset_reference", "mcp_server_name": "s"}}
+    reply = http.post("/v1/messages", json={**ask("x"), "messages": [{"role": "user", "content": [wrong]}]})
+    assert reply.status_code == 400 and "without the name of a tool" in reply.json()["error"]["message"]
 
 
 def test_a_tool_of_the_client_needs_a_name(http: httpx2.Client) -> None:

@@ -34,7 +34,7 @@ def shown_messages(
     A part of a tool's result that the model cannot read is replaced by a text that says so, and `note` receives a
     notice. Refusing it would end the conversation, as the client cannot change what its tool returned. Images right
     after a result belong to it, since some clients send results as texts. `shows_images`: the model reads images, so
-    they stay. `tools`: those of the request; a result that refers to a deferred one shows it. `drops_billing_lines`:
+    they stay. `tools`: those of the request. A message that refers to a deferred one shows it. `drops_billing_lines`:
     leave out billing lines at the head of the system prompt, which would keep the rest of the prompt from being found
     in the prefix cache.
     """
@@ -51,18 +51,15 @@ def shown_messages(
     for message in shown:
         role, parts = message["role"], message.get("content")
         if isinstance(parts, list):
-            texts = map(file_text, parts)
-            message["content"] = parts = [
-                part if text is None else text_part(text) for part, text in zip(parts, texts, strict=True)
-            ]
+            message["content"] = parts = [_readable(part, deferred) for part in parts]
         if isinstance(parts, list) and role == "assistant":
             _take_reasoning(message)
         elif isinstance(parts, list) and role == "tool":
             message["content"] = [
-                part if shows_images and is_image(part) else _result_part(part, note, deferred) for part in parts
+                part if shows_images and is_image(part) else _result_part(part, note) for part in parts
             ]
         elif isinstance(parts, list) and follows_result and not shows_images:
-            message["content"] = [_result_part(part, note, deferred) if is_image(part) else part for part in parts]
+            message["content"] = [_result_part(part, note) if is_image(part) else part for part in parts]
         follows_result = role == "tool" or (follows_result and isinstance(parts, list) and all(map(is_image, parts)))
     return shown
 
@@ -118,16 +115,22 @@ def _without_billing_lines(content: Any) -> Any:
     return [{**content[0], "text": rest}, *content[1:]]
 
 
-def _result_part(part: dict[str, Any], note: Note, deferred: Mapping[str, ToolSpec]) -> dict[str, Any]:
-    """Return a part of a tool's result as a text part. `note` receives a notice if it has no text."""
-    kind = part.get("type")
-    if kind in TEXT_TYPES:
-        return part
-    if kind == "tool_reference":
+def _readable(part: dict[str, Any], deferred: Mapping[str, ToolSpec]) -> dict[str, Any]:
+    """Return a file of text, or a reference to a tool, as a text part; another part as it is."""
+    if part.get("type") == "tool_reference":
         name = str(part.get("tool_name"))
         if name not in deferred:
             return text_part(f"The tool {name} is available.")
         return text_part(f"The tool {name} is available:\n{json.dumps(shown_tool(deferred[name]), ensure_ascii=False)}")
+    text = file_text(part)
+    return part if text is None else text_part(text)
+
+
+def _result_part(part: dict[str, Any], note: Note) -> dict[str, Any]:
+    """Return a part of a tool's result as a text part. `note` receives a notice if it has no text."""
+    kind = part.get("type")
+    if kind in TEXT_TYPES:
+        return part
     text = part.get("text")
     if isinstance(text, str):
         return text_part(text)

@@ -8,10 +8,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from forkpoint.obs.notices import Note
+from forkpoint.server.body import validated
 from forkpoint.server.chat.body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.client_tools import client_tool
-from forkpoint.server.messages.history import chat_messages, not_understood, text_of
+from forkpoint.server.messages.history import added_tools, chat_messages, not_understood, text_of
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many, MaxTokens, RequestBody, Stops, TransferParams
 from forkpoint.server.sampling import bounded
 
@@ -105,7 +106,12 @@ def chat_fields(body: CountTokensBody, note: Note) -> dict[str, Any]:
         messages += chat_messages(message.role, message.content, note)
     same = MessagesBody.model_fields.keys() & ChatBody.model_fields.keys() - ThinkingFields.model_fields.keys()
     fields: dict[str, Any] = {name: getattr(body, name, None) for name in same - {"thinking"}}
-    fields |= {"messages": messages, "tools": _tools(body.tools or (), note)}
+    tools = list(body.tools or ())
+    for definition in (each for message in body.messages for each in added_tools(message.content)):
+        added = validated(Tool, definition)
+        if all(tool.name != added.name for tool in tools):
+            tools.append(added.model_copy(update={"defer_loading": True}))  # the model sees it where it was added
+    fields |= {"messages": messages, "tools": _tools(tools, note)}
     fields["chat_template_kwargs"] = {**_thinking(body), **(body.chat_template_kwargs or {})}
     if body.tool_choice is not None:
         fields |= _choice(body.tool_choice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any, Final
 
+from forkpoint.checks import listed, member
 from forkpoint.obs.notices import Note
 from forkpoint.server.chat.history import text_part
 from forkpoint.server.errors import HTTPError
@@ -42,6 +43,8 @@ def chat_messages(role: str, content: str | list[dict[str, Any]] | None, note: N
                 raise not_understood(f"'image' blocks whose source is not {IMAGE_SOURCES}", "messages")
             case "user" | "system", "document":
                 raise HTTPError(400, FILES_NOT_READ, param="messages")
+            case "user" | "system", "tool_addition" | "tool_removal":
+                parts.append(_tool_change(block))
             case "user", "tool_result":
                 results.append(_result(block))
             case "assistant", "tool_use":
@@ -152,6 +155,26 @@ def _result(block: dict[str, Any]) -> dict[str, Any]:
     elif block.get("is_error"):
         content = [text_part("Error:"), *content]
     return {"role": "tool", "tool_call_id": string(block, "tool_use_id"), "content": content}
+
+
+def _tool_change(block: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a message that adds or removes a tool. `shown_messages` shows the definition of an added one.
+
+    Raises HTTPError for a wrong block.
+    """
+    tool = block.get("tool")
+    name = member(tool, "name") or member(member(tool, "definition"), "name")
+    if not isinstance(name, str):
+        raise not_understood(f"'{block['type']}' blocks without the name of a tool", "messages")
+    if block["type"] == "tool_removal":
+        return text_part(f"The tool {name} is no longer available.")
+    return {"type": "tool_reference", "tool_name": name}
+
+
+def added_tools(content: object) -> list[Any]:
+    """Return the definitions of tools that the blocks of a message add. They are not checked yet."""
+    changes = (member(block, "tool") for block in listed(content) if member(block, "type") == "tool_addition")
+    return [found for change in changes if (found := member(change, "definition")) is not None]
 
 
 def _result_parts(block: dict[str, Any]) -> list[dict[str, Any]]:
