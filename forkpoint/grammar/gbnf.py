@@ -4,33 +4,61 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 from forkpoint.grammar.patterns import plain_classes
+from forkpoint.grammar.schema import enforceable
 
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[\w-]+\s*::=', re.DOTALL)
 # Strings, regular expressions and comments of Lark.
 _LARK_TEXT = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*')
 _LARK_START = re.compile(r"^\s*[?!]?start\b[^:\n]*:(?!:)", re.MULTILINE)
 # llguidance's own: what other parts of this package write, special tokens, which outputs have not, and a temperature.
-_NOT_TAKEN = re.compile(r"%json|%llguidance|@[\w-]+|<[^<>\n]*>|\btemperature\s*=")
+_NOT_TAKEN = re.compile(r"%llguidance|@[\w-]+|<[^<>\n]*>|\btemperature\s*=")
+_HEADER = re.compile(r"\s*%llguidance\s*\{\s*\}")
+_SCHEMA = re.compile(rf"{_LARK_TEXT.pattern}|(?P<schema>%json\s*(?=\{{))")
+_SPACES = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
 _IN_REGEX = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _LONG_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 
 
-def parser_grammar(text: str) -> str:
+def parser_grammar(text: str, *, compact: bool) -> str:
     """Return a grammar in the parser's syntax, which is a kind of Lark. Raises any Exception for one that has no start.
 
-    A text with a rule `start: ...` is Lark and stays as it is. Other texts are GBNF.
+    A text with a rule `start: ...` is Lark and stays as it is, but for llguidance's header without options, and for its
+    schemas, which become `enforceable`. Other texts are GBNF.
     """
     bare = _LARK_TEXT.sub("", text)
     if not _LARK_START.search(bare):
         return _lark_of_gbnf(text)
-    if found := _NOT_TAKEN.search(bare):
-        do = "give json" if found[0] == "%json" else "leave it out"
-        raise ValueError(f"Lark may not have {found[0]!r} here; {do}")
-    return text
+    text = _HEADER.sub("", text, count=1) if _HEADER.match(text) else text
+    plain, schemas = _apart(text)
+    if found := _NOT_TAKEN.search(_LARK_TEXT.sub("", "".join(plain))):
+        raise ValueError(f"Lark may not have {found[0]!r} here; leave it out")
+    enforced = (f"%json {_enforced(schema, compact)}" for schema in schemas)
+    return "".join(part for pair in zip_longest(plain, enforced, fillvalue="") for part in pair)
+
+
+def _apart(text: str) -> tuple[list[str], list[Any]]:
+    """Return the schemas of a grammar in Lark, and the texts before, between and after them."""
+    plain, schemas, begin, at = list[str](), list[Any](), 0, 0
+    while (found := _SCHEMA.search(text, at)) is not None:
+        at = found.end()
+        if found["schema"] is not None:
+            plain.append(text[begin : found.start()])
+            schema, begin = json.JSONDecoder().raw_decode(text, at)
+            schemas.append(schema)
+            at = begin
+    return [*plain, text[begin:]], schemas
+
+
+def _enforced(schema: dict[str, Any], compact: bool) -> str:
+    """Return a schema that is enforced as a whole, with its own white space if it has llguidance's options for it."""
+    options, own = schema.get("x-guidance"), json.loads(enforceable(json.dumps(schema), compact=compact))
+    if isinstance(options, dict):
+        own["x-guidance"] |= {name: options[name] for name in _SPACES if name in options}
+    return json.dumps(own)
 
 
 def _lark_of_gbnf(text: str) -> str:

@@ -83,7 +83,7 @@ class Description:
         try:
             if self.name == "regex":
                 return f"start: {regex_literal(self.text)}"
-            return parser_grammar(self.text)
+            return parser_grammar(self.text, compact=self.compact)
         except Exception as error:  # any error concerns only this text
             raise refusal(self.name, str(error)) from error
 

@@ -87,7 +87,7 @@ class _Writer:
 
     def _of_grammar(self, given: Any) -> str:
         try:
-            inner = parser_grammar(given["grammar"])
+            inner = parser_grammar(given["grammar"], compact=self._compact)
         except Exception as error:  # any error concerns only this text
             _refuse(f"has a grammar that cannot be parsed: {error}")
         name = f"grammar_{len(self.grammars)}"

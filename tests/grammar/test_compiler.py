@@ -31,8 +31,11 @@ def start(compiler: GrammarCompiler, **wanted: Any) -> Grammar | None:
             {"grammar": 'begin: "a"'},
             r"neither a rule 'root ::= ...', as in GBNF, nor a rule 'start: ...', as in Lark",
         ),
-        ({"grammar": '%llguidance {}\nstart: "a"'}, "Lark may not have '%llguidance' here; leave it out"),
-        ({"grammar": 'start: %json {"type": "x"}'}, "Lark may not have '%json' here; give json"),
+        ({"grammar": '%llguidance {"a": 1}\nstart: "a"'}, "Lark may not have '%llguidance' here; leave it out"),
+        (
+            {"grammar": 'start: %json {"not": {"type": "null"}}'},
+            "the grammar cannot be compiled: the JSON schema uses 'not' at /",
+        ),
         ({"grammar": "start: @content"}, "Lark may not have '@content' here"),
         ({"grammar": "start: <|im_end|>"}, r"Lark may not have '<\|im_end\|>' here"),
         ({"grammar": 'start: x\nx[temperature=0.1]: "a"'}, "Lark may not have 'temperature=' here; leave it out"),
