@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import httpx2
 import jsonschema
@@ -26,7 +26,9 @@ from tests.grammar.test_grammar import BYTES, Setup, takes
 from tests.scripted import CHAT_TEMPLATE, SERVED_NAME, scripted_server
 from tests.server.running import RunningServer
 
-NOTATION_NAMES: tuple[NotationName, ...] = ("hermes", "qwen_xml", "ling", "kimi", "granite", "nemotron", "jamba")
+NOTATION_NAMES: Final[Sequence[NotationName]] = (
+    *("hermes", "qwen_xml", "ling", "kimi", "granite", "nemotron", "jamba", "mistral"),
+)
 SPOT: dict[str, Any] = {
     "type": "object",
     "properties": {"x": {"type": "number", "minimum": 0, "maximum": 9}, "inner": {"$ref": "#/$defs/Spot"}},
@@ -129,6 +131,14 @@ def constraint(notation: NotationName, tokenizer: Tokenizer = BYTES.tokenizer, *
         notices=SimpleNamespace(add=notes.append),
     )
     return constraint_of(cast(Any, texts), body, plan_tools(body)), notes
+
+
+def test_later_models_of_mistral_write_a_name_and_arguments() -> None:
+    wanted = structured("mistral", CallRule("look", SCHEMA), CallRule("look_up"))
+    call = f"[TOOL_CALLS]look[ARGS]{json.dumps(ARGUMENTS, ensure_ascii=False)}"
+    for text in (call, f'{call}\n[TOOL_CALLS]look_up{{"a": 1}}', '[TOOL_CALLS] [{"name": "look_up", "arguments": {}}]'):
+        assert takes(BYTES, text, **wanted), text
+    assert not takes(BYTES, '[TOOL_CALLS]look[ARGS]{"city": 1}', **wanted)
 
 
 @pytest.mark.parametrize("notation", ["qwen_xml", "ling"])

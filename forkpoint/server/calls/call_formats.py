@@ -94,10 +94,27 @@ def _hermes(rules: Sequence[CallRule]) -> CallFormats:
     )
 
 
+def _objects(rules: Sequence[CallRule]) -> Format:
+    """Return the format of calls as JSON objects in one list, without its brackets."""
+    return {
+        "type": "tags_with_separator",
+        "tags": list(map(_object, rules)),
+        "separator": ", ",
+        "at_least_one": True,
+    }
+
+
 def _list(begin: str, end: str, rules: Sequence[CallRule]) -> CallFormats:
     """Return the formats of JSON objects in one list between two tags."""
-    objects = {"tags": list(map(_object, rules)), "separator": ", ", "at_least_one": True}
-    return CallFormats(begin, [_tag(f"{begin}[", {"type": "tags_with_separator", **objects}, f"]{end}")])
+    return CallFormats(begin, [_tag(f"{begin}[", _objects(rules), f"]{end}")])
+
+
+def _mistral(rules: Sequence[CallRule]) -> CallFormats:
+    """Return the formats of a list of JSON objects, and of a name and arguments, which later models write."""
+    begin, space, mark = "[TOOL_CALLS]", _regex(" ?"), {"type": "optional", "content": _const("[ARGS]")}
+    calls = [_sequence(_const(rule.name), mark, _arguments(rule)) for rule in rules]
+    listed_calls = _sequence(space, _const("["), _objects(rules), _const("]"))
+    return CallFormats(begin, [_tag(begin, _any_of([listed_calls, *calls]), "")])
 
 
 def _kimi(rules: Sequence[CallRule]) -> CallFormats:
@@ -146,6 +163,7 @@ _WRITERS: Final[Mapping[NotationName, Callable[[Sequence[CallRule]], CallFormats
     "qwen_xml": _qwen_xml,
     "ling": _ling,
     "kimi": _kimi,
+    "mistral": _mistral,
     "granite": partial(_list, "<|tool_call|>", ""),
     "nemotron": partial(_list, "<TOOLCALL>", "</TOOLCALL>"),
     "jamba": partial(_list, "<tool_calls>", "</tool_calls>"),
