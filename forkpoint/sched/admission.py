@@ -79,7 +79,7 @@ class Admission:
             passed_over += outcome is AdmissionOutcome.PASSED_OVER
 
     def _try(self, builder: PlanBuilder, scheduled: ScheduledRequest, is_alone: bool) -> AdmissionOutcome:
-        """Start a request unless it has to wait: for memory, its budget, or a prefix that it will then have.
+        """Start a request unless it has to wait for memory, for budget, or for a prefix that it will have soon.
 
         A request that `is_alone` waits for no restore and no other engine.
         """
@@ -90,12 +90,12 @@ class Admission:
         usable = self._cache.layout.usable_prefix(request.num_tokens)
         if builder.budget < BLOCK_SIZE and not self._may_end(builder, scheduled, usable):
             return AdmissionOutcome.PASSED_OVER
-        soon = self._cache.filing.longest_reusable_next(lease, usable)
-        fits = soon >= MIN_GAIN_TO_WAIT or self._may_fit(builder, scheduled)
+        num_soon = self._cache.filing.longest_reusable_next(lease, usable)
+        fits = num_soon >= MIN_GAIN_TO_WAIT or self._may_fit(builder, scheduled)
         if not fits and not (self._drop_later_restore(scheduled) and self._may_fit(builder, scheduled)):
             return AdmissionOutcome.NO_MEMORY
         hit = self.lookup(scheduled) if is_alone else self._restored(scheduled)
-        if hit is None or soon - hit.num_tokens >= MIN_GAIN_TO_WAIT:
+        if hit is None or num_soon - hit.num_tokens >= MIN_GAIN_TO_WAIT:
             return AdmissionOutcome.PASSED_OVER
         start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
         if start < prefill_end and self._chunks.end(request, start, prefill_end, builder.budget) <= start:
