@@ -17,7 +17,7 @@ from forkpoint.grammar.budget import ThinkingBudget
 from forkpoint.grammar.calls import HeldCalls
 from forkpoint.grammar.masks import TokenRules, bad_word_ids
 from forkpoint.grammar.source import BYTES_SPECIAL_ID, Description, slow_name
-from forkpoint.params import THINK, THINK_END, CallsParams, SamplingParams, StructuredOutputsParams
+from forkpoint.params import THINK, THINK_END, CallsParams, SamplingParams, StructuredOutputsParams, Thinking
 
 MAX_KEPT_GRAMMARS = 256
 MAX_KEPT_MATCHERS = 16
@@ -93,7 +93,7 @@ class GrammarCompiler:
             start = partial(self._structured, params, stop_token_ids, rules)
             failure = "structured_outputs cannot be met"
         elif params.calls is not None:
-            start = partial(rules, num_ids=self._loaded().vocab_size, calls=self._held(params.calls))
+            start = partial(rules, num_ids=self._loaded().vocab_size, calls=self._held(params.calls, params.thinking))
         try:
             found = start()
         except StructuredOutputError as error:
@@ -124,15 +124,17 @@ class GrammarCompiler:
                 raise
         return rules(matcher=self._matcher(description))  # other requests had used up the limits of their shared lexer
 
-    def _held(self, calls: CallsParams) -> HeldCalls:
+    def _held(self, calls: CallsParams, thinking: Thinking) -> HeldCalls:
         """Return what holds calls to their structure. Raises InvalidParamsError if no token opens them."""
         assert self._tokenizer is not None
-        opening_id = self._tokenizer.backend.token_to_id(calls.opening)
+        id_of = self._tokenizer.backend.token_to_id
+        opening_id = id_of(calls.opening)
         if opening_id is None:
             raise InvalidParamsError(f"calls.opening is {calls.opening!r}; give the text of one token")
         compact, special_ids = self._is_compact(calls.structure), self._special_ids()
         description = Description.of(calls.structure, compact=compact, thinking="none", special_ids=special_ids)
-        return HeldCalls(opening_id, self._matcher(description))
+        ids = {} if thinking == "none" else {"think_id": id_of(THINK), "think_end_id": id_of(THINK_END)}
+        return HeldCalls(opening_id, self._matcher(description), is_thinking=thinking == "open", **ids)
 
     def slow_name(self, wanted: StructuredOutputsParams) -> str | None:
         """Return the parameter's name if compiling it may take long; None if it is always quick.

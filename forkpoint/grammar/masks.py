@@ -109,7 +109,10 @@ class TokenRules:
     def copy(self) -> TokenRules:
         """Return a copy that follows tokens of its own."""
         other = copy(self)
-        if self._matcher is not None:
+        if self._calls is not None:
+            other._calls = self._calls.copy()
+            other._matcher = other._calls.matcher
+        elif self._matcher is not None:
             other._matcher = self._matcher.deep_copy()
         if self._budget is not None:
             other._budget = self._budget.copy()
@@ -121,7 +124,8 @@ class TokenRules:
 
     def _follow(self, token_id: int) -> None:
         if self._calls is not None:
-            self._matcher = self._calls.after(self._matcher, token_id)
+            self._calls.accept(token_id)
+            self._matcher = self._calls.matcher
         elif self._matcher is not None and not self._matcher.consume_token(token_id):
             raise StructuredOutputError(
                 f"token {token_id} does not go on with what structured_outputs ask for{self._reason()}"

@@ -13,7 +13,7 @@ import pytest
 
 from forkpoint.engine.call_writing import WRITERS, NotationName
 from forkpoint.engine.tokenizer import Tokenizer
-from forkpoint.params import CallsParams, SamplingParams, StructuredOutputsParams
+from forkpoint.params import CallsParams, SamplingParams, StructuredOutputsParams, Thinking
 from forkpoint.server.answer import AnswerParser, CallPart, Content, joined
 from forkpoint.server.body import validated
 from forkpoint.server.calls.call_formats import CallRule, call_formats
@@ -53,9 +53,9 @@ ARGUMENTS: dict[str, Any] = {"city": "Bad <Tölz>\n&", "days": 2, "unit": "°C",
 
 
 def tagged() -> Tokenizer:
-    """A tokenizer with a token that opens calls."""
+    """A tokenizer with tokens that open calls, and begin and end thinking."""
     tokenizer = byte_level()
-    tokenizer.hf.add_tokens(["<tool_call>"])
+    tokenizer.hf.add_tokens(["<tool_call>", "<think>", "</think>"])
     return Tokenizer.wrap(tokenizer.hf)
 
 
@@ -184,6 +184,29 @@ def test_only_calls_are_held_and_only_if_what_came_unseen_fits(in_flight: str) -
         assert not rules.is_free and len(setup.allowed(rules)) == 1
         setup.follow(rules, written("hermes", ("look", ARGUMENTS)).removeprefix(f"<tool_call>{in_flight}"))
         setup.follow(rules, "\n")
+
+
+@pytest.mark.parametrize("thinking", ["open", "optional", "none"])
+def test_calls_within_the_thinking_are_not_held(thinking: Thinking) -> None:
+    formats = call_formats("hermes", [CallRule("look", SCHEMA)])
+    assert formats is not None
+    structure = StructuredOutputsParams(structural_tag={"format": formats.after_opening()}, disable_any_whitespace=True)
+    setup = Setup(TAGGED)
+    think, end, opening = map(setup.tokenizer.backend.token_to_id, ("<think>", "</think>", "<tool_call>"))
+    calls = CallsParams(opening="<tool_call>", structure=structure)
+    rules = setup.compiler.start(SamplingParams(calls=calls, thinking=thinking), {setup.eos})
+    assert rules is not None
+    if thinking != "open":
+        rules.accept(think)
+    rules.accept(opening)
+    assert rules.is_free == (thinking != "none")
+    if rules.is_free:
+        rules.accept(end)
+        rules = rules.copy()
+        rules.accept(opening)
+    copied = rules.copy()
+    rules.accept(setup.eos)  # as from a step in flight
+    assert rules.is_free and not copied.is_free
 
 
 def test_a_schema_of_many_choices_is_read_in_no_time() -> None:
