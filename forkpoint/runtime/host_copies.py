@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Final, TypeAlias
 
 import torch
@@ -19,7 +18,7 @@ from forkpoint.platforms.copy_stream import copy_all
 from forkpoint.platforms.platform import MARK_POLL_S, Platform
 from forkpoint.runtime.copy_lane import CopyBatch, CopyLane
 from forkpoint.runtime.device_buffers import DeviceBuffers
-from forkpoint.runtime.stretch import Stretch, joined, joint_padding
+from forkpoint.runtime.stretch import Stretch, are_apart, joined, joint_padding
 from forkpoint.runtime.units import unit_bytes, unit_extent
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 
@@ -218,9 +217,10 @@ class StreamCopies(DirectCopies):
         return True
 
     def store(self, moves: Sequence[Move]) -> None:
-        # In the order of the host's memory, because neighbours are one copy. Of two to one unit the last one stays.
-        for move in sorted(moves, key=attrgetter("kind", "dst")):
-            target, page = self._memory.in_host(move, move.dst)
+        placed = [(move, *self._memory.in_host(move, move.dst)) for move in moves]
+        if are_apart(target for _, target, _ in placed):  # the tier may store in the same place again
+            placed.sort(key=lambda each: each[1].start)  # neighbours are one copy
+        for move, target, page in placed:
             self._keep_order(self._in, page)
             if self.copy_out(move, target, page, move.ticket) is None:
                 self._done.append(move.ticket)
@@ -238,10 +238,17 @@ class StreamCopies(DirectCopies):
         return others
 
     def _copy_now(self, copies: Iterable[tuple[Stretch, Stretch]]) -> list[Tensor]:
-        """Copy between the arena and other memory of the device, in the order of its work, and return the sources."""
-        tensors = [(target.bytes, source.bytes) for target, source in joined(copies, self._memory.padding)]
-        sources = [source for _, source in tensors]
-        copy_all([target for target, _ in tensors], sources)
+        """Copy between the arena and other memory of the device, in the order of its work, and return the sources.
+
+        If two copies have targets in one place, the last one stays.
+        """
+        pairs = list(joined(copies, self._memory.padding))
+        targets, sources = [target.bytes for target, _ in pairs], [source.bytes for _, source in pairs]
+        if are_apart(target for target, _ in pairs):
+            copy_all(targets, sources)
+        else:
+            for target, source in zip(targets, sources, strict=True):
+                copy_all([target], [source])
         return sources
 
     def issue(self) -> None:
@@ -300,11 +307,8 @@ class StreamCopies(DirectCopies):
     def copy_beside(self, move: Move, target: Stretch) -> None:
         """Copy the unit `move.src` of the arena to other memory of the device.
 
-        Call `copy_out` of the unit next: when its copy has ended, this one has, too. A target that starts before the
-        last one may have been the target of a copy that is not issued yet.
+        Call `copy_out` of the unit next: when its copy has ended, this one has, too.
         """
-        if self._unfilled_beside and target.start < self._unfilled_beside[-1][0].start:
-            self.fill()
         self._unfilled_beside += self._memory.copies_out(move, target)
 
     def fill(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -46,6 +47,12 @@ def joined(copies: Iterable[tuple[Stretch, Stretch]], padding: int = 0) -> Itera
         target, source = next_target, next_source
     if target is not None and source is not None:
         yield target, source
+
+
+def are_apart(stretches: Iterable[Stretch]) -> bool:
+    """Return whether no two stretches share bytes."""
+    ordered = sorted(stretches, key=lambda each: (id(each.memory), each.start))
+    return all(first.memory is not second.memory or first.end <= second.start for first, second in pairwise(ordered))
 
 
 def _gap(stretch: Stretch, following: Stretch) -> int:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
@@ -20,6 +21,7 @@ from forkpoint.cache.tier_entries import HOST_READY
 from forkpoint.platforms.copy_stream import PIECE_BYTES, pieces
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.buffers import ArenaBuffer
+from forkpoint.runtime.host_copies import StreamCopies
 from forkpoint.runtime.stretch import Stretch, joined, joint_padding
 from forkpoint.runtime.units import unit_extent
 from tests.cache.shapes import layout_of, state
@@ -215,6 +217,40 @@ def test_late_copies_keep_the_order_of_the_moves(
         moving.arena.copies.close()
         for (kind, unit), contents in moving.host.items():
             assert torch.equal(moving.arena.host[unit_extent(moving.stored, kind, unit)], contents), "a unit is wrong"
+
+
+def in_any_order(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy as a device may copy what one call names: here, the last copy first."""
+    for target, source in reversed(list(zip(targets, sources, strict=True))):
+        target.copy_(source)
+
+
+@pytest.mark.parametrize("kinds", [(MoveKind.SLOT, MoveKind.BLOCK), (MoveKind.BLOCK, MoveKind.SLOT)])
+def test_of_two_units_in_one_place_the_last_one_stays(
+    kinds: tuple[MoveKind, MoveKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one plan a tier may evict what it has just stored, and a restore that is given up frees what it loaded."""
+    monkeypatch.setattr("forkpoint.runtime.host_copies.copy_all", in_any_order)
+    moving = Moving(SMALL["several blocks a page"], 0, 0.9)
+    # Of page 1. The block is not the first one, so that the units would be sorted.
+    places = {MoveKind.BLOCK: moving.per_page(MoveKind.BLOCK) + 1, MoveKind.SLOT: moving.per_page(MoveKind.SLOT)}
+    units = {kind: 2 * moving.per_page(kind) for kind in kinds}  # of page 2
+    moving.arena.data.random_(0, 255)
+    want = [moving.contents(kind, units[kind], ()) for kind in kinds]
+    moving.arena.move([Move(kind, units[kind], places[kind], MoveRoute.STORE, moving.ticket()) for kind in kinds])
+    moving.arena.copies.close()
+    last = unit_extent(moving.stored, kinds[1], places[kinds[1]])
+    assert torch.equal(moving.arena.host[last], want[1])
+    tickets = [moving.ticket() for _ in kinds]
+    for ticket, contents in zip(tickets, want, strict=True):
+        assert isinstance(moving.arena.copies, StreamCopies)
+        moving.arena.copies.copy_in(Stretch.of(contents), ticket)
+    moving.arena.copies.issue()
+    moving.platform.synchronize()
+    moving.arena.move(
+        [Move(kind, 0, places[kind], MoveRoute.LAND, ticket) for kind, ticket in zip(kinds, tickets, strict=True)]
+    )
+    assert torch.equal(moving.contents(kinds[1], places[kinds[1]], ()), want[1])
 
 
 def test_copies_and_moves_of_a_plan_run_in_their_order() -> None:
