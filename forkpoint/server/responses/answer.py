@@ -15,7 +15,7 @@ from forkpoint.server.api_answer import ApiAnswer
 from forkpoint.server.errors import HTTPError, to_http
 from forkpoint.server.logprobs import chat_logprobs
 from forkpoint.server.protocol import ReplyModel
-from forkpoint.server.responses.client_tools import CLIENT_TOOLS
+from forkpoint.server.responses.client_tools import CLIENT_TOOLS, ClientTool
 from forkpoint.server.responses.event_log import EventLog
 from forkpoint.server.responses.store import NAME_TAIL, Key, ResponseStore, Stored
 from forkpoint.server.responses.tools import CalledTool
@@ -114,6 +114,7 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         self._texts: list[str] = []  # pieces of the last item's text that are not in the item yet
         self._part: dict[str, Any] = {}  # the last part of an item
         self._num_top = self.prepared.params.logprobs  # None: no log-probabilities
+        self._client: ClientTool | None = None  # that of the last call, if it is one
         self._num_events = 0
         self.log: EventLog | None = None  # the events, if the response streams in the background
         self._reply: dict[str, Any] = {
@@ -249,9 +250,8 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
             item = self._items[-1]
             if item["type"] in ("reasoning", "message"):
                 self._part["text"] += text
-            elif (client := CLIENT_TOOLS.get(item["type"].removesuffix("_call"))) is not None:
-                arguments = json_value(text)
-                item[client.place] |= arguments if isinstance(arguments, dict) else {}
+            elif self._client is not None:
+                item[self._client.place] = self._client.value(json_value(text))
             else:
                 item["input" if "input" in item else "arguments"] += text
 
@@ -265,9 +265,10 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         """Begin the item of a call, with the name that the client knows, and return the event."""
         tool = self.prepared.called.get(name, CalledTool(name))
         call_id = f"call_{self.name[-NAME_TAIL:]}_{index}"
-        if (client := CLIENT_TOOLS.get(tool.type)) is not None:
-            fields = {"call_id": call_id, **client.others, client.place: dict(client.fixed)}
-            return self._begin(client.prefix, f"{tool.type}_call", fields)
+        self._client = client = CLIENT_TOOLS.get(tool.type)
+        if client is not None:
+            fields = {"call_id": call_id, **client.others, client.place: client.value(None)}
+            return self._begin(client.prefix, f"{client.name or tool.type}_call", fields)
         call = {"name": tool.name, "call_id": call_id}
         if tool.namespace is not None:
             call["namespace"] = tool.namespace

@@ -87,6 +87,8 @@ def _call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
             arguments = item.get("arguments")
         case "custom_tool_call":
             arguments = custom_arguments(item.get("input"))
+        case "computer_call" if "actions" in item:
+            name, arguments = kind.removesuffix(CALL), {"actions": item["actions"]}
         case "tool_search_call":
             name, arguments = SEARCH, item.get("arguments")
         case _:

@@ -12,7 +12,13 @@ from forkpoint.checks import listed, member
 from forkpoint.obs.notices import Note
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import MAX_SHOWN, Body, Many
-from forkpoint.server.responses.client_tools import CLIENT_TOOLS, ClientToolType, client_function, is_client_search
+from forkpoint.server.responses.client_tools import (
+    CLIENT_TOOLS,
+    ClientToolType,
+    client_function,
+    function_name,
+    is_client_search,
+)
 
 OWN_TYPES: Final = ("function", "custom")  # types of tools that the client defines
 
@@ -171,7 +177,9 @@ def chat_tools(tools: Sequence[Any], note: Note, later: Sequence[LaterTools] = (
                 shown = kind[:MAX_SHOWN]
                 note(f"requests have tools of the type {shown!r}, which are left out: this server runs no tools")
                 continue
-            tool = FunctionTool(type="function", name=kind, description=function[0], parameters=function[1])
+            tool = FunctionTool(
+                type="function", name=function_name(kind), description=function[0], parameters=function[1]
+            )
         group: str | None = None
         if namespace is not None:
             group = namespace.name
@@ -201,10 +209,10 @@ def chat_choice(choice: ToolChoice | None) -> Any:
         case NamedTool():
             return _named(choice.namespace, choice.name)
         case ClientToolChoice():
-            return _named(None, choice.type)
+            return _named(None, function_name(choice.type))
         case AllowedTools():
             tools = [_named(tool.namespace, tool.name) for tool in choice.tools if tool.name and tool.type in OWN_TYPES]
-            tools += [_named(None, tool.type) for tool in choice.tools if tool.type in CLIENT_TOOLS]
+            tools += [_named(None, function_name(tool.type)) for tool in choice.tools if tool.type in CLIENT_TOOLS]
             if not tools:
                 raise HTTPError(400, "tool_choice allows no function or custom tool; name one", param="tool_choice")
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
