@@ -133,6 +133,13 @@ def constraint(notation: NotationName, tokenizer: Tokenizer = BYTES.tokenizer, *
     return constraint_of(cast(Any, texts), body, plan_tools(body)), notes
 
 
+def test_values_of_an_enum_have_its_type() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "enum": ["x", None, 1]}}, "required": ["a"]}
+    wanted = structured("qwen_xml", CallRule("look", schema))
+    assert takes(BYTES, written("qwen_xml", ("look", {"a": "x"})), **wanted)
+    assert not any(takes(BYTES, written("qwen_xml", ("look", {"a": value})), **wanted) for value in (None, 1))
+
+
 def test_later_models_of_mistral_write_a_name_and_arguments() -> None:
     wanted = structured("mistral", CallRule("look", SCHEMA), CallRule("look_up"))
     call = f"[TOOL_CALLS]look[ARGS]{json.dumps(ARGUMENTS, ensure_ascii=False)}"

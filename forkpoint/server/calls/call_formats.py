@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias
 
-from forkpoint.checks import listed
+from forkpoint.checks import listed, one_or_more
 from forkpoint.engine.call_writing import NotationName
 from forkpoint.server.calls.json_calls import KIMI_ARGUMENTS, KIMI_CALL, KIMI_END
-from forkpoint.server.calls.schema_types import ANY, MAX_DEPTH, Functions, dumps, moved, resolve
+from forkpoint.server.calls.schema_types import ANY, MAX_DEPTH, NAMES, TYPES, Functions, dumps, moved, resolve
 
 Format: TypeAlias = dict[str, Any]  # a format of xgrammar's structural tags
 FREE: Final[Format] = {"type": "any_text"}
@@ -230,7 +230,9 @@ class _Values:
             return self._known[reference]
         if "const" in part or isinstance(part.get("enum"), list):
             values = [part["const"]] if "const" in part else part["enum"]
-            return [value if isinstance(value, str) else dumps(value) for value in values]
+            types = frozenset().union(*(NAMES.get(str(name), ANY) for name in one_or_more(part.get("type")))) or ANY
+            fitting = (value for value in values if TYPES.get(type(value), ANY) & types)
+            return [value if isinstance(value, str) else dumps(value) for value in fitting]
         if part.get("type") == "null":
             return ["null"]
         choices = part.get("anyOf", part.get("oneOf"))
