@@ -70,6 +70,22 @@ def test_products_of_torch_are_the_same_after_a_recurrence() -> None:
         assert torch.equal(torch.nn.functional.linear(x, weight), before)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_of_nan_leaves_others_as_they_are(shape: Recurrence, dtype: torch.dtype) -> None:
+    """It fills all scratch memory, which the next prompt gets as it is. Parts of chunks leave much of it unwritten."""
+    size = (shape.num_v_heads, shape.value_dim, shape.key_dim)
+    bad = recurrence_case(128, shape, dtype=dtype).inputs
+    nan = RecurrenceInputs(*(torch.full_like(each, float("nan")) for each in (bad.mixed, bad.a, bad.b)))
+    for length in (1, 5, 17, 40, 70):
+        case, pool = recurrence_case(length, shape, dtype=dtype), padded_pool(3, size)
+        out, states = recurrence_by_token(case, pool[1])
+        CPP.recurrence_prefill(nan, case.params, torch.full_like(pool, float("nan")), segments([128], [0], [0]))
+        got = CPP.recurrence_prefill(case.inputs, case.params, pool, segments([length], [1], [2]))
+        _close(got, out, 1e-5 if dtype == torch.float32 else 8e-3)
+        _close(pool[2], states[-1], 3e-5)
+
+
 @pytest.mark.parametrize("lens", [[1], [63, 65], [64, 1, 128], [2, 3, 200]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("delta", [True, False])

@@ -20,13 +20,13 @@ constexpr int64_t CHUNK = 64;
 constexpr int64_t STEP = 16;  // rows of one step of the substitution
 
 // The halves of x^T for a triangle x[j][i], which is zero for i < j. Blocks of STEP rows and columns below the diagonal
-// stay zero, and with `strict` those on it as well.
+// stay zero, and with `strict` those on it as well. Only the rows i < n of x^T are split.
 struct Triangle {
   bool strict;
   Halves columns, rows;
   explicit Triangle(bool strict) : strict(strict), columns(CHUNK, CHUNK), rows(CHUNK, CHUNK) { columns.clear(); }
-  void split(const float* x) {
-    for (int64_t i = 0; i < CHUNK; i += STEP) {
+  void split(const float* x, int64_t n) {
+    for (int64_t i = 0; i < n; i += STEP) {
       split_right(x, CHUNK, i, i + STEP, 0, strict ? i : i + STEP, columns);
     }
     transpose_halves(columns, rows);
@@ -56,8 +56,7 @@ struct Scratch {
         k(CHUNK * kp), kt(CHUNK * kp), qt(CHUNK * kp), rows(CHUNK * kp), kk(CHUNK * CHUNK), kq(CHUNK * CHUNK),
         na(CHUNK * CHUNK), p(CHUNK * CHUNK), state(kp * vp), flip(kp * vp), u(CHUNK * vp), o(CHUNK * vp),
         c(s.per_key ? CHUNK * kp : 0), near(s.per_key ? CHUNK * kp : 0) {
-    std::fill(na.memory.get(), na + CHUNK * CHUNK, 0.0f);
-    std::fill(p.memory.get(), p + CHUNK * CHUNK, 0.0f);
+    std::fill(p.memory.get(), p + CHUNK * CHUNK, 0.0f);  // rows behind n of a block are multiplied by zeros
     const bool whole = s.key_dim % TILE_DEPTH == 0 && s.value_dim % TILE_DEPTH == 0;
     if (is_rounded && whole && has_matrix_tiles()) tiles.emplace(s);
   }
@@ -168,7 +167,7 @@ void substitute(int64_t n, bool delta, Scratch& w) {
     if (w.tiles) split_right(w.u, w.vp, 0, w.vp, 0, CHUNK, w.tiles->u);
     return;
   }
-  if (w.tiles) w.tiles->na.split(w.na);
+  if (w.tiles) w.tiles->na.split(w.na, n);
   for (int64_t i0 = 0; i0 < n; i0 += STEP) {
     const int64_t i1 = std::min(n, i0 + STEP);
     float* own = w.u + i0 * w.vp;
@@ -193,7 +192,7 @@ template <class T>
 void answer(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, int64_t t0, int64_t n, Scratch& w) {
   const int64_t V = s.value_dim;
   const T* values = in.mixed + t0 * in.mixed_stride + 2 * s.num_k_heads * s.key_dim + head * V;
-  if (w.tiles) w.tiles->p.split(w.p);
+  if (w.tiles) w.tiles->p.split(w.p, n);
   const int64_t step = w.tiles ? TILE_DEPTH : STEP;
   for (int64_t t = 0; t < n; t += step) {
     const int64_t end = std::min(n, t + step);
