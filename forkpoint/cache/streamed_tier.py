@@ -77,7 +77,8 @@ class StreamedHostTier(LateTier, HostTier):
     def _store_part(self, entry: Entry, most_bytes: int) -> int:
         """Store about `most_bytes` of what the tier lacks of an entry's path, and return the bytes of it.
 
-        The entry itself is stored with the last part.
+        The entry itself is stored with the last part. If the tier takes nothing, it counts as all, so that a plan does
+        not walk the paths of other entries in vain.
         """
         node = node_of(entry)
         split = self._split(node)
