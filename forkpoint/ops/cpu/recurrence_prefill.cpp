@@ -5,7 +5,6 @@
 // The state is held transposed, [K, V], so that every product runs along V.
 #include <optional>
 #include <type_traits>
-#include <vector>
 
 #include "matrix_tiles.h"
 #include "parallel.h"
