@@ -95,3 +95,17 @@ def test_an_entry_waits_while_those_before_it_free_enough(monkeypatch: pytest.Mo
     tier.store_ahead(store)
     stored = [node.depth for node in tier.store.tree.nodes() if node.checkpoint is not None]
     assert stored == [node_of(first).depth]
+
+
+def test_a_state_that_its_row_may_renew_is_not_stored_ahead_while_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = LAYOUTS["several blocks a page"]
+    harness = Harness(chosen, num_pages=chosen.num_pages_for(2400, 4), num_host_pages=400, host_streams=True)
+    harness.ask("first", tokens(0, 641), 2)
+    store, tier = harness.sched.cache.store, harness.sched.cache.tiers.host
+    assert tier is not None and [node_of(entry).depth for entry in store.next_victims(3)] == [9, 8, 10]
+    monkeypatch.setattr(Checkpoint, "is_provisional", True)
+    monkeypatch.setattr("forkpoint.cache.streamed_tier.RESERVE_SHARE", 1)
+    monkeypatch.setattr(type(store.arena), "num_free_pages", 0)
+    tier.store_ahead(store)
+    stored = [node.depth for node in tier.store.tree.nodes() if node.checkpoint is not None]
+    assert stored == [8, 9], "the state after 10 blocks has one near; the one after 8 has none"
