@@ -24,6 +24,7 @@ from forkpoint.image_families.table import read_image_settings
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
 from forkpoint.ops.ranks import ALONE, Ranks
+from forkpoint.ops.cpu.tiles import has_matrix_tiles
 from forkpoint.ops.select import select_table
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
@@ -210,8 +211,9 @@ class Options:
     @property
     def has_equal_bits(self) -> bool:
         """Whether all ranks give the bits of one rank: torch's products may add up otherwise in a matrix of fewer
-        rows."""
-        return self.deterministic and (self.num_ranks == 1 or self.cpu_ops == "cpp")
+        rows. On a machine with matrix tiles, deterministic tables use them."""
+        has_own = self.cpu_ops == "cpp" and not has_matrix_tiles()
+        return self.deterministic and (self.num_ranks == 1 or has_own)
 
     @property
     def rounds_what_is_kept(self) -> bool:
