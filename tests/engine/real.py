@@ -23,8 +23,8 @@ from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.image_families.table import read_image_settings
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
-from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.cpu.tiles import has_matrix_tiles
+from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.select import select_table
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
