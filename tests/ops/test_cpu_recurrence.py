@@ -51,7 +51,7 @@ def test_prefill_is_the_recurrence(shape: Recurrence, decay: str) -> None:
 @pytest.mark.parametrize("decay", ["slow", "strong", "none"])
 @pytest.mark.parametrize("length", [17, 64, 150])
 def test_rounded_inputs_leave_nearly_exact_states(shape: Recurrence, decay: str, length: int) -> None:
-    """Where the processor multiplies bf16 in tiles, fp32 operands are split into two halves."""
+    """A processor that multiplies bf16 in tiles gets fp32 operands in two halves."""
     case = recurrence_case(length, shape, decay, dtype=torch.bfloat16)
     pool = padded_pool(3, (shape.num_v_heads, shape.value_dim, shape.key_dim))
     out, states = recurrence_by_token(case, pool[1])

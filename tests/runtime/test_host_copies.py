@@ -232,7 +232,7 @@ def test_of_two_units_in_one_place_the_last_one_stays(
     """In one plan a tier may evict what it has just stored, and a restore that is given up frees what it loaded."""
     monkeypatch.setattr("forkpoint.runtime.host_copies.copy_all", in_any_order)
     moving = Moving(SMALL["several blocks a page"], 0, 0.9)
-    # Of page 1. The block is not the first one, so that the units would be sorted.
+    # Both lie in page 1. The block is not the first one, so that the units would be sorted.
     places = {MoveKind.BLOCK: moving.per_page(MoveKind.BLOCK) + 1, MoveKind.SLOT: moving.per_page(MoveKind.SLOT)}
     units = {kind: 2 * moving.per_page(kind) for kind in kinds}  # of page 2
     moving.arena.data.random_(0, 255)

@@ -71,7 +71,7 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 
 
 def test_log_probabilities_may_be_asked_for_as_in_chats(http: httpx2.Client) -> None:
-    """As dspy does by `logprobs=True`."""
+    """Dspy sends `true` for `logprobs=True`."""
     for given, num_top in ((True, 1), (False, None), (0, 0), ("true", 1)):
         body = {"prompt": "x", "max_tokens": 2, "temperature": 0, "logprobs": given}
         logprobs = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]

@@ -51,7 +51,7 @@ def test_a_computer_is_a_function(tool: dict[str, Any], absent: str, has: set[st
 
 
 def test_tools_are_added_and_removed_within_a_conversation(http: httpx2.Client) -> None:
-    """As the `add_tools` and `remove_tools` of the SDK's tool runner do."""
+    """The SDK's tool runner sends these blocks for `add_tools` and `remove_tools`."""
     clock = {"name": "clock", "description": "Tells the time.", "input_schema": {"type": "object"}}
     change = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": clock}}
     removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "look"}}

@@ -37,6 +37,17 @@ inline void split_pairs(vf even, vf odd, uint32_t* high, uint32_t* low) {
   __builtin_memcpy(low, &lower, sizeof lower);
 }
 
+// Adds the products of the tiles 4 and 5, of A, and 6 and 7, of B, to those of C.
+template <int ROWS>
+inline void add_products() {
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if (ROWS == 2) {
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
 // The tiles 0 to 3 are 32 x 32 values of C, or with one ROW of tiles 16 x 32.
 template <int ROWS>
 void block(const uint32_t* a, int64_t a_step, const uint32_t* b, int64_t b_step, int64_t tiles, float* c,
@@ -61,28 +72,13 @@ void block(const uint32_t* a, int64_t a_step, const uint32_t* b, int64_t b_step,
     if (ROWS == 2) _tile_loadd(5, a + a_step, ROW_BYTES);
     _tile_loadd(6, b + TILE_WORDS, ROW_BYTES);
     _tile_loadd(7, b + b_step + TILE_WORDS, ROW_BYTES);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (ROWS == 2) {
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    add_products<ROWS>();
     _tile_loadd(6, b, ROW_BYTES);
     _tile_loadd(7, b + b_step, ROW_BYTES);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (ROWS == 2) {
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    add_products<ROWS>();
     _tile_loadd(4, a + TILE_WORDS, ROW_BYTES);
     if (ROWS == 2) _tile_loadd(5, a + a_step + TILE_WORDS, ROW_BYTES);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (ROWS == 2) {
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    add_products<ROWS>();
   }
   _tile_stored(0, c, bytes);
   _tile_stored(1, c + 16, bytes);

@@ -1,8 +1,8 @@
 // Products of fp32 matrices in the processor's bf16 matrix tiles (AMX). Each value is split into two halves of bf16:
 // its rounding, and the rounding of what is left. Three of the four products of halves are added in fp32, so that a
 // product is exact to about 2^-17 of its size. An element's bits depend on its row, its column and the depth alone.
-// Functions that load tiles are no inline functions: GCC does not know that such a load reads memory, and could move the
-// stores of a caller behind it.
+// Functions that load tiles are not inline: GCC does not know that such a load reads memory, and could move the stores
+// of a caller behind it.
 #pragma once
 
 #include <cstdint>
