@@ -45,7 +45,7 @@ class CallFormats:
 
     def alone(self) -> Format:
         """Return the format of calls without other text."""
-        return {"type": "tags_with_separator", "tags": self.tags, "separator": "\n", "at_least_one": True}
+        return _separated(self.tags, "\n")
 
 
 def call_formats(notation: NotationName, rules: Sequence[CallRule]) -> CallFormats | None:
@@ -77,6 +77,10 @@ def _tag(begin: str, content: Format, end: str) -> Format:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
+def _separated(tags: list[Format], separator: str) -> Format:
+    return {"type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True}
+
+
 def _arguments(rule: CallRule) -> Format:
     """Return the format of all arguments as a JSON object."""
     return {"type": "json_schema", "json_schema": {**(rule.schema or {}), "type": "object"}}
@@ -96,12 +100,7 @@ def _hermes(rules: Sequence[CallRule]) -> CallFormats:
 
 def _objects(rules: Sequence[CallRule]) -> Format:
     """Return the format of calls as JSON objects in one list, without its brackets."""
-    return {
-        "type": "tags_with_separator",
-        "tags": list(map(_object, rules)),
-        "separator": ", ",
-        "at_least_one": True,
-    }
+    return _separated(list(map(_object, rules)), ", ")
 
 
 def _list(begin: str, end: str, rules: Sequence[CallRule]) -> CallFormats:
