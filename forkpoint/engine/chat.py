@@ -72,8 +72,9 @@ class ChatTemplate:
         `content_format` says how the template gets content: as texts (`string`), as lists of text parts (`openai`), or
         in the form that it shows (`auto`). `tool_call_parser` names the notation of calls for a template that does not
         show them. `images` reads the images of conversations; None: they are refused.
-        Raises ConfigError if a given template cannot be read, or needs too much time or memory. If the model's own
-        template needs too much, all conversations are refused.
+        Raises ConfigError if a given template cannot be read, or needs too much time or memory, or if the template
+        shows a user's text in the other form alone. If the model's own template needs too much, all conversations are
+        refused.
         """
         self._tokenizer = tokenizer
         self._template = read_template(template, tokenizer.templates)
@@ -92,6 +93,11 @@ class ChatTemplate:
                     raise ConfigError(f"the given chat_template {OVER_LIMIT}; correct it") from None
                 self._fault = f"the model's {_own_name(tokenizer)} {OVER_LIMIT}; give another with --chat-template"
                 LOGGER.warning("%s: %s; until then chats are refused", tokenizer.hf.name_or_path, self._fault)
+        if probed.only_form:
+            raise ConfigError(
+                f"chat_template_content_format={content_format!r} is not possible: the chat template shows content in "
+                f"the form {probed.only_form!r} alone; give that, or leave the option out"
+            )
         self._in_parts = probed.in_parts
         self.thinking_end = probed.without_tools.thinking_end  # the text between the thinking and the content
         notation = notation_name(tool_call_parser, tokenizer, self.source)
@@ -104,8 +110,8 @@ class ChatTemplate:
     def replaced(self, template: str | None, content_format: ContentFormat) -> ChatTemplate:
         """Return a template with another text (None: the same) and form of content. It is probed in this process.
 
-        Raises ConfigError for a text that is no template, or a file that cannot be read, and InvalidPromptError for
-        values of another type.
+        Raises ConfigError for a text that is no template, a file that cannot be read, or a form of content that the
+        template does not show, and InvalidPromptError for values of another type.
         """
         check, forms = Checker(InvalidPromptError), get_args(ContentFormat)
         check.require(content_format in forms, "chat_template_content_format", content_format, " or ".join(forms))
@@ -117,8 +123,10 @@ class ChatTemplate:
 
     def _probe(self, content_format: ContentFormat) -> _Probed:
         in_parts = content_format == "openai"
-        if content_format == "auto" and not self._shows_user(in_parts=False):
-            in_parts = self._shows_user(in_parts=True)
+        wrong = not self._shows_user(in_parts=in_parts) and self._shows_user(in_parts=not in_parts)
+        if wrong and content_format != "auto":
+            return _Probed(in_parts, TemplateTraits(), TemplateTraits(), "string" if in_parts else "openai")
+        in_parts ^= wrong
 
         def traits(tools: Sequence[Any] | None) -> TemplateTraits:
             return probe_traits(lambda messages: self._try_text(messages, {"tools": tools}), in_parts=in_parts)
@@ -274,6 +282,7 @@ class _Probed:
     in_parts: bool
     without_tools: TemplateTraits
     with_tools: TemplateTraits
+    only_form: str = ""  # the only form of content that the template shows, if another one was asked for
 
 
 def _from_user(text: str, in_parts: bool) -> Message:

@@ -17,6 +17,7 @@ from forkpoint.config import EngineConfig
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import ConfigError, ForkpointError, InvalidParamsError, InvalidPromptError, RequestError
 from forkpoint.params import SamplingParams
+from tests.engine.chat_templates import STYLES
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=2)
 SCALARS = st.one_of(
@@ -176,6 +177,12 @@ def test_a_call_as_vllm_takes_it(llm: LLM) -> None:
         ({"chat_template": "/nowhere.jinja"}, ConfigError, "is neither a file nor a Jinja template"),
         ({"chat_template": 3}, InvalidPromptError, "chat_template=3 is not allowed; give None, a file or"),
         ({"chat_template_content_format": "parts"}, InvalidPromptError, "give auto or string or openai"),
+        ({"chat_template_content_format": "openai"}, ConfigError, "shows content in the form 'string' alone"),
+        (
+            {"chat_template": STYLES["parts"], "chat_template_content_format": "string"},
+            ConfigError,
+            "shows content in the form 'openai' alone; give that, or leave the option out",
+        ),
     ],
 )
 def test_wrong_templates_of_a_call_are_named(llm: LLM, options: dict[str, Any], error: type, text: str) -> None:
