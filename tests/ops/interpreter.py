@@ -11,15 +11,17 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton._C.libtriton import ir
-from triton._utils import validate_block_shape
 from triton.runtime import interpreter
+
+from tests.ops.interpreter_operators import share_types, shorten_operators
 
 
 def prepare_interpreter() -> None:
     _teach_products()
     _teach_float8()
     _hurry()
-    _share_shapes()
+    share_types()
+    shorten_operators()
 
 
 def _teach_products() -> None:
@@ -76,6 +78,18 @@ def _hurry() -> None:
     """What the interpreter does for nothing was half of its time: it puts its own functions into `triton.language`
     at each call of a kernel or of a function within, and computes checks of overflow that nobody reads without
     `debug`."""
+
+    def put(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        # What `builtin` wraps, without its check that there is a `_semantic`.
+        plain, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return plain(*args, **options)
+
+        scope.set_attr(place, name, call)
+
+    interpreter._patch_attr = put
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     builder = interpreter.interpreter_builder
@@ -90,36 +104,3 @@ def _hurry() -> None:
         return convert(data, given, wanted, mode)
 
     interpreter._convert_float = convert_float
-
-
-def _share_shapes() -> None:
-    """Make what the interpreter knows of a shape once. It made lists of constants for each value, and compared them
-    element by element, which was a third of its time."""
-    core = tl.core
-    alone = core.tuple([]), core.constexpr(1)
-
-    @functools.cache
-    def of_block(*sizes: int) -> tuple[Any, int, Any, Any]:
-        """Return the shape of a block and its number of elements, for its type, then for its values."""
-        count = validate_block_shape(sizes)
-        return core.tuple(sizes), count, core.tuple([core.constexpr(n) for n in sizes]), core.constexpr(count)
-
-    def make_type(self: Any, element_ty: Any, shape: Any) -> None:
-        if not len(shape):
-            raise TypeError("0d block_type is forbidden")
-        self.element_ty = element_ty
-        self.shape, self.numel, *_ = of_block(*core._unwrap_shape(shape))
-
-    def make_value(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = of_block(*type.shape.values)[2:] if type.is_block() else alone
-
-    plain = core.tuple.__eq__
-
-    def equal(self: Any, other: Any) -> Any:
-        if isinstance(other, list) and all(type(size) is int for size in other):
-            return core.constexpr(self.values == other)
-        return plain(self, other)
-
-    core.block_type.__init__, core.tensor.__init__, core.tuple.__eq__ = make_type, make_value, equal
-    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")

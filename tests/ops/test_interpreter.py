@@ -1,0 +1,98 @@
+"""The short ways through Triton's interpreter give what Triton's own way gives: types, bits and errors."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from tests.ops.interpreter_operators import ARITHMETIC, COMPARISONS
+from tests.ops.triton_cases import IS_INTERPRETED, triton_ops
+
+pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles the kernels")
+
+KINDS = {
+    tl.float32: np.float32,
+    tl.float16: np.float16,
+    tl.int32: np.int32,
+    tl.int64: np.int64,
+    tl.uint32: np.uint32,
+    tl.int1: np.bool_,
+}
+SHAPES = [(), (4,), (2,), (1, 4), (4, 1), (2, 4)]
+NUMBERS = [
+    0,
+    -0.0,
+    3,
+    -2,
+    2.5,
+    1e-40,
+    1e300,
+    2**31 - 1,
+    -(2**31),
+    2**31,
+    2**40,
+    True,
+    float("nan"),
+    tl.constexpr(5),
+    None,
+]
+RNG = np.random.default_rng(0)
+
+
+def tensor(kind: tl.dtype, shape: tuple[int, ...]) -> Any:
+    data = RNG.integers(-3, 4, shape or (1,))
+    if kind is tl.float32:
+        data = data / 2
+        data.flat[0] = 1e-40  # what NUMBERS has too, where fp32 rounds it
+    pointee = tl.pointer_type(tl.float32)
+    kind, dtype = (pointee, np.dtype(np.uint64)) if kind is tl.void else (kind, np.dtype(KINDS[kind]))
+    return tl.tensor(TensorHandle(data.astype(dtype), kind), tl.block_type(kind, shape) if shape else kind)
+
+
+def tried(call: Any, *operands: Any) -> Any:
+    """Return what an operator gives, as something to compare: the type and the bits, or the error."""
+    try:
+        with np.errstate(all="ignore"):
+            result = call(*operands)
+    except Exception as error:
+        return type(error), str(error)
+    data = result.handle.data
+    return str(result.type), str(result.dtype), data.dtype, data.shape, data.tobytes()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared() -> None:
+    triton_ops()
+
+
+@pytest.mark.parametrize("name", [*(f"__{side}{name}__" for name in ARITHMETIC for side in ("", "r"))])
+def test_arithmetic(name: str) -> None:
+    compare(name)
+
+
+@pytest.mark.parametrize("name", [f"__{name}__" for name in COMPARISONS])
+def test_comparisons(name: str) -> None:
+    compare(name)
+
+
+def compare(name: str) -> None:
+    short = getattr(tl.tensor, name)
+    plain = inspect.unwrap(short)
+    assert plain is not short
+    lefts = [tensor(kind, shape) for kind in (*KINDS, tl.void) for shape in SHAPES]
+    for left in lefts:
+        for right in [*NUMBERS, tl.constexpr(5), *(tensor(kind, shape) for kind in KINDS for shape in SHAPES)]:
+            assert tried(short, left, right) == tried(plain, left, right), (str(left.type), right)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_new_axes(shape: tuple[int, ...]) -> None:
+    short, whole = tl.tensor.__getitem__, slice(None)
+    for index in [None, whole, (None,), (None, whole), (whole, None), (whole, None, whole), (None, whole, None), (0,)]:
+        value = tensor(tl.float32, shape)
+        assert tried(short, value, index) == tried(inspect.unwrap(short), value, index)
