@@ -21,6 +21,7 @@ from forkpoint.sizes import num_bytes, num_tokens
 
 ON, OFF = "on", "off"
 ANY: Final = "any"
+DEFAULT: Final = "None"  # vLLM's text for the default of an option that may be None
 TOKENS: Final = ("max_model_len", "max_num_batched_tokens")  # options whose numbers may have units, or be "auto"
 # Values of vLLM that are called otherwise here, by the option's name.
 OTHER_VALUES: Final = {

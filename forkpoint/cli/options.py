@@ -7,7 +7,7 @@ import difflib
 import sys
 from collections.abc import Callable, Container, Sequence
 from dataclasses import MISSING, Field, fields
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from forkpoint.checks import one_or_more
@@ -19,7 +19,7 @@ from forkpoint.engine.generation_config import sampling_defaults
 from forkpoint.errors import ConfigError
 from forkpoint.params import SamplingParams
 from forkpoint.sizes import num_bytes, num_tokens
-from forkpoint.vllm_options import TOKENS, known_choice
+from forkpoint.vllm_options import DEFAULT, TOKENS, known_choice
 
 METAVARS: Final = {"model": "PATH", "tokenizer": "PATH"}  # of options whose texts are paths
 GROUPS: Final = (
@@ -75,6 +75,8 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Raise argparse.ArgumentError, with the most similar choice, if the value is not a choice of the action."""
+        if value is None:
+            return  # the default, see `_optional`
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -175,6 +177,15 @@ def _read(read: Callable[[str], Any], text: str) -> Any:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _optional(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a function that returns None for DEFAULT, and leaves other texts to `read`."""
+
+    def optional(text: str) -> Any:
+        return None if text == DEFAULT else read(text)
+
+    return update_wrapper(optional, read)  # argparse's errors name the function
+
+
 def _add_flag(
     group: Any,
     name: str,
@@ -209,6 +220,8 @@ def _add_flag(
         extra = {"type": partial(_read, num_tokens), "metavar": "INT"}
     elif int in kinds:
         extra = {"type": int, "metavar": "INT"}
+    if type(None) in kinds and "action" not in extra:
+        extra["type"] = _optional(extra.get("type", str))
     names = filter(None, ("--" + name.replace("_", "-"), short))
     group.add_argument(*names, default=argparse.SUPPRESS, help=help, **extra)
 

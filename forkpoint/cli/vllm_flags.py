@@ -10,7 +10,7 @@ from textwrap import fill
 from typing import Any
 
 from forkpoint.checks import one_or_more
-from forkpoint.vllm_options import OFF, ON, TABLE, VllmFlags
+from forkpoint.vllm_options import DEFAULT, OFF, ON, TABLE, VllmFlags
 
 
 class FlagNotice(str):
@@ -65,6 +65,8 @@ class VllmFlag(argparse.Action):
                 value = OFF
         else:
             value = " ".join(one_or_more(values or ()))
+            if value == DEFAULT:
+                return
         if not self._row.takes(value):
             raise argparse.ArgumentError(self, self._row.refusal(value))
         if self._row.logs(value):

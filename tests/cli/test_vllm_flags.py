@@ -121,6 +121,21 @@ def test_a_script_for_vllms_batches_is_taken() -> None:
     ]
 
 
+def test_none_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--quantization None --max-model-len=None --seed 3 --chat-template None --uds None --tool-server None"
+    options = parse(f"serve MODEL {given}")
+    assert engine_options(options) == {"seed": 3} and options.uds is None
+    assert ServerConfig(**option_values(options, ServerConfig)) == ServerConfig()
+    for wrong, says in {
+        "--port None": "argument --port: invalid int value: 'None'",
+        "--quantization none": "argument --quantization: invalid choice: 'none'",
+        "--max-inter-token-latency-ms x": "invalid int value: 'x'",
+    }.items():
+        with pytest.raises(SystemExit):
+            parse(f"serve MODEL {wrong}")
+        assert says in capsys.readouterr().err
+
+
 def test_no_flag_is_taken_for_the_start_of_a_hidden_one(capsys: pytest.CaptureFixture[str]) -> None:
     """argparse would read --middle as --middleware, whose error does not name the flag that was given."""
     with pytest.raises(SystemExit):
