@@ -29,7 +29,11 @@ class DeviceCopyStream:
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         targets, sources = list[Tensor](), list[Tensor]()
         for target, source in copies:
-            host = target if target.device.type == "cpu" else source
+            host = next((each for each in (target, source) if each.device.type == "cpu"), None)
+            if host is None:  # another device's memory, which no step needs
+                targets.append(target)
+                sources.append(source)
+                continue
             for start, end in pieces(host.data_ptr(), host.numel()):
                 is_whole = end - start == host.numel()
                 targets.append(target if is_whole else target[start:end])

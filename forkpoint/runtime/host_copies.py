@@ -348,15 +348,16 @@ class StreamCopies(DirectCopies):
         batch = self._in.add(buffer, source, page, ticket)
         if check is not None:
             batch.checks[ticket] = check
-        if self._in.next.num_bytes >= BATCH_BYTES:
-            self.issue()
         return buffer, batch
 
     def _fetch(self, move: Move, ticket: int = 0) -> Stretch:
         """Start to copy a unit of the host to a buffer, and return the buffer."""
         source, page = self._memory.in_host(move, move.src)
         self._keep_order(self._out, page)
-        return self._copy_in(source, page, ticket)[0]
+        buffer, _ = self._copy_in(source, page, ticket)
+        if self._in.next.num_bytes >= BATCH_BYTES:
+            self.issue()
+        return buffer
 
     def copy_from_host(self, move: Move, target: Stretch, page: int | None = None) -> CopyBatch:
         """Copy the unit `move.src` of the host tier to other memory of the host, which may be `page` of the tier."""
