@@ -282,7 +282,7 @@ def test_a_ring_of_another_size_is_not_opened() -> None:
         descriptors = len(os.listdir("/proc/self/fd"))
         for num_bytes in (-1, 0, 2**63):
             assert not rings.open(msgspec.structs.replace(facts, num_bytes=num_bytes))
-        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert len(os.listdir("/proc/self/fd")) <= descriptors  # threads of other tests may still close some
 
 
 def test_rings_of_engines_that_have_ended_are_closed_when_another_is_opened() -> None:

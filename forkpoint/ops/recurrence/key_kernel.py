@@ -296,10 +296,9 @@ def key_prefill(
 ) -> Tensor:
     """Run the delta rule with a decay per key, `a[T, H * K]`, over segments; return `[T, HV, V]`.
 
-    Reads states from `pool` and stores the new ones there, as `index` says. Writes to `out` if it is given. Scratch
-    memory
+    Reads states from `pool` and stores the new ones there, as `index` says. Writes to `out` if it is given.
 
-    is about `T * H * (3 K + 128)` elements of the inputs' dtype and `T * H * (K + 64)` in fp32.
+    Scratch memory is about `T * H * (3 K + 128)` elements of the inputs' dtype and `T * H * (K + 64)` in fp32.
     """
     spec, mixed, out = params.spec, inputs.mixed, result(inputs, params, pool, out)
     heads, dim, value_dim = spec.num_v_heads, spec.key_dim, spec.value_dim
