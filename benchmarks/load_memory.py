@@ -71,16 +71,13 @@ def _status(name: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="folders with safetensors weights")
-    widened = "MiB of the largest matrix in bf16, which a CPU with matrix tiles widens before it is put in order"
-    parser.add_argument("--widened", type=int, default=0, help=widened)
-    given = parser.parse_args(argv)
-    folders = given.folders
+    folders = parser.parse_args(argv).folders
     ops = select_table("auto", deterministic=False, force_state_copy=False)
     load_model(folders[0], ops=ops)  # makes libraries resident
     found = [measure(folder, ops) for folder in folders]
     for folder, memory in zip(folders, found, strict=True):
         print(f"{folder.name}: {memory.line}")
-    return int(any(memory.peak > memory.limit + given.widened * MIB for memory in found))
+    return int(any(memory.peak > memory.limit for memory in found))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.platforms.control_group import free_group_bytes
 from forkpoint.platforms.platform import Platform
 
-NUM_KEPT_PRODUCTS = 64  # shapes of products that libraries keep code for; large batches use about 24 (ops/cpu/tiles.py)
+NUM_KEPT_PRODUCTS = 64  # shapes of products that libraries keep code for
 
 
 class CpuPlatform(Platform):

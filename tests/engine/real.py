@@ -23,7 +23,6 @@ from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.image_families.table import read_image_settings
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
-from forkpoint.ops.cpu.tiles import has_matrix_tiles
 from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.select import select_table
 from forkpoint.outputs import RequestOutput
@@ -211,9 +210,8 @@ class Options:
     @property
     def has_equal_bits(self) -> bool:
         """Whether all ranks give the bits of one rank: torch's products may add up otherwise in a matrix of fewer
-        rows. On a machine with matrix tiles, deterministic tables use them."""
-        has_own = self.cpu_ops == "cpp" and not has_matrix_tiles()
-        return self.deterministic and (self.num_ranks == 1 or has_own)
+        rows."""
+        return self.deterministic and (self.num_ranks == 1 or self.cpu_ops == "cpp")
 
     @property
     def rounds_what_is_kept(self) -> bool:

@@ -11,7 +11,7 @@ from forkpoint.ops.select import torch_table
 from tests.ops.cpu_table import cpp
 from tests.ops.fp8_cases import LAYOUTS, scaled, widened
 
-CPP, TORCH = cpp(tiles=False), torch_table()
+CPP, TILES, TORCH = cpp(tiles=False), cpp(tiles=True), torch_table()
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # as in test_cpu_linear
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -22,13 +22,17 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 70, 300), (12, 256, 128), (13, 100, 33), (200, 300, 400)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "width"), [(1, 70, 300), (12, 256, 128), (13, 100, 33), (200, 300, 400), (300, 70, 650)]
+)
 def test_products(rows: int, outputs: int, width: int, dtype: torch.dtype, layout: str) -> None:
     torch.manual_seed(rows)
     x, bias = torch.randn(rows, width).to(dtype), torch.randn(outputs).to(dtype)
     weight = scaled(outputs, width, layout=layout, dtype=dtype)
     whole = CPP.linear(x, CPP.prepare_linear(weight, bias))
-    close(whole, x.double() @ widened(weight).T + bias.double(), dtype)
+    want = x.double() @ widened(weight).T + bias.double()
+    close(whole, want, dtype)
+    close(TILES.linear(x, TILES.prepare_linear(weight, bias)), want, dtype)
     assert torch.equal(CPP.linear(x[-1:], CPP.prepare_linear(weight, bias)), whole[-1:])
 
 

@@ -17,8 +17,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(32, 32), (37, 100), (65, 768), (5, 1), (512, 130)])
-@pytest.mark.parametrize("rows", [1, 2, 12, 13, 14, 64, 171])
+@pytest.mark.parametrize("shape", [(32, 32), (37, 100), (65, 768), (5, 1), (512, 130), (600, 1100)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 12, 13, 14, 33, 64, 171, 300])
 def test_linear_is_the_product(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     n, k = shape
@@ -32,12 +32,16 @@ def test_linear_is_the_product(rows: int, shape: tuple[int, int], dtype: torch.d
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    packed = CPP.prepare_linear(torch.randn(300, 400).to(dtype), None)
-    x = torch.randn(400, 400).to(dtype)
-    whole = CPP.linear(x, packed)
-    for count in (1, 2, 5, 12, 13, 40, 169, 337):
-        order = torch.randperm(400)[:count]
-        assert torch.equal(CPP.linear(x[order], packed), whole[order]), count
+    sizes = torch.randn(300, 1).mul(8).exp2()
+    x = torch.randn(400, 420).to(dtype)
+    for scale in (1.0, 1e-35):  # products of the latter fall below the least normal number
+        packed = CPP.prepare_linear(
+            (torch.randn(300, 420) * sizes * scale).to(dtype), torch.randn(300).to(dtype) * scale
+        )
+        whole = CPP.linear(x, packed)
+        for count in (1, 2, 3, 5, 12, 13, 17, 40, 169, 337):
+            order = torch.randperm(400)[:count]
+            assert torch.equal(CPP.linear(x[order], packed), whole[order]), count
 
 
 def test_threads_do_not_change_the_bits() -> None:

@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forkpoint.ops.cpu.tiles import WIDENED_ROWS
 from forkpoint.ops.linear.packed import PackedMatrix, quantise_packed
 from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.select import torch_table
-from tests.ops.cpu_table import cpp, cpp_module
+from tests.ops.cpu_table import cpp
 from tests.ops.float_scales import every_scale, exact
 
 CPP, TILES, TORCH = cpp(tiles=False), cpp(tiles=True), torch_table()
-MODULE = cpp_module()
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # as in test_cpu_linear
 
 
@@ -49,16 +47,17 @@ def test_products(rows: int, floats: bool, group: int, dtype: torch.dtype) -> No
     assert torch.equal(CPP.linear(x[-1:], CPP.prepare_linear(weight, bias)), whole[-1:])
     order = torch.randperm(width)
     moved = replace(weight, order=order)
-    if rows > WIDENED_ROWS:  # of weights rounded to x's dtype
-        exact = x.double() @ weight.dense().double().T + bias.double()
     close(TILES.linear(torch.empty_like(x).index_copy_(1, order, x), TILES.prepare_linear(moved, bias)), exact, dtype)
 
 
-def test_widened_for_tiles() -> None:
+def test_fixed_bits_with_tiles() -> None:
+    fixed = cpp(True, tiles=True)
     for floats in (False, True):
         weight = packed(70, 200, group=40, floats=floats, dtype=torch.bfloat16)
-        few, _ = TILES.prepare_linear(weight, None)
-        assert torch.equal(MODULE.widen_four_bits(few), weight.dense())
+        x, made = torch.randn(40, 200).bfloat16(), fixed.prepare_linear(weight, None)
+        whole = fixed.linear(x, made)
+        close(whole, x.double() @ weight.dense().double().T, torch.bfloat16)
+        assert all(torch.equal(fixed.linear(x[:rows], made), whole[:rows]) for rows in (1, 3, 13))
 
 
 def test_every_scale_of_floats() -> None:
@@ -68,8 +67,8 @@ def test_every_scale_of_floats() -> None:
     assert torch.equal(CPP.linear(x, CPP.prepare_linear(weight, None)).double(), want.T)  # widens a panel
     few = [CPP.linear(row, CPP.prepare_linear(weight, None)) for row in x.split(4)]
     assert torch.equal(torch.cat(few).double(), want.T)
-    made, _ = TILES.prepare_linear(replace(weight, dtype=torch.bfloat16), None)
-    assert torch.equal(MODULE.widen_four_bits(made).double(), want)
+    tiles = TILES.linear(x.bfloat16(), TILES.prepare_linear(replace(weight, dtype=torch.bfloat16), None))
+    assert torch.equal(tiles.double(), want.T)
 
 
 @pytest.mark.parametrize("gated", [True, False])

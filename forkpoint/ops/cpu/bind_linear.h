@@ -33,7 +33,7 @@ Packed pack(const Tensor& weight, const std::optional<Tensor>& bias) {
 
 // codes [N, K] uint8 (e4m3); scales [ceil(N / rows), ceil(K / 128)] fp32, or [ceil(N / rows), 1] if not `blocked`.
 Packed pack_scaled(const Tensor& codes_in, const Tensor& scales_in, int64_t rows, bool blocked,
-                   const std::optional<Tensor>& bias) {
+                   const std::optional<Tensor>& bias, bool tiled = false) {
   const Tensor codes = codes_in.contiguous(), scales = scales_in.contiguous();
   const int64_t n = codes.size(0), k = codes.size(1);
   TORCH_CHECK(codes.dim() == 2 && scales.size(0) == (n + rows - 1) / rows &&
@@ -46,13 +46,15 @@ Packed pack_scaled(const Tensor& codes_in, const Tensor& scales_in, int64_t rows
   if (bias) packed.bias = bias->to(at::kFloat).contiguous();
   packed.weight = {WeightType::fp8, n, k, padded_k(k), packed.data.data_ptr(),
                    bias ? ptr<float>(packed.bias) : nullptr, ptr<float>(packed.scales)};
+  packed.weight.tiled = tiled;
   return packed;
 }
 
 // words [N, K/8] int32, scales [N, groups] fp16, factors [N, 1] fp32, zeros [N, groups] uint8. Without zeros, scales
 // are e4m3 numbers as uint8.
 Packed pack_four(const Tensor& words_in, const Tensor& scales_in, const Tensor& factors_in,
-                 const std::optional<Tensor>& zeros_in, int64_t group, const std::optional<Tensor>& bias) {
+                 const std::optional<Tensor>& zeros_in, int64_t group, const std::optional<Tensor>& bias,
+                 bool tiled = false) {
   const Tensor words = words_in.contiguous(), scales = scales_in.contiguous(), factors = factors_in.contiguous();
   const Tensor zeros = zeros_in ? zeros_in->contiguous() : Tensor();
   const int64_t n = words.size(0), k = words.size(1) * CODES, padded = (n + PANEL - 1) / PANEL * PANEL;
@@ -74,7 +76,8 @@ Packed pack_four(const Tensor& words_in, const Tensor& scales_in, const Tensor& 
   packed.weight = {WeightType::four_bits, n, k, padded_k(k), packed.data.data_ptr(),
                    bias ? ptr<float>(packed.bias) : nullptr, nullptr, ptr<float>(packed.factors),
                    {static_cast<const uint32_t*>(packed.data.data_ptr()), packed.scales.data_ptr(), to_zeros, k,
-                    group}};
+                    group},
+                   tiled};
   return packed;
 }
 
@@ -130,13 +133,6 @@ ExpertWeights pack_scaled_experts(const Tensor& gate_up, const Tensor& gate_up_s
   });
 }
 
-Tensor widen_four(const Packed& packed) {
-  TORCH_CHECK(packed.weight.type == WeightType::four_bits, "only weights in 4 bits are widened");
-  Tensor wide = empty({packed.weight.n, packed.weight.k}, at::kBFloat16);
-  widen_matrix(packed.weight.four, packed.weight.factors, packed.weight.n, ptr<bf16>(wide));
-  return wide;
-}
-
 // (words, scales, factors, zeros, group) of `pack_four`, with a leading dimension of experts.
 using FourBits = std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>, int64_t>;
 
@@ -179,7 +175,6 @@ inline void bind_linear(pybind11::module_& m) {
   m.def("prepare_linear", &linear_binding::pack);
   m.def("prepare_scaled_linear", &linear_binding::pack_scaled);
   m.def("prepare_four_bit_linear", &linear_binding::pack_four);
-  m.def("widen_four_bits", &linear_binding::widen_four, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("prepare_four_bit_experts", &linear_binding::pack_four_experts);
   m.def("prepare_scaled_experts", &linear_binding::pack_scaled_experts);
   pybind11::class_<linear_binding::ExpertWeights>(m, "ExpertWeights");

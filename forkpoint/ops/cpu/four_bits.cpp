@@ -181,23 +181,4 @@ void widen_four_bits(const FourBitPanels& w, int64_t panel, int64_t k0, int64_t 
   return w.zeros ? widen<false>(w, panel, k0, kc, wide) : widen<true>(w, panel, k0, kc, wide);
 }
 
-void widen_matrix(const FourBitPanels& w, const float* factors, int64_t n, bf16* out) {
-  constexpr int64_t ROWS = HALVES * LANES;
-  parallel_tasks((n + ROWS - 1) / ROWS, [&](int64_t panel) {
-    Buffer<float> wide(K_BLOCK * ROWS), turned(ROWS * K_BLOCK);
-    const int64_t rows = std::min(ROWS, n - panel * ROWS);
-    for (int64_t k0 = 0; k0 < w.k; k0 += K_BLOCK) {
-      const int64_t kc = std::min(K_BLOCK, round_up(w.k - k0));
-      widen_four_bits(w, panel, k0, kc, wide);
-      transpose(wide, ROWS, turned, K_BLOCK, kc, ROWS);
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t row = panel * ROWS + r;
-        for (int64_t i = 0; i < kc; i += LANES) {
-          store_n(out + row * w.k + k0 + i, load(turned + r * K_BLOCK + i) * factors[row], w.k - k0 - i);
-        }
-      }
-    }
-  });
-}
-
 }  // namespace forkpoint

@@ -43,7 +43,4 @@ void tile_rows_four_bits(int rows, const float* a, const FourBitPanels& w, int64
 // Columns [k0, k0 + kc) of a panel as fp32 rows of 32, without the factors; zeros from K on. k0 is a multiple of 8.
 void widen_four_bits(const FourBitPanels& w, int64_t panel, int64_t k0, int64_t kc, float* wide);
 
-// The matrix [n, k] with its factors, each element rounded once.
-void widen_matrix(const FourBitPanels& w, const float* factors, int64_t n, bf16* out);
-
 }  // namespace forkpoint

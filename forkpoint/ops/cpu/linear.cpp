@@ -2,6 +2,7 @@
 
 #include "parallel.h"
 #include "tile.h"
+#include "tile_linear.h"
 
 namespace forkpoint {
 
@@ -46,17 +47,6 @@ void copy_row(const PackedWeight& w, const T* x, float* out, int64_t k, int64_t 
   for (; i < padded; i += LANES) store(out + i, (vf){});
 }
 
-template <class T>
-void store_row(const Problem<T>& p, const float* c, int64_t m, int64_t col) {
-  for (int64_t i = 0; i < PANEL && col + i < p.w.n; i += LANES) {
-    const int64_t left = p.w.n - col - i;
-    vf v = load(c + i);
-    if (p.w.factors) v *= load_n(p.w.factors + col + i, left);
-    if (p.w.bias) v += load_n(p.w.bias + col + i, left);
-    store_n(p.y + m * p.ldy + col + i, v, left);
-  }
-}
-
 const float* f32_panel(const PackedWeight& w, int64_t panel) {
   return static_cast<const float*>(w.data) + panel * w.padded_k * PANEL;
 }
@@ -90,39 +80,15 @@ void few_rows(const Problem<T>& p, const float* xf, int64_t m, int64_t first, in
       const uint32_t* source = bf16_panel(p.w, panel);
       if (in_pairs<T>(p.w)) {
         tile_rows_pairs(int(m), xf, source, c, p.w.padded_k, false);
+      } else if (std::is_same_v<T, bf16> && has_matrix_tiles()) {
+        const FlushScope flush;
+        tile_rows_as_tiles(int(m), xf, source, c, p.w.padded_k);
       } else {
         tile_rows_bf16(int(m), xf, source, c, p.w.padded_k);
       }
     }
-    for (int64_t r = 0; r < m; ++r) store_row(p, c + r * PANEL, r, panel * PANEL);
+    for (int64_t r = 0; r < m; ++r) store_outputs(p.w, c + r * PANEL, panel * PANEL, p.y + r * p.ldy);
   }
-}
-
-// Panel columns [k0, k0 + kc) as fp32 rows of 32; `wide` is used where the weights are not.
-const float* panel_block(const PackedWeight& w, int64_t panel, int64_t k0, int64_t kc, float* wide) {
-  if (w.type == WeightType::f32) return f32_panel(w, panel) + k0 * PANEL;
-  if (w.type == WeightType::four_bits) {
-    widen_four_bits(w.four, panel, k0, kc, wide);
-    return wide;
-  }
-  if (w.type == WeightType::fp8) {
-    const fp8* source = fp8_panel(w, panel) + k0 * PANEL;
-    const float* scales = panel_scales(w, panel) + k0 / K_BLOCK * PANEL;
-    for (int64_t i = 0; i < kc * PANEL; i += LANES) {
-      store(wide + i, load_shifted(source + i) * (load(scales + i % PANEL) * FP8_SHIFT));
-    }
-    return wide;
-  }
-  const uint32_t* source = bf16_panel(w, panel) + k0 / 2 * PANEL;
-  for (int64_t k = 0; k < kc; k += 2, source += PANEL, wide += 2 * PANEL) {
-    for (int half = 0; half < PANEL; half += LANES) {
-      vu pair;
-      __builtin_memcpy(&pair, source + half, sizeof pair);
-      store(wide + half, (vf)(pair << 16));
-      store(wide + PANEL + half, (vf)(pair & 0xffff0000u));
-    }
-  }
-  return wide - kc * PANEL;
 }
 
 struct Workspace {
@@ -155,7 +121,7 @@ void block(const Problem<T>& p, int64_t m0, int64_t m1, int64_t p0, int64_t p1, 
   }
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t panel = p0; panel < p1; ++panel) {
-      store_row(p, work.c + ((panel - p0) * rows + r) * PANEL, m0 + r, panel * PANEL);
+      store_outputs(p.w, work.c + ((panel - p0) * rows + r) * PANEL, panel * PANEL, p.y + (m0 + r) * p.ldy);
     }
   }
 }
@@ -176,6 +142,32 @@ void run_few(const Problem<T>& p, int64_t m, bool parallel) {
 }
 
 }  // namespace
+
+const float* panel_block(const PackedWeight& w, int64_t panel, int64_t k0, int64_t kc, float* wide) {
+  if (w.type == WeightType::f32) return f32_panel(w, panel) + k0 * PANEL;
+  if (w.type == WeightType::four_bits) {
+    widen_four_bits(w.four, panel, k0, kc, wide);
+    return wide;
+  }
+  if (w.type == WeightType::fp8) {
+    const fp8* source = fp8_panel(w, panel) + k0 * PANEL;
+    const float* scales = panel_scales(w, panel) + k0 / K_BLOCK * PANEL;
+    for (int64_t i = 0; i < kc * PANEL; i += LANES) {
+      store(wide + i, load_shifted(source + i) * (load(scales + i % PANEL) * FP8_SHIFT));
+    }
+    return wide;
+  }
+  const uint32_t* source = bf16_panel(w, panel) + k0 / 2 * PANEL;
+  for (int64_t k = 0; k < kc; k += 2, source += PANEL, wide += 2 * PANEL) {
+    for (int half = 0; half < PANEL; half += LANES) {
+      vu pair;
+      __builtin_memcpy(&pair, source + half, sizeof pair);
+      store(wide + half, (vf)(pair << 16));
+      store(wide + PANEL + half, (vf)(pair & 0xffff0000u));
+    }
+  }
+  return wide - kc * PANEL;
+}
 
 int64_t packed_elements(int64_t n, int64_t k) { return (n + PANEL - 1) / PANEL * PANEL * padded_k(k); }
 
@@ -213,6 +205,9 @@ void pack_fp8(const ScaledCodes& weight, fp8* out, float* scales) {
 
 template <class T>
 void linear(const T* x, int64_t ldx, const PackedWeight& w, T* y, int64_t ldy, int64_t m) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (in_tiles(w, m)) return tile_linear(x, ldx, nullptr, w, y, ldy, m, true);
+  }
   const Problem<T> p{x, ldx, nullptr, w, y, ldy};
   if (m <= FEW_ROWS) return run_few(p, m, true);
   const int64_t blocks = (m + ROW_BLOCK - 1) / ROW_BLOCK, panels = w.panels();
@@ -229,6 +224,9 @@ void linear(const T* x, int64_t ldx, const PackedWeight& w, T* y, int64_t ldy, i
 
 template <class T>
 void linear_serial(const T* x, int64_t ldx, const int32_t* rows, const PackedWeight& w, T* y, int64_t ldy, int64_t m) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (in_tiles(w, m)) return tile_linear(x, ldx, rows, w, y, ldy, m, false);
+  }
   const Problem<T> p{x, ldx, rows, w, y, ldy};
   if (m <= FEW_ROWS) return run_few(p, m, false);
   Workspace work(std::min(m, ROW_BLOCK), std::min(w.panels(), MAX_TASK_PANELS));

@@ -3,7 +3,7 @@
 // Each output element is one chain of fused multiply-adds over k in ascending order, in fp32, whatever M, the
 // row's position, the tile that it falls into and the thread: rows do not depend on the batch, bit for bit.
 // Processors with AVX512-BF16 add the products of two neighbours in k at once, for bf16 rows and weights: the chain has
-// half as many links.
+// half as many links. Processors with matrix tiles add as their tiles do (tile_linear.h).
 #pragma once
 
 #include <cstdint>
@@ -26,12 +26,29 @@ struct PackedWeight {
   const float* scales = nullptr;   // fp8: [N/32][K/128][32]
   const float* factors = nullptr;  // [N] or null: what outputs are multiplied by
   FourBitPanels four = {};
+  bool tiled = false;  // quantised: matrix tiles take products of many rows, with weights rounded to bf16
 
   int64_t panels() const { return (n + PANEL - 1) / PANEL; }
 };
 
 inline int64_t padded_k(int64_t k) { return (k + 31) / 32 * 32; }
 int64_t packed_elements(int64_t n, int64_t k);
+
+// y[col, col + 32) = the sums c[0, 32) of a row with factors and bias; columns from N on do not exist.
+template <class T>
+inline void store_outputs(const PackedWeight& w, const float* c, int64_t col, T* y) {
+  for (int64_t i = 0; i < PANEL && col + i < w.n; i += LANES) {
+    const int64_t left = w.n - col - i;
+    vf v = load(c + i);
+    if (w.factors) v *= load_n(w.factors + col + i, left);
+    if (w.bias) v += load_n(w.bias + col + i, left);
+    store_n(y + col + i, v, left);
+  }
+}
+
+// Columns [k0, k0 + kc) of a panel as fp32 rows of 32, without factors; up to K_BLOCK columns from a multiple of it on.
+// `wide` is used where the weights are not.
+const float* panel_block(const PackedWeight& w, int64_t panel, int64_t k0, int64_t kc, float* wide);
 
 // weight[n, k] rows of stride `ld` -> out, `packed_elements(n, k)` elements of the same type.
 template <class T>

@@ -1,7 +1,5 @@
 #include "matrix_tiles.h"
 
-#include "vec.h"
-
 #if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -12,7 +10,8 @@ namespace forkpoint {
 namespace {
 
 constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-constexpr int64_t ROW_BYTES = 64, TILE_WORDS = HALVES_WORDS / 2;
+constexpr int64_t ROW_BYTES = 64;
+constexpr uint32_t FLUSH_DENORMALS = 0x8040;  // of operands and of results
 
 struct alignas(64) Config {
   uint8_t palette, start_row, reserved[14];
@@ -20,19 +19,20 @@ struct alignas(64) Config {
   uint8_t rows[16];
 };
 
-// Static, because GCC takes only the first bytes of a configuration for read.
-const Config OURS = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-
 // 16 values of bf16 and 16 more behind them.
 inline vu rounded(vf first, vf second) { return (vu)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first); }
 
-// high = the rounded values of two rows in pairs, even below odd; low = the same of what is left.
-inline void split_pairs(vf even, vf odd, uint32_t* high, uint32_t* low) {
+// The rounded values of two rows in pairs.
+inline vu rounded_pairs(vf even, vf odd) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,  //
                                          23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const auto pairs = [&](vf a, vf b) { return (vu)_mm512_permutexvar_epi16(order, (__m512i)rounded(a, b)); };
-  const vu upper = pairs(even, odd);
-  const vu lower = pairs(even - (vf)(upper << 16), odd - (vf)(upper & 0xffff0000u));
+  return (vu)_mm512_permutexvar_epi16(order, (__m512i)rounded(even, odd));
+}
+
+// high = the rounded values of two rows in pairs, even below odd; low = the same of what is left.
+inline void split_pairs(vf even, vf odd, uint32_t* high, uint32_t* low) {
+  const vu upper = rounded_pairs(even, odd);
+  const vu lower = rounded_pairs(even - (vf)(upper << 16), odd - (vf)(upper & 0xffff0000u));
   __builtin_memcpy(high, &upper, sizeof upper);
   __builtin_memcpy(low, &lower, sizeof lower);
 }
@@ -50,10 +50,9 @@ inline void add_products() {
 
 // The tiles 0 to 3 are 32 x 32 values of C, or with one ROW of tiles 16 x 32.
 template <int ROWS>
-void block(const uint32_t* a, int64_t a_step, const uint32_t* b, int64_t b_step, int64_t tiles, float* c,
-           int64_t stride, bool accumulate) {
+inline void load_sums(const float* c, int64_t stride, bool accumulate) {
   const int64_t bytes = stride * int64_t(sizeof(float));
-  float* lower = c + 16 * stride;
+  const float* lower = c + 16 * stride;
   if (accumulate) {
     _tile_loadd(0, c, bytes);
     _tile_loadd(1, c + 16, bytes);
@@ -67,6 +66,24 @@ void block(const uint32_t* a, int64_t a_step, const uint32_t* b, int64_t b_step,
     _tile_zero(2);
     _tile_zero(3);
   }
+}
+
+template <int ROWS>
+inline void store_sums(float* c, int64_t stride) {
+  const int64_t bytes = stride * int64_t(sizeof(float));
+  float* lower = c + 16 * stride;
+  _tile_stored(0, c, bytes);
+  _tile_stored(1, c + 16, bytes);
+  if (ROWS == 2) {
+    _tile_stored(2, lower, bytes);
+    _tile_stored(3, lower + 16, bytes);
+  }
+}
+
+template <int ROWS>
+void block(const uint32_t* a, int64_t a_step, const uint32_t* b, int64_t b_step, int64_t tiles, float* c,
+           int64_t stride, bool accumulate) {
+  load_sums<ROWS>(c, stride, accumulate);
   for (int64_t t = 0; t < tiles; ++t, a += HALVES_WORDS, b += HALVES_WORDS) {
     _tile_loadd(4, a, ROW_BYTES);
     if (ROWS == 2) _tile_loadd(5, a + a_step, ROW_BYTES);
@@ -80,12 +97,21 @@ void block(const uint32_t* a, int64_t a_step, const uint32_t* b, int64_t b_step,
     if (ROWS == 2) _tile_loadd(5, a + a_step + TILE_WORDS, ROW_BYTES);
     add_products<ROWS>();
   }
-  _tile_stored(0, c, bytes);
-  _tile_stored(1, c + 16, bytes);
-  if (ROWS == 2) {
-    _tile_stored(2, lower, bytes);
-    _tile_stored(3, lower + 16, bytes);
+  store_sums<ROWS>(c, stride);
+}
+
+template <int ROWS>
+void block_pairs(const bf16* a, int64_t stride, const uint32_t* pairs, int64_t tiles, float* c, bool accumulate) {
+  const int64_t bytes = stride * int64_t(sizeof(bf16));
+  load_sums<ROWS>(c, 32, accumulate);
+  for (int64_t t = 0; t < tiles; ++t, a += TILE_DEPTH, pairs += 2 * TILE_WORDS) {
+    _tile_loadd(6, pairs, 2 * ROW_BYTES);
+    _tile_loadd(4, a, bytes);
+    _tile_loadd(7, pairs + 16, 2 * ROW_BYTES);
+    if (ROWS == 2) _tile_loadd(5, a + 16 * stride, bytes);
+    add_products<ROWS>();
   }
+  store_sums<ROWS>(c, 32);
 }
 
 }  // namespace
@@ -95,9 +121,13 @@ bool has_matrix_tiles() {
   return found;
 }
 
-TileScope::TileScope() {
+TileScope::TileScope(int64_t rows) {
   _tile_storeconfig(before_);
-  _tile_loadconfig(&OURS);
+  Config config = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+  config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(std::min<int64_t>(rows, 16));
+  if (rows > 16) config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(rows - 16);
+  asm volatile("" : : "r"(&config) : "memory");  // GCC takes only the first bytes of a configuration for read
+  _tile_loadconfig(&config);
 }
 
 TileScope::~TileScope() {
@@ -107,6 +137,10 @@ TileScope::~TileScope() {
     _tile_release();
   }
 }
+
+FlushScope::FlushScope() : before_(_mm_getcsr()) { _mm_setcsr(before_ | FLUSH_DENORMALS); }
+
+FlushScope::~FlushScope() { _mm_setcsr(before_); }
 
 void split_rows(const float* x, int64_t stride, int64_t rows, Halves& left) {
   for (int64_t row = 0; row < rows; ++row) {
@@ -153,6 +187,21 @@ void multiply(Halves& left, int64_t first, int64_t rows, Halves& right, int64_t 
   }
 }
 
+void round_pairs(const float* values, int64_t depth, uint32_t* pairs) {
+  for (int64_t k = 0; k < depth; k += 2, values += 64) {
+    for (int64_t column = 0; column < 32; column += LANES, pairs += LANES) {
+      const vu both = rounded_pairs(load(values + column), load(values + 32 + column));
+      __builtin_memcpy(pairs, &both, sizeof both);
+    }
+  }
+}
+
+void multiply_rows(const bf16* a, int64_t stride, int64_t rows, const uint32_t* pairs, int64_t depth, float* c,
+                    bool accumulate) {
+  const auto fn = rows > 16 ? block_pairs<2> : block_pairs<1>;
+  fn(a, stride, pairs, depth / TILE_DEPTH, c, accumulate);
+}
+
 }  // namespace forkpoint
 
 #else
@@ -161,12 +210,16 @@ namespace forkpoint {
 
 // Callers ask has_matrix_tiles first.
 bool has_matrix_tiles() { return false; }
-TileScope::TileScope() { __builtin_trap(); }
+TileScope::TileScope(int64_t) { __builtin_trap(); }
 TileScope::~TileScope() {}
+FlushScope::FlushScope() { __builtin_trap(); }
+FlushScope::~FlushScope() {}
 void split_rows(const float*, int64_t, int64_t, Halves&) { __builtin_trap(); }
 void split_right(const float*, int64_t, int64_t, int64_t, int64_t, int64_t, Halves&) { __builtin_trap(); }
 void transpose_halves(Halves&, Halves&) { __builtin_trap(); }
 void multiply(Halves&, int64_t, int64_t, Halves&, int64_t, int64_t, float*, int64_t, bool) { __builtin_trap(); }
+void round_pairs(const float*, int64_t, uint32_t*) { __builtin_trap(); }
+void multiply_rows(const bf16*, int64_t, int64_t, const uint32_t*, int64_t, float*, bool) { __builtin_trap(); }
 
 }  // namespace forkpoint
 

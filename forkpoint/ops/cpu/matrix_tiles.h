@@ -8,23 +8,36 @@
 #include <cstdint>
 
 #include "parallel.h"
+#include "vec.h"
 
 namespace forkpoint {
 
 constexpr int64_t TILE_DEPTH = 32;       // values of bf16 in a row of a tile
-constexpr int64_t HALVES_WORDS = 2 * 256;  // the tiles of both halves of 16 rows or columns, TILE_DEPTH deep
+constexpr int64_t TILE_WORDS = 256;
+constexpr int64_t HALVES_WORDS = 2 * TILE_WORDS;  // the tiles of both halves of 16 rows or columns, TILE_DEPTH deep
 
 // Whether this processor and this system have matrix tiles for our use.
 bool has_matrix_tiles();
 
-// Configures this thread's tiles, and restores at its end what they were before: oneDNN uses tiles too.
+// Configures this thread's tiles, and restores at its end what they were before: oneDNN uses tiles too. The tiles have
+// 16 rows each, or, for `multiply_rows`, both of A together `rows`.
 class TileScope {
  public:
-  TileScope();
+  explicit TileScope(int64_t rows = 32);
   ~TileScope();
 
  private:
   alignas(64) uint8_t before_[64];
+};
+
+// Makes this thread's vectors take and give zeros for denormal values, as tiles do, and restores at its end what it did.
+class FlushScope {
+ public:
+  FlushScope();
+  ~FlushScope();
+
+ private:
+  uint32_t before_;
 };
 
 // The halves of a left matrix [rows, depth] or of a right one [depth, columns]: tiles along the depth first, and then
@@ -54,5 +67,13 @@ void transpose_halves(Halves& from, Halves& to);
 // Columns are a multiple of 32, `depth` is rounded up to TILE_DEPTH, and rows to 16.
 void multiply(Halves& left, int64_t first, int64_t rows, Halves& right, int64_t columns, int64_t depth, float* c,
               int64_t stride, bool accumulate);
+
+// pairs[depth / 2][32] = values[depth][32], rounded to bf16.
+void round_pairs(const float* values, int64_t depth, uint32_t* pairs);
+
+// C [rows, 32] (+)= A B in bf16, without halves, for the rows of a TileScope. A: a row every `stride` values. B: pairs of
+// neighbours in depth, [depth / 2][32]. C is dense. The depth is a multiple of TILE_DEPTH.
+void multiply_rows(const bf16* a, int64_t stride, int64_t rows, const uint32_t* pairs, int64_t depth, float* c,
+                   bool accumulate);
 
 }  // namespace forkpoint

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.attention.inputs import Inputs
-from forkpoint.ops.cpu.tile_attention import LEAST_QUERIES, TileAttention
-from forkpoint.ops.cpu.tiles import FEW_ROWS, TileLinear, has_matrix_tiles
+from forkpoint.ops.cpu.tile_attention import LEAST_QUERIES, TileAttention, has_matrix_tiles
 from forkpoint.ops.linear.packed import PackedMatrix
 from forkpoint.ops.linear.reference import OfLinear
 from forkpoint.ops.linear.scaled import Matrix, ScaledMatrix, dense
@@ -42,8 +41,9 @@ class OrderedLinear(NamedTuple):
 class _Operators:
     """Operators whose C++ functions take other arguments: unpacked indexes, constants, scales and matrices."""
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: ModuleType, tiles: bool, deterministic: bool) -> None:
         self._module = module
+        self._tiles, self._deterministic = tiles, deterministic
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def _kept(self, own: Any, make: Callable[[], Any]) -> Any:
@@ -192,26 +192,24 @@ class _Operators:
         return out
 
     def prepare_linear(self, weight: Matrix, bias: Tensor | None) -> Any:
-        """Pack a weight for `linear`. Quantised weights stay so: they decode small batches faster."""
+        """Pack a weight for `linear`. Quantised weights stay so: they decode small batches faster.
+
+        Matrix tiles round quantised weights, and products of a few rows do not. A deterministic table therefore widens
+        them here for tiles.
+        """
+        if self._tiles and self._deterministic:
+            weight = dense(weight)
         if isinstance(weight, PackedMatrix):
-            packed = self._module.prepare_four_bit_linear(*_fields(weight), bias)
+            packed = self._module.prepare_four_bit_linear(*_fields(weight), bias, self._tiles)
             return packed if weight.order is None else OrderedLinear(packed, weight.order)
         if not isinstance(weight, ScaledMatrix):
             return self._module.prepare_linear(weight, bias)
-        return self._module.prepare_scaled_linear(*_codes(weight), weight.by_block, bias)
+        return self._module.prepare_scaled_linear(*_codes(weight), weight.by_block, bias, self._tiles)
 
     def linear(self, x: Tensor, packed: Any) -> Any:
         if isinstance(packed, OrderedLinear):
             return self._module.linear(x.index_select(1, packed.order), packed.packed)
         return self._module.linear(x, packed)
-
-    def widen(self, packed: Any) -> Tensor:
-        """Return a weight in 4 bits as a matrix `[N, K]` in bfloat16."""
-        if not isinstance(packed, OrderedLinear):
-            wide: Tensor = self._module.widen_four_bits(packed)
-            return wide
-        wide = self.widen(packed.packed)
-        return torch.empty_like(wide).index_copy_(1, packed.order, wide)
 
     def prepare_experts(self, gate_up: Matrix, down: Matrix) -> Any:
         """Pack expert weights. They stay quantised if both are, in the same way."""
@@ -239,27 +237,20 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
     """Return `base` with the C++ operators of `module`, which `build.load_operators` loaded.
 
     The operators support float32 and bfloat16 CPU tensors. Each computes a row from that row alone, every element in
-    one fixed order of operations, so it also serves deterministic tables. With `tiles` (None: if the machine has matrix
-    tiles), torch computes linear layers of many rows and attention of many queries, and a deterministic table keeps
-    `base`'s linear layers.
+    one fixed order of operations, so it also serves deterministic tables. There are two exceptions with `tiles` (None:
+    if the machine has matrix tiles) in a table that is not deterministic: products of many rows and a quantised weight
+    round the weight, and torch computes the attention of many queries.
     """
     module.keep_freed_memory()
-    cpp = _Operators(module)
+    if tiles is None:
+        tiles = has_matrix_tiles()
+    cpp = _Operators(module, tiles, base.deterministic)
     replaced = operators_of(module, cpp, Inputs(module.rmsnorm, module.rope, cpp.kv_write, module.store_rows))
     ours = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
     backends = {**base.backends, **dict.fromkeys(replaced, ours)}
-    if tiles is None:
-        tiles = has_matrix_tiles()
-    if tiles:
-        if base.deterministic:
-            del replaced["prepare_linear"], replaced["linear"]
-            backends["prepare_linear"] = backends["linear"] = base.backends["linear"]
-        else:
-            both = TileLinear(cpp.prepare_linear, cpp.linear, cpp.widen)
-            attention = TileAttention(cpp.paged_attention, module.sigmoid_mul)
-            replaced |= {"prepare_linear": both.prepare, "linear": both, "paged_attention": attention}
-            backends["linear"] = f"{ours} to {FEW_ROWS} rows; torch (oneDNN, matrix tiles) above, bf16"
-            backends["paged_attention"] = f"{ours}; torch (matrix tiles) from {LEAST_QUERIES} queries of a row on, bf16"
+    if tiles and not base.deterministic:
+        replaced["paged_attention"] = TileAttention(cpp.paged_attention, module.sigmoid_mul)
+        backends["paged_attention"] = f"{ours}; torch (matrix tiles) from {LEAST_QUERIES} queries of a row on, bf16"
     table = replace(base, **replaced)
     composed = OfLinear(table.prepare_linear, table.linear, table.silu_mul)
     by_linear = dict.fromkeys(("prepare_linear_heads", "linear_heads", "linear_silu_mul"), backends["linear"])

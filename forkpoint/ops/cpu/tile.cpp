@@ -78,6 +78,39 @@ void tile_bf16(const float* __restrict a, const uint32_t* __restrict panel, floa
   }
 }
 
+// As matrix tiles add: of 32 neighbours in k, those at even places and those at odd ones are a chain each.
+template <int R>
+void tile_as_tiles(const float* __restrict a, const uint32_t* __restrict panel, float* __restrict c, int64_t k) {
+  vf acc[R][2] = {};
+  for (int64_t k0 = 0; k0 < k; k0 += 32) {
+    vf even[R][2] = {}, odd[R][2] = {};
+    const float* x = a + k0 / K_BLOCK * R * ROW_STRIDE + k0 % K_BLOCK;
+    for (int64_t i = 0; i < 32; i += 2, panel += 2 * LANES) {
+      __builtin_prefetch(panel + 512);
+      __builtin_prefetch(panel + 512 + LANES);
+      const vu left = load_words(panel), right = load_words(panel + LANES);
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) {
+        const vf first = splat(x[r * ROW_STRIDE + i]), second = splat(x[r * ROW_STRIDE + i + 1]);
+        even[r][0] += first * (vf)(left << 16);
+        even[r][1] += first * (vf)(right << 16);
+        odd[r][0] += second * (vf)(left & 0xffff0000u);
+        odd[r][1] += second * (vf)(right & 0xffff0000u);
+      }
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+      acc[r][0] += even[r][0] + odd[r][0];
+      acc[r][1] += even[r][1] + odd[r][1];
+    }
+  }
+#pragma GCC unroll 2
+  for (int r = 0; r < R; ++r) {
+    store(c + r * 2 * LANES, acc[r][0]);
+    store(c + r * 2 * LANES + LANES, acc[r][1]);
+  }
+}
+
 // acc + the products of the pairs of bf16 in a and b, lane by lane.
 inline vf add_pairs(vf acc, vu a, vu b) {
 #ifdef __AVX512BF16__
@@ -196,6 +229,10 @@ void tile_rows(int rows, const float* a, const float* b, float* c, int64_t k, bo
 
 void tile_rows_bf16(int rows, const float* a, const uint32_t* panel, float* c, int64_t k) {
   dispatch_bf16<FEW_ROWS>(rows, a, panel, c, k);
+}
+
+void tile_rows_as_tiles(int rows, const float* a, const uint32_t* panel, float* c, int64_t k) {
+  return rows == 1 ? tile_as_tiles<1>(a, panel, c, k) : tile_as_tiles<2>(a, panel, c, k);
 }
 
 void tile_rows_pairs(int rows, const float* a, const uint32_t* panel, float* c, int64_t k, bool accumulate) {

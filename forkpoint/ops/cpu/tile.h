@@ -26,6 +26,11 @@ void tile_rows(int rows, const float* a, const float* b, float* c, int64_t k, bo
 // Over a whole bf16 panel [K/2][32][2]: A is cut into [K / K_BLOCK][rows][ROW_STRIDE]; C rows are 32 apart.
 void tile_rows_bf16(int rows, const float* a, const uint32_t* panel, float* c, int64_t k);
 
+constexpr int AS_TILES_ROWS = 2;
+
+// The same for up to AS_TILES_ROWS rows, with the bits of a product in matrix tiles: callers hold a FlushScope.
+void tile_rows_as_tiles(int rows, const float* a, const uint32_t* panel, float* c, int64_t k);
+
 // Whether the processor adds the products of two pairs of bf16 in one step, and fast: on Xeons with AMX, decoding took
 // 1.1 to 1.3 times as long as with rows widened to fp32.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)

@@ -19,6 +19,11 @@ from forkpoint.ops.table import PagedAttention
 LEAST_QUERIES: Final = 128  # a row with fewer queries would spend too much of its time on collecting its keys
 
 
+def has_matrix_tiles() -> bool:
+    """Return whether the processor multiplies bf16 matrices in hardware tiles, many times faster than fp32 vectors."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
 @dataclass(frozen=True, slots=True)
 class TileAttention:
     """Uses torch's operator for rows with many queries, and `few` for other rows, layers with windows and 8-bit keys.

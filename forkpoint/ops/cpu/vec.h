@@ -7,6 +7,12 @@
 #include <cstring>
 #include <type_traits>
 
+// Where tiles multiply, the processor's own rounding is used too: it takes denormal numbers for zero, as tiles do.
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#include <immintrin.h>
+#define FORKPOINT_ROUNDS_BF16
+#endif
+
 namespace forkpoint {
 
 constexpr int LANES = 16;
@@ -30,6 +36,9 @@ inline float to_float(bf16 x) {
 
 // Round to nearest even; a NaN stays one (the quiet bit is set, so that truncation cannot make it infinite).
 inline vh round_bf16(vf x) {
+#ifdef FORKPOINT_ROUNDS_BF16
+  return (vh)_mm512_cvtneps_pbh((__m512)x);
+#endif
   const vu u = (vu)x;
   const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const vu nan = (u >> 16) | 0x40u;
