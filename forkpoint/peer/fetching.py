@@ -19,12 +19,12 @@ from forkpoint.cache.tier_entries import EntryName
 from forkpoint.peer.offered import key_of
 from forkpoint.peer.peer_threads import PeerThreads
 from forkpoint.peer.protocol import (
-    COPIES_WAIT_S,
     DONE,
     GONE,
     IN_RING,
     PART_NUMBER,
     SHARED,
+    SILENCE_S,
     HeldEntries,
     Line,
     PeerError,
@@ -42,8 +42,6 @@ MOST_CONNECTIONS: Final = 8  # connections of a fetch; each has a thread, which 
 RING_CONNECTIONS: Final = 2  # the same, if most entries stay in a ring and no bytes follow
 BYTES_OF_CONNECTION: Final = 2**25  # bytes for which a fetch opens another connection
 PROGRESS_BYTES: Final = 2**25  # arrived bytes that wake up a worker without other work
-# Seconds without a byte, after which a peer has stopped. One that runs sends an entry, or gives up, in COPIES_WAIT_S.
-SILENCE_S: Final = COPIES_WAIT_S + 5.0
 END_S: Final = 2.0  # time to tell a peer that its lease has ended
 LOGGER: Final = logging.getLogger("forkpoint")
 

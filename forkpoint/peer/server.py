@@ -18,6 +18,7 @@ from forkpoint.peer.protocol import (
     PART_NUMBER,
     SENT,
     SHARED,
+    SILENCE_S,
     HeldEntries,
     Line,
     PartHead,
@@ -32,6 +33,7 @@ from forkpoint.peer.protocol import (
 
 MAX_CONNECTIONS: Final = 128  # at once; more are closed, and their engines compute
 CONNECTION_S: Final = 60.0  # the longest time of a connection
+COPIED_S: Final = SILENCE_S - 1.0  # limit for an entry and the copy of its bytes together: a byte before SILENCE_S
 EXPIRE_EVERY_S: Final = 1.0
 RETRY_S: Final = 0.1  # pause after an error of the system, so that the engine's steps have the interpreter
 LOGGER: Final = logging.getLogger("forkpoint")
@@ -104,7 +106,8 @@ class OfferServer:
         keys, entries = [key[: -PART_NUMBER.size] for key in wanted.keys], list[OfferedEntry]()
         try:
             while len(entries) < len(keys):
-                start, found = len(entries), self._offered.wait_for(wanted.lease, keys[len(entries) :], COPIES_WAIT_S)
+                start, since_s = len(entries), time.monotonic()
+                found = self._offered.wait_for(wanted.lease, keys[start:], COPIES_WAIT_S)
                 if not found:
                     line.send_bytes(PartHead(GONE).pack())
                     return
@@ -119,7 +122,8 @@ class OfferServer:
                         continue
                     line.send_bytes(b"".join(unsent))
                     unsent.clear()
-                    self._send(line, entry, part, wanted.shares_memory)
+                    self._send(line, entry, part, wanted.shares_memory, since_s + COPIED_S)
+                    since_s = time.monotonic()
                 line.send_bytes(b"".join(unsent))
             is_complete = self._offered.wait_until_complete(wanted.lease, COPIES_WAIT_S)
             last = complete_head(self._namespace, entries[-1].name) if is_complete else PartHead(GONE)
@@ -128,12 +132,15 @@ class OfferServer:
         finally:
             self._offered.sent(entries)
 
-    def _send(self, line: Line, entry: OfferedEntry, part: int, shares_memory: bool) -> None:
-        """Send a part of an entry, or only its place in shared memory. It stays there as long as the connection."""
+    def _send(self, line: Line, entry: OfferedEntry, part: int, shares_memory: bool, until_s: float) -> None:
+        """Send a part of an entry, or only its place in shared memory. It stays there as long as the connection.
+
+        Raises PeerError if the entry's bytes are not there at `until_s`.
+        """
         data = part_of(memoryview(entry.data), part)
         if not data:
             raise PeerError(f"it asks for part {part} of an entry of {len(entry.data)} bytes")
-        if not self._offered.wait_for_copy(entry, COPIES_WAIT_S):
+        if not self._offered.wait_for_copy(entry, max(0.0, until_s - time.monotonic())):
             raise PeerError("its entry did not come from the device in time")
         found = self._offered.part_sum(entry, part)
         if shares_memory and entry.place is not None:

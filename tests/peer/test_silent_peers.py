@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from forkpoint.cache.peer_offers import Fetch
 from forkpoint.peer.link import PeerLink
 from forkpoint.peer.offered import OfferedEntry
-from forkpoint.peer.protocol import HEAD, MAGIC, SENT, PartHead
+from forkpoint.peer.protocol import HEAD, MAGIC, SENT, SILENCE_S, PartHead
 from tests.peer.links import HOST, LEASES, NAMES, contents, fetch, offer
 
 AGREES = HEAD.pack(MAGIC, 2) + b"\x91\xa0"  # HeldEntries without a refusal
@@ -42,6 +43,30 @@ def test_a_peer_that_has_stopped_is_given_up(decode: PeerLink, sent: bytes, monk
             connection.sendall(sent)
             report = decode.fetching.next_report(20.0)
     assert report is not None and report.failed == report.unreachable == (1,)
+
+
+def test_a_peer_that_runs_is_not_silent_for_that_long(
+    prefill: PeerLink, decode: PeerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for an entry and then for the copy of its bytes: both together end before the other engine gives up."""
+    offered, waited, limits = prefill.offered, [0.0], list[float]()
+    wait_for, wait_for_copy = offered.wait_for, offered.wait_for_copy
+
+    def late(lease: int, keys: Sequence[bytes], wait_s: float) -> list[OfferedEntry]:
+        waited[0] += wait_s
+        return wait_for(lease, keys, wait_s)
+
+    def copied(entry: OfferedEntry, wait_s: float) -> bool:
+        limits.append(waited[0] + wait_s)
+        waited[0] = 0.0  # bytes follow
+        return wait_for_copy(entry, wait_s)
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + waited[0])
+    monkeypatch.setattr("forkpoint.peer.server.time", clock)
+    monkeypatch.setattr(offered, "wait_for", late)
+    monkeypatch.setattr(offered, "wait_for_copy", copied)
+    assert fetch(decode, prefill.facts.port, offer(prefill))
+    assert len(limits) == len(NAMES) and max(limits) < SILENCE_S
 
 
 @pytest.fixture
