@@ -94,7 +94,7 @@ class Answers:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "drafts"), [*((family, 0) for family in WRITE), ("qwen3_5", 2)])
+@pytest.mark.parametrize(("family", "drafts"), [(family, 2 * (family == "qwen3_5")) for family in WRITE])
 def test_recorded_steps_have_the_bits_of_launched_ones(
     family: str, drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
