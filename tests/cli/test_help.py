@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -12,9 +13,12 @@ from forkpoint.vllm_options import TABLE
 LARGE = ("serve", "deploy", "generate", "chat", "run-batch", "bench serve")
 
 
+parser = functools.cache(build_parser)
+
+
 def shown(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
-        build_parser().parse_args(line.split())
+        parser().parse_args(line.split())
     out, err = capsys.readouterr()
     assert (ended.value.code, err) == (0, ""), err
     return out
@@ -65,7 +69,7 @@ def test_a_word_finds_options_by_name_and_description(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(("word", "meant"), [("max-modl-len", "max-model-len"), ("cp-ops", "cpu-ops")])
 def test_a_word_of_nothing_is_an_error(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        build_parser().parse_args(["serve", f"--help={word}"])
+        parser().parse_args(["serve", f"--help={word}"])
     told = capsys.readouterr().err
     assert ended.value.code == 2 and f"did you mean {meant}?" in told and "scheduler" in told
 
@@ -92,7 +96,7 @@ def test_similar_flags_are_those_that_help_shows(capsys: pytest.CaptureFixture[s
         ("-m", "arguments: -m (see"),
     ):
         with pytest.raises(SystemExit):
-            build_parser().parse_args(["serve", given])
+            parser().parse_args(["serve", given])
         assert similar in capsys.readouterr().err
 
 
