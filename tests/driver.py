@@ -112,14 +112,6 @@ class Driver:
         starts = [0, *cuts]
         return torch.cat([self.run([Work(row, tokens[a:b])])[0] for a, b in zip(starts, ends, strict=True)])
 
-    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """Prefill, then decode greedily."""
-        row = self.row()
-        found = [int(self.prefill(row, prompt)[-1].argmax())]
-        while len(found) < num_tokens:
-            found.append(int(self.run([Work(row, found[-1:], decode=True)])[0][-1].argmax()))
-        return found
-
 
 def _caches(layer: LayerSpec, num_blocks: int, num_slots: int, device: torch.device) -> LayerCache:
     pools = {}

@@ -65,9 +65,9 @@ def test_prefill_in_chunks(pair: Pair, cuts: list[int]) -> None:
 def test_decode(pair: Pair) -> None:
     driver = Driver(pair.ours)
     row = driver.row()
-    driver.prefill(row, pair.tokens[:70])
-    got = [driver.run([Work(row, [token], decode=True)])[0] for token in pair.tokens[70:140]]
-    assert error(torch.cat(got), pair.want[70:140]) <= TOLERANCE
+    driver.prefill(row, pair.tokens[:50])
+    got = [driver.run([Work(row, [token], decode=True)])[0] for token in pair.tokens[50:100]]
+    assert error(torch.cat(got), pair.want[50:100]) <= TOLERANCE
 
 
 def test_decode_from_the_first_token(pair: Pair) -> None:
@@ -106,14 +106,6 @@ def test_resuming_from_a_saved_state(pair: Pair) -> None:
     for _ in range(2):  # a slot that was read is as good as before
         fork = driver.fork(row, slot, 128)
         assert error(driver.prefill(fork, pair.tokens[128:]), pair.want[128:]) <= TOLERANCE
-
-
-def test_greedy_tokens_are_the_same(pair: Pair) -> None:
-    prompt = pair.tokens[:50]
-    got = Driver(pair.ours).greedy(prompt, 64)
-    # One pass over our own tokens: if each is the likeliest after those before it, greedy decoding gives them.
-    assert oracle(pair.theirs, prompt + got)[49:-1].argmax(-1).tolist() == got
-    assert len(set(got)) >= 20
 
 
 def test_the_state_matters(pair: Pair) -> None:
