@@ -98,9 +98,12 @@ def _hurry() -> None:
     interpreter._get_np_dtype = lambda kind: (plain if kind.scalar.is_ptr() else of_number)(kind.scalar)
     convert = interpreter._convert_float
 
+    @functools.wraps(convert)
     def convert_float(data: Any, given: Any, wanted: Any, mode: Any) -> Any:
         if given == tl.bfloat16 and wanted == tl.float32:  # its bits are the upper half
             return np.left_shift(data.view(np.uint16), 16, dtype=np.uint32)
+        if given == tl.float32 and wanted == tl.bfloat16 and mode is None:  # cut off, which Triton's way also does
+            return np.right_shift(np.ascontiguousarray(data).view(np.uint32), 16).astype(np.uint16)
         return convert(data, given, wanted, mode)
 
     interpreter._convert_float = convert_float

@@ -28,6 +28,8 @@ ARITHMETIC: dict[str, tuple[Compute, tuple[tl.dtype, ...]]] = {
     "mod": (np.fmod, INTS),
     "and": (np.bitwise_and, BITS),
     "or": (np.bitwise_or, BITS),
+    "lshift": (np.left_shift, INTS),
+    "rshift": (np.right_shift, INTS),
 }
 COMPARISONS: dict[str, Compute] = {
     "lt": np.less,
@@ -211,8 +213,18 @@ def _shorten_types() -> None:
     def short_cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
         return input if input.dtype is dst_ty.scalar else cast(self, input, dst_ty, fp_downcast_rounding)
 
+    def repeated(value: Any, sizes: tuple[int, ...]) -> Any:
+        data = np.empty(sizes, value.handle.data.dtype)
+        data[...] = value.handle.data
+        return tensor_of(data, value.handle.dtype.scalar, type_of(value.dtype, sizes))
+
     def short_fit(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.type.sizes == rhs.type.sizes else fit(self, lhs, rhs)
+        left, right = lhs.type.sizes, rhs.type.sizes
+        if left == right:
+            return lhs, rhs
+        if left and right:
+            return fit(self, lhs, rhs)
+        return (lhs, repeated(rhs, left)) if left else (repeated(lhs, right), rhs)
 
     def short_to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
         return x if type(x) is tensor else to_tensor(self, x, check_type)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 from tests.ops.interpreter_operators import ARITHMETIC, COMPARISONS
@@ -96,3 +97,12 @@ def test_new_axes(shape: tuple[int, ...]) -> None:
     for index in [None, whole, (None,), (None, whole), (whole, None), (whole, None, whole), (None, whole, None), (0,)]:
         value = tensor(tl.float32, shape)
         assert tried(short, value, index) == tried(inspect.unwrap(short), value, index)
+
+
+def test_conversions_cut_off_as_tritons() -> None:
+    bits = RNG.integers(0, 2**32, 4096, dtype=np.uint32)
+    bits = bits[(bits & 0x7F800000 != 0) | (bits << 1 == 0)]  # Triton's way is wrong for subnormal numbers
+    bits = np.concatenate([bits, np.array([0, 1 << 31, 0x7F800000, 0x7F800001], np.uint32)])
+    short = interpreter._convert_float
+    got, want = (way(bits.view(np.float32), tl.float32, tl.bfloat16, None) for way in (short, inspect.unwrap(short)))
+    assert np.array_equal(got, want) and got.dtype == want.dtype and got.shape == want.shape
