@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
@@ -112,9 +112,8 @@ class Server:
 
     async def exchange(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Reply:
         """Send `body` as JSON and return the whole answer. An error status is returned, not raised."""
-        with self._own_errors():
-            async with self._opened.request(method, self.url + path, json=body) as response:
-                return await _read(response)
+        async with self._request(method, path, body) as response:
+            return await _read(response)
 
     async def stream(
         self, path: str, body: Mapping[str, Any], *, running_usage: bool = False
@@ -129,17 +128,14 @@ class Server:
             options["continuous_usage_stats"] = True
         body = {**body, "stream": True, "stream_options": options}
         decoder, done = EventDecoder(), False
-        with self._own_errors():
-            async with self._opened.post(self.url + path, json=body) as response:
-                if response.status >= 400:
-                    (await _read(response)).raise_for_status()
-                async for received in response.content.iter_any():
-                    for data in decoder.feed(received):
-                        if data == DONE:
-                            done = True
-                            continue
-                        for delta in read_chunk(data):
-                            yield delta
+        async with self._request("POST", path, body) as response:
+            if response.status >= 400:
+                (await _read(response)).raise_for_status()
+            async for received in response.content.iter_any():
+                for data in decoder.feed(received):
+                    done = done or data == DONE
+                    for delta in _deltas(data):
+                        yield delta
         if not done:
             raise BrokenAnswerError(f"the answer of {self.url} ended without {DONE}; the server may have died")
 
@@ -149,11 +145,14 @@ class Server:
             raise RuntimeError("use Server in an `async with` statement")
         return self._session
 
-    @contextmanager
-    def _own_errors(self) -> Iterator[None]:
-        """Convert aiohttp's errors in the block to ServerUnreachableError and BrokenAnswerError."""
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send `body` as JSON. Convert aiohttp's errors, also in the block, to those of the class."""
         try:
-            yield
+            async with self._opened.request(method, self.url + path, json=body) as response:
+                yield response
         except aiohttp.ClientConnectorError as error:
             raise self._unreachable(error) from error
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -190,6 +189,10 @@ def base_url(url: str) -> str:
     for path in (CHAT, COMPLETIONS, "/v1"):
         url = url.removesuffix(path)
     return url.rstrip("/")
+
+
+def _deltas(data: str) -> Iterable[Delta]:
+    return () if data == DONE else read_chunk(data)
 
 
 async def _read(response: aiohttp.ClientResponse) -> Reply:
