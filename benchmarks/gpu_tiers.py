@@ -30,7 +30,7 @@ from forkpoint.errors import ForkpointError
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.copy_stream import PIECE_BYTES
-from forkpoint.platforms.platform import Mark
+from forkpoint.platforms.platform import DeviceEvent
 from forkpoint.runtime.host_copies import StreamCopies
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.sched.plan import MoveKind, MoveRoute
@@ -175,22 +175,22 @@ def check_bits(folder: Path, device: str) -> Iterator[str]:
 # --- times
 
 
-class ThrottledMark:
-    """A mark that is reached at a given time at the earliest."""
+class ThrottledEvent:
+    """An event that is reached at a given time at the earliest."""
 
-    def __init__(self, mark: Any, at_s: float) -> None:
-        self._mark, self._at_s = mark, at_s
+    def __init__(self, event: Any, at_s: float) -> None:
+        self._event, self._at_s = event, at_s
 
     def wait(self, stream: Any) -> None:
-        """Let a stream wait for the mark, as for one of its own events. The stream does not wait for the time."""
-        self._mark.wait(stream)
+        """Let a stream wait for the event, as for one of its own events. The stream does not wait for the time."""
+        self._event.wait(stream)
 
     def query(self) -> bool:
-        return time.perf_counter() >= self._at_s and self._mark.query()
+        return time.perf_counter() >= self._at_s and self._event.query()
 
     def synchronize(self) -> None:
         time.sleep(max(0.0, self._at_s - time.perf_counter()))
-        self._mark.synchronize()
+        self._event.synchronize()
 
 
 class ThrottledStream:
@@ -208,8 +208,8 @@ class ThrottledStream:
         num_bytes = sum(target.numel() for target, _ in copies)
         self._until_s = max(self._until_s, time.perf_counter()) + num_bytes / THROTTLED_RATE
 
-    def mark(self) -> Mark:
-        return ThrottledMark(self._stream.mark(), self._until_s)
+    def record_event(self) -> DeviceEvent:
+        return ThrottledEvent(self._stream.record_event(), self._until_s)
 
 
 def shown(seconds: Sequence[float]) -> str:

@@ -42,8 +42,8 @@ class HashDisk:
         match move.route:
             case MoveRoute.READ:
                 self._read(step, move)
-            case MoveRoute.FETCH:
-                room = rooms[MoveRoute.FETCH]
+            case MoveRoute.LOAD_TO_BUFFER:
+                room = rooms[MoveRoute.LOAD_TO_BUFFER]
                 is_right = room.is_whole(move) or not sound
                 require(is_right, step, f"fetches {kind.value} {move.src}, which holds garbage")
                 self.hold(ticket, kind, room.contents(move))

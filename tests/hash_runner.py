@@ -229,7 +229,7 @@ class HashRunner:
             self.peers.move(step, move, self._memory, sound=not self._failed)
         elif move.route is not MoveRoute.ARENA:
             rooms = {MoveRoute.LAND: self._memory, MoveRoute.ARENA_TO_DISK: self._memory}
-            rooms |= {MoveRoute.HOST_TO_DISK: self._host, MoveRoute.FETCH: self._host}
+            rooms |= {MoveRoute.HOST_TO_DISK: self._host, MoveRoute.LOAD_TO_BUFFER: self._host}
             self.disk.move(step, move, rooms, sound=not self._failed)
         else:
             self._memory.move(step, move.kind, move.src, move.dst, move.group)

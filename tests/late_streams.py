@@ -1,4 +1,4 @@
-"""A CPU with streams for copies that run late, in any order that the marks allow, and in two halves."""
+"""A CPU with streams for copies that run late, in any order that the events allow, and in two halves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from forkpoint.platforms.cpu import CpuPlatform
-from forkpoint.platforms.platform import CopyStream, Mark
+from forkpoint.platforms.platform import CopyStream, DeviceEvent
 
 POISON = 0xA5
 
 
-class LateMark:
+class LateEvent:
     """A point of a stream. A look at it lets some streams go on."""
 
     def __init__(self, world: World) -> None:
@@ -34,7 +34,7 @@ class LateMark:
         self._world.finish()
 
 
-class ComputeMark:
+class ComputeEvent:
     """A point in the order of the CPU's own work, which is always done."""
 
     def query(self) -> bool:
@@ -45,13 +45,13 @@ class ComputeMark:
 
 
 class World:
-    """All streams, whose work is done only when somebody looks at a mark, and not always then."""
+    """All streams, whose work is done only when somebody looks at an event, and not always then."""
 
     def __init__(self, seed: int, chance: float) -> None:
         self.random = random.Random(seed)
-        self.chance = chance  # that a look at a mark lets a stream do one more thing
+        self.chance = chance  # that a look at an event lets a stream do one more thing
         self.streams: list[LateStream] = []
-        self.newest_compute = threading.local()  # `mark`, of each rank
+        self.newest_compute = threading.local()  # `event`, of each rank
         self.has_memory = True
         self.lock = threading.RLock()  # ranks are threads
 
@@ -81,7 +81,7 @@ class LateStream:
         self._world = world
         self.work: deque[tuple[Callable[[], bool], Callable[[], Any]]] = deque()
         self._buffers: set[int] = set()  # addresses
-        self._waited_for: Mark | None = None
+        self._waited_for: DeviceEvent | None = None
         world.streams.append(self)
 
     def buffer(self, num_bytes: int) -> Tensor:
@@ -95,24 +95,24 @@ class LateStream:
         with self._world.lock:
             targets = {target.untyped_storage().data_ptr() for target, _ in copies}
             if not targets <= self._buffers:  # they are in the host, and the CPU has filled the buffers
-                assert self._waited_for is self._world.newest_compute.mark, "the copy does not wait for the step"
+                assert self._waited_for is self._world.newest_compute.event, "the copy does not wait for the step"
             for target, source in copies:
                 to, of = weakref.ref(target), weakref.ref(source)
                 self.work.append((_at_once, lambda to=to: _living(to).fill_(POISON)))
                 self.work.append((_at_once, lambda to=to, of=of: _living(to).copy_(_living(of))))
 
-    def mark(self) -> Mark:
-        mark = LateMark(self._world)
+    def record_event(self) -> DeviceEvent:
+        event = LateEvent(self._world)
         with self._world.lock:
-            self.work.append((_at_once, lambda: setattr(mark, "is_reached", True)))
-        return mark
+            self.work.append((_at_once, lambda: setattr(event, "is_reached", True)))
+        return event
 
-    def wait_for(self, mark: Mark) -> None:
-        if isinstance(mark, LateMark):
+    def wait_for(self, event: DeviceEvent) -> None:
+        if isinstance(event, LateEvent):
             with self._world.lock:
-                self.work.append((lambda: mark.is_reached, lambda: None))
+                self.work.append((lambda: event.is_reached, lambda: None))
         else:
-            self._waited_for = mark
+            self._waited_for = event
 
     def release(self, buffer: Tensor) -> None:
         buffer.fill_(POISON)
@@ -124,7 +124,7 @@ def _at_once() -> bool:
 
 def _living(tensor: weakref.ref[Tensor]) -> Tensor:
     found = tensor()
-    assert found is not None, "the memory of a copy was dropped before its mark"
+    assert found is not None, "the memory of a copy was dropped before its event"
     return found
 
 
@@ -161,10 +161,10 @@ class LatePlatform(CpuPlatform):
     def copy_stream(self) -> CopyStream:
         return LateStream(self.world)
 
-    def mark(self) -> Mark:
-        mark = ComputeMark()
-        self.world.newest_compute.mark = mark
-        return mark
+    def record_event(self) -> DeviceEvent:
+        event = ComputeEvent()
+        self.world.newest_compute.event = event
+        return event
 
     def synchronize(self) -> None:
         self.world.finish()

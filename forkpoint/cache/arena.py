@@ -35,7 +35,7 @@ class MoveRoute(enum.StrEnum):
     DISK = "disk"  # within the disk tier
     STORE = "store"  # from the arena to the host tier
     LOAD = "load"  # from the host tier to the arena
-    FETCH = "fetch"  # from the host tier to the buffer of the move's ticket
+    LOAD_TO_BUFFER = "load_to_buffer"  # from the host tier to the buffer of the move's ticket
     ARENA_TO_DISK = "arena_to_disk"
     HOST_TO_DISK = "host_to_disk"
     READ = "read"  # from the disk tier to the buffer of the move's ticket

@@ -18,7 +18,7 @@ from forkpoint.cache.lease import Lease
 from forkpoint.cache.peer_offers import Fetch, FetchReport, Offer, PeerFacts
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.tier import unit_of
-from forkpoint.cache.tier_entries import FETCHED_AT_ONCE, EntryName, TierReport
+from forkpoint.cache.tier_entries import BUFFERED_AT_ONCE, EntryName, TierReport
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Entry, Node
 from forkpoint.cache.windows import WindowRuns, ids_of
@@ -92,7 +92,7 @@ class FetchedPrompts(RestoreSource):
         """`tickets` are those of all tiers, for copies that end later than their plan; None: all end with it."""
         self._reader: TierReads | None = None
         if tickets is not None:
-            self._reader = TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock, self._stage)
+            self._reader = TierReads(layout, moves, tickets, BUFFERED_AT_ONCE, clock, self._stage)
         self._layout, self._facts, self._moves, self._counters, self._clock = layout, facts, moves, counters, clock
         self.orders: list[Fetch] = []
         self._prompts: dict[_Key, FetchedPrompt] = {}  # in the order of arrival

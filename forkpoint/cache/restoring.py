@@ -10,7 +10,7 @@ from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.restore_source import RestoreSource
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tier_entries import FETCHED_AT_ONCE, LOADED_AT_ONCE
+from forkpoint.cache.tier_entries import BUFFERED_AT_ONCE, LOADED_AT_ONCE
 from forkpoint.cache.tree import Checkpoint, Entry, Node, path_below
 from forkpoint.cache.windows import WindowRow
 from forkpoint.config import BLOCK_SIZE
@@ -51,7 +51,7 @@ class Restoring:
         self._stored = store.layout.in_tiers()
         self._sources = sources
         self.current: Restore | None = None
-        self.loaded_at_once = FETCHED_AT_ONCE if streams else LOADED_AT_ONCE
+        self.loaded_at_once = BUFFERED_AT_ONCE if streams else LOADED_AT_ONCE
         self.has_loaded = False
         self._left_bytes = 0
 

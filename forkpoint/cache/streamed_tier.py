@@ -13,7 +13,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.load_choice import LoadChoice
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tier import HostTier, LateTier, unit_of, windows_of
-from forkpoint.cache.tier_entries import FETCHED_AT_ONCE, HOST_READY, STORED_AT_ONCE
+from forkpoint.cache.tier_entries import BUFFERED_AT_ONCE, HOST_READY, STORED_AT_ONCE
 from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Entry, node_of
 from forkpoint.cache.windows import WindowRuns
@@ -50,7 +50,9 @@ class StreamedHostTier(LateTier, HostTier):
         super().__init__(layout, num_pages, moves, policy, cost, counters, has_private=has_private)
         self.is_ready = False
         self.stored_at_once = STORED_AT_ONCE
-        self._set_reader(TierReads(layout, moves, tickets, FETCHED_AT_ONCE, clock, self._fetch), tickets, clock)
+        self._set_reader(
+            TierReads(layout, moves, tickets, BUFFERED_AT_ONCE, clock, self._load_to_buffer), tickets, clock
+        )
         self.choice = self._choice = LoadChoice(cost, clock)
 
     def may_store(self, num_bytes: int) -> bool:
@@ -104,15 +106,15 @@ class StreamedHostTier(LateTier, HostTier):
         self.arena.moves.append(Move(kind, src, unit, route, ticket, windows=windows_of(entry)))
         self.counters.host_stored_bytes += num_bytes
 
-    def _fetch(self, entry: Entry, ticket: int) -> Move:
+    def _load_to_buffer(self, entry: Entry, ticket: int) -> Move:
         kind, unit, _ = unit_of(self.layout, entry)
-        return Move(kind, unit, 0, MoveRoute.FETCH, ticket)
+        return Move(kind, unit, 0, MoveRoute.LOAD_TO_BUFFER, ticket)
 
     def is_open(self) -> bool:
         return not self._choice.is_closed
 
     def is_stalled(self) -> bool:
-        return self._choice.is_late(max(FETCHED_AT_ONCE, self.layout.slot_bytes), self._reader.waited_s)
+        return self._choice.is_late(max(BUFFERED_AT_ONCE, self.layout.slot_bytes), self._reader.waited_s)
 
     def load(self, entry: Entry, unit: int, windows: WindowRuns = ()) -> Move:
         self.counters.host_loaded_bytes += unit_of(self.layout, entry)[2]

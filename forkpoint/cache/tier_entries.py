@@ -14,7 +14,7 @@ BLOCK, SLOT = 1, 2  # `kind` of a record
 HOST_READY: Final = 0  # the ticket that reports, once, that the host tier's memory can be used
 # Bytes of the device's memory that hold units on their way to the host tier, and on their way back, if it streams.
 STORED_AT_ONCE: Final = 640 * 2**20
-FETCHED_AT_ONCE: Final = 256 * 2**20
+BUFFERED_AT_ONCE: Final = 256 * 2**20
 # The most bytes that a plan with rows of other requests loads, and the most that it starts to read. These copies delay
 # the rows: by about 10 ms on a CPU, and on a GPU by the time that its host needs to issue them.
 LOADED_AT_ONCE: Final = 64 * 2**20

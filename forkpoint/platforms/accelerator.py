@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import SchedulerConfig
-from forkpoint.platforms.platform import Mark, Platform
+from forkpoint.platforms.platform import DeviceEvent, Platform
 
 
 class AcceleratorPlatform(Platform):
@@ -46,11 +46,11 @@ class AcceleratorPlatform(Platform):
         replay: Callable[[], None] = graph.replay
         return replay
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         event: Any = self._torch.Event()
         event.record()
-        mark: Mark = event
-        return mark
+        recorded: DeviceEvent = event
+        return recorded
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return self.host_buffer(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from forkpoint.platforms.platform import Mark
+from forkpoint.platforms.platform import DeviceEvent
 
 # Bytes of one copy. The device's copy engine serves other copies in between, such as those of a step's inputs: 8 MiB
 # take 160 us over PCIe 5. The host's addresses that are multiples of it separate pieces that were pinned apart.
@@ -41,14 +41,14 @@ class DeviceCopyStream:
         with self._module.stream(self._stream):
             copy_all(targets, sources)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         event: Any = self._module.Event()
         event.record(self._stream)
-        mark: Mark = event
-        return mark
+        recorded: DeviceEvent = event
+        return recorded
 
-    def wait_for(self, mark: Mark) -> None:
-        self._stream.wait_event(mark)
+    def wait_for(self, event: DeviceEvent) -> None:
+        self._stream.wait_event(event)
 
     def release(self, buffer: Tensor) -> None:
         if buffer.device.type != "cpu":

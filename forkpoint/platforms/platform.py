@@ -39,21 +39,21 @@ class DeviceTraits:
     masks_gathers: bool = True  # masks of loads that gather scattered rows are obeyed
 
 
-MARK_POLL_S: Final = 0.0002  # between two looks at a mark that a thread waits for
+EVENT_POLL_S: Final = 0.0002  # between two looks at an event that a thread waits for
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in the order of work issued to the device."""
 
     def synchronize(self) -> None:
-        """Wait until all work issued before the mark is done."""
+        """Wait until all work issued before the event is done."""
 
     def query(self) -> bool:
-        """Return whether all work issued before the mark is done."""
+        """Return whether all work issued before the event is done."""
 
 
-class _PastMark:
-    """A mark on a device whose work is done when the issuing call returns, so that nothing waits for it."""
+class _PastEvent:
+    """An event on a device whose work is done when the issuing call returns, so that nothing waits for it."""
 
     def synchronize(self) -> None:
         """Return at once."""
@@ -71,11 +71,11 @@ class CopyStream(Protocol):
     def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Issue copies, each given by its target and its source, which have to live until the copies are done."""
 
-    def mark(self) -> Mark:
-        """Return a mark after all copies issued so far."""
+    def record_event(self) -> DeviceEvent:
+        """Return an event after all copies issued so far."""
 
-    def wait_for(self, mark: Mark) -> None:
-        """Start no copy that is issued later before the mark is reached."""
+    def wait_for(self, event: DeviceEvent) -> None:
+        """Start no copy that is issued later before the event is reached."""
 
     def release(self, buffer: Tensor) -> None:
         """Drop a buffer that the device's other work issued so far still reads."""
@@ -145,12 +145,12 @@ class Platform(Protocol):
         """
         return run
 
-    def mark(self) -> Mark:
-        """Return a mark after all work issued so far."""
-        return _PastMark()
+    def record_event(self) -> DeviceEvent:
+        """Return an event after all work issued so far."""
+        return _PastEvent()
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the host. It is complete after waiting for a mark created after this call."""
+        """Return a copy on the host. It is complete after waiting for an event created after this call."""
         return tensor.clone()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from queue import SimpleQueue
 
-from forkpoint.platforms.platform import MARK_POLL_S, Mark
+from forkpoint.platforms.platform import EVENT_POLL_S, DeviceEvent
 from forkpoint.runtime.copy_lane import CopyBatch
 
 
@@ -27,26 +27,26 @@ class AtOnce:
 
 
 class AfterCopies(AtOnce):
-    """Runs functions one after the other in a thread, each once a batch of copies has come to a mark.
+    """Runs functions one after the other in a thread, each once a batch of copies has come to an event.
 
     The worker's thread calls all methods. Functions must not raise.
     """
 
-    def __init__(self, name: str, mark_of: Callable[[CopyBatch], Mark | None] = attrgetter("mark")) -> None:
-        """`mark_of` returns the mark of a batch that was issued. Without it all of its copies have to be done."""
-        self._mark_of = mark_of
+    def __init__(self, name: str, event_of: Callable[[CopyBatch], DeviceEvent | None] = attrgetter("event")) -> None:
+        """`event_of` returns the event of a batch that was issued. Without it all of its copies have to be done."""
+        self._event_of = event_of
         self._added: list[tuple[Callable[[], object], CopyBatch | None]] = []
-        self._work = SimpleQueue[tuple[Callable[[], object], Mark | None] | None]()  # None: the thread ends
+        self._work = SimpleQueue[tuple[Callable[[], object], DeviceEvent | None] | None]()  # None: the thread ends
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def add(self, run: Callable[[], object], after: CopyBatch | None = None) -> None:
-        """Run a function after `flush`, these copies' mark, and all functions that were added before."""
+        """Run a function after `flush`, these copies' event, and all functions that were added before."""
         self._added.append((run, after))
 
     def flush(self) -> None:
         for run, after in self._added:
-            self._work.put((run, None if after is None else self._mark_of(after)))
+            self._work.put((run, None if after is None else self._event_of(after)))
         self._added.clear()
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class AfterCopies(AtOnce):
         self._thread.join()
 
     def _run(self) -> None:
-        for run, mark in iter(self._work.get, None):
-            while mark is not None and not mark.query():
-                time.sleep(MARK_POLL_S)
+        for run, event in iter(self._work.get, None):
+            while event is not None and not event.query():
+                time.sleep(EVENT_POLL_S)
             run()

@@ -108,15 +108,15 @@ class ArenaBuffer:
         After a failed step the memory is not `sound`. Then nothing goes to the disk or to other engines, and moves to
         the disk fail.
         """
-        self.note(moves, sound)
-        self.issue()
+        self._note(moves, sound)
+        self._issue()
 
-    def note(self, moves: Sequence[Move], sound: bool = True) -> None:
+    def _note(self, moves: Sequence[Move], sound: bool = True) -> None:
         """Run moves as `move` does, without beginning the copies that end later than the plan."""
         for route, group in groupby(moves, key=attrgetter("route")):
             same: Sequence[Move] = list(group)
-            if route is MoveRoute.FETCH:
-                self.copies.fetch(same)
+            if route is MoveRoute.LOAD_TO_BUFFER:
+                self.copies.load_to_buffer(same)
             elif route is MoveRoute.STORE:
                 self.copies.store(same)
             else:
@@ -135,7 +135,7 @@ class ArenaBuffer:
             assert self._disk_copies is not None, "the worker has opened no disk tier"
             self._disk_copies.run(move, sound)
 
-    def issue(self) -> None:
+    def _issue(self) -> None:
         """Begin the copies that moves have only noted."""
         self.copies.issue()
         for late in (self._disk_copies, self._peer_copies):

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from forkpoint.platforms.platform import CopyStream, Mark
+from forkpoint.platforms.platform import CopyStream, DeviceEvent
 from forkpoint.runtime.stretch import Stretch, joined
 
 
 @dataclass(slots=True)
 class CopyBatch:
-    """Copies that were issued together. Their tensors stay alive until `mark`, the point after the last copy.
+    """Copies that were issued together. Their tensors stay alive until `event`, the point after the last copy.
 
     `filled` is the point at which the buffers of copies to the host have their contents.
     """
@@ -25,15 +25,15 @@ class CopyBatch:
     copies: list[tuple[Stretch, Stretch]] = field(default_factory=list)  # target and source
     tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the same, as they were issued
     num_bytes: int = 0
-    after: list[Mark] = field(default_factory=list)
-    filled: Mark | None = None
-    mark: Mark | None = None
+    after: list[DeviceEvent] = field(default_factory=list)
+    filled: DeviceEvent | None = None
+    event: DeviceEvent | None = None
 
 
 class CopyLane:
     """One direction of copies: a stream, the batch under construction, and the batches that run."""
 
-    def __init__(self, stream: CopyStream, padding: int = 0) -> None:
+    def __init__(self, stream: CopyStream, padding: int) -> None:
         """Copies of neighbours also copy the `padding` between them."""
         self.stream = stream
         self._padding = padding
@@ -58,25 +58,25 @@ class CopyLane:
     def issue(self, other: CopyLane) -> CopyBatch:
         """Issue the batch under construction. It waits for the other lane's copies of its pages."""
         batch, self.next = self.next, CopyBatch()
-        marks = {id(each): each for page in batch.pages if (each := other.mark_of(page)) is not None}
-        for mark in (*batch.after, *marks.values()):
-            self.stream.wait_for(mark)
+        events = {id(each): each for page in batch.pages if (each := other.event_of(page)) is not None}
+        for event in (*batch.after, *events.values()):
+            self.stream.wait_for(event)
         batch.tensors = [(target.bytes, source.bytes) for target, source in joined(batch.copies, self._padding)]
         self.stream.copy(batch.tensors)
-        batch.mark = self.stream.mark()
+        batch.event = self.stream.record_event()
         self._running.append(batch)
         self._last.update(dict.fromkeys(batch.pages, batch))
         return batch
 
-    def mark_of(self, page: int) -> Mark | None:
-        """Return the mark after the last copy to or from a page; None if there is none in flight."""
+    def event_of(self, page: int) -> DeviceEvent | None:
+        """Return the event after the last copy to or from a page; None if there is none in flight."""
         batch = self._last.get(page)
-        return None if batch is None else batch.mark
+        return None if batch is None else batch.event
 
     def take_done(self) -> tuple[list[int], list[int]]:
         """Return the tickets of copies that have ended since the last call, and of those whose source was lost."""
         done, lost = list[int](), list[int]()
-        while self._running and (mark := self._running[0].mark) is not None and mark.query():
+        while self._running and (event := self._running[0].event) is not None and event.query():
             batch = self._running.popleft()
             for ticket in batch.tickets:
                 check = batch.checks.get(ticket)

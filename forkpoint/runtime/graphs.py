@@ -12,7 +12,7 @@ from typing import Generic, TypeAlias, TypeVar
 import torch
 
 from forkpoint.platforms.packing import Arrays, Tensors, places_of, views
-from forkpoint.platforms.platform import Mark, Platform
+from forkpoint.platforms.platform import DeviceEvent, Platform
 from forkpoint.runtime.step_inputs import StepShape
 
 LOGGER = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class InputRegion:
         self.device = torch.zeros(capacity, dtype=torch.uint8, device=platform.device)
         self._staged = [platform.host_buffer((capacity,), torch.uint8) for _ in range(_NUM_STAGED)]
         self._views = [buffer.numpy().data for buffer in self._staged]
-        self._copied: list[Mark | None] = [None] * _NUM_STAGED
+        self._copied: list[DeviceEvent | None] = [None] * _NUM_STAGED
         self._turn = 0
 
     def fill(self, arrays: Arrays, offsets: Mapping[str, int]) -> None:
@@ -130,16 +130,16 @@ class InputRegion:
         """
         assert arrays.keys() == offsets.keys(), "a step's arrays are not those that its graph reads"
         self._turn = (self._turn + 1) % _NUM_STAGED
-        mark = self._copied[self._turn]
-        if mark is not None:
-            mark.synchronize()
+        event = self._copied[self._turn]
+        if event is not None:
+            event.synchronize()
         view, end = self._views[self._turn], 0
         for name, array in arrays.items():
             offset = offsets[name]
             view[offset : offset + array.nbytes] = array.tobytes()
             end = max(end, offset + array.nbytes)
         self.device[:end].copy_(self._staged[self._turn][:end], non_blocking=True)
-        self._copied[self._turn] = self._platform.mark()
+        self._copied[self._turn] = self._platform.record_event()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.tier_entries import HOST_READY, TierReport
 from forkpoint.platforms.copy_stream import copy_all
-from forkpoint.platforms.platform import MARK_POLL_S, Platform
+from forkpoint.platforms.platform import EVENT_POLL_S, Platform
 from forkpoint.runtime.copy_lane import CopyBatch, CopyLane
 from forkpoint.runtime.device_buffers import DeviceBuffers
 from forkpoint.runtime.stretch import Stretch, are_apart, joined, joint_padding
@@ -134,7 +134,7 @@ class DirectCopies:
         return
 
     def run(self, move: Move) -> bool:
-        """Run a move of another route than FETCH, LAND and STORE. Returns False if it is of no concern here."""
+        """Run a move that no other method runs. Returns False if it is of no concern here."""
         memory = self._memory
         if move.route is MoveRoute.LOAD:
             memory.copy_in(move, memory.in_host(move, move.src)[0].bytes)
@@ -150,8 +150,8 @@ class DirectCopies:
         for move in moves:
             self._memory.copy_out(move, self._memory.in_host(move, move.dst)[0].bytes)
 
-    def fetch(self, moves: Sequence[Move]) -> None:
-        """Run moves of the route FETCH."""
+    def load_to_buffer(self, moves: Sequence[Move]) -> None:
+        """Run moves of the route LOAD_TO_BUFFER."""
         raise NotImplementedError(f"{type(self).__name__} loads units without a buffer in between")
 
     def land(self, moves: Sequence[Move]) -> Sequence[Move]:
@@ -179,7 +179,7 @@ class StreamCopies(DirectCopies):
     """Copies on two streams of the device, one for each direction, next to its steps.
 
     A stored unit is first copied to a buffer of the device, in the order of the device's work. Its memory can be
-    overwritten from then on, and nothing waits for the copy to the host. A fetched unit goes to a buffer of the device
+    overwritten from then on, and nothing waits for the copy to the host. A loaded unit goes to a buffer of the device
     too. It is reported once it has arrived, and only then does a plan copy it to the arena. Copies of one host page
     keep their order. The host's memory is pinned in the background, and HOST_READY is reported when that is done.
     """
@@ -188,10 +188,10 @@ class StreamCopies(DirectCopies):
         super().__init__(memory)
         self._platform = platform
         self._out, self._in = (CopyLane(platform.copy_stream(), memory.padding) for _ in range(2))
-        self._fetched: dict[int, Stretch] = {}  # by ticket
+        self._loaded: dict[int, Stretch] = {}  # by ticket
         self._buffers_in, self._buffers_out = (DeviceBuffers(BATCH_BYTES, memory.padding) for _ in range(2))
         self._unfilled: list[tuple[Stretch, Stretch]] = []  # copies from the arena to buffers, not issued yet
-        self._unfilled_beside: list[tuple[Stretch, Stretch]] = []  # the same to other memory of the device
+        self._unfilled_copies: list[tuple[Stretch, Stretch]] = []  # the same to other memory of the device
         self._done: list[int] = []  # tickets of copies that were made at once
         self._lost: list[int] = []  # tickets of copies whose source was lost
         self._is_closing = False
@@ -209,11 +209,11 @@ class StreamCopies(DirectCopies):
         if move.route is MoveRoute.HOST:
             # The host's processor would hold up the steps.
             self.copy_from_host(move, *self._memory.in_host(move, move.dst))
-        elif move.ticket not in self._fetched:
+        elif move.ticket not in self._loaded:
             return False
         else:
             assert move.route is MoveRoute.DISCARD
-            del self._fetched[move.ticket]
+            del self._loaded[move.ticket]
         return True
 
     def store(self, moves: Sequence[Move]) -> None:
@@ -225,14 +225,14 @@ class StreamCopies(DirectCopies):
             if self.copy_out(move, target, page, move.ticket) is None:
                 self._done.append(move.ticket)
 
-    def fetch(self, moves: Sequence[Move]) -> None:
+    def load_to_buffer(self, moves: Sequence[Move]) -> None:
         for move in moves:
-            self._fetched[move.ticket] = self._fetch(move, move.ticket)
+            self._loaded[move.ticket] = self._load_to_buffer(move, move.ticket)
 
     def land(self, moves: Sequence[Move]) -> Sequence[Move]:
-        own = [move for move in moves if move.ticket in self._fetched]
-        others = [move for move in moves if move.ticket not in self._fetched]
-        arrived = (copy for move in own for copy in self._memory.copies_in(move, self._fetched.pop(move.ticket)))
+        own = [move for move in moves if move.ticket in self._loaded]
+        others = [move for move in moves if move.ticket not in self._loaded]
+        arrived = (copy for move in own for copy in self._memory.copies_in(move, self._loaded.pop(move.ticket)))
         for buffer in self._copy_now(arrived):
             self._in.stream.release(buffer)
         return others
@@ -271,7 +271,7 @@ class StreamCopies(DirectCopies):
                 return TierReport(tuple(done), tuple(lost))
             if not self._in.is_busy or time.monotonic() >= until:
                 return None
-            time.sleep(MARK_POLL_S)
+            time.sleep(EVENT_POLL_S)
 
     def close(self) -> None:
         self._is_closing = True
@@ -304,17 +304,17 @@ class StreamCopies(DirectCopies):
     def _new_buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.arena.device)
 
-    def copy_beside(self, move: Move, target: Stretch) -> None:
+    def copy_on_device(self, move: Move, target: Stretch) -> None:
         """Copy the unit `move.src` of the arena to other memory of the device.
 
         Call `copy_out` of the unit next: when its copy has ended, this one has, too.
         """
-        self._unfilled_beside += self._memory.copies_out(move, target)
+        self._unfilled_copies += self._memory.copies_out(move, target)
 
     def fill(self) -> None:
-        for unfilled in (self._unfilled, self._unfilled_beside):
+        for unfilled in (self._unfilled, self._unfilled_copies):
             self._copy_now(unfilled)
-        self._unfilled, self._unfilled_beside = [], []
+        self._unfilled, self._unfilled_copies = [], []
 
     def copy_in(self, source: Stretch, ticket: int, check: Callable[[], bool] | None = None) -> CopyBatch | None:
         """Copy contents from other memory to a buffer that LAND finds under the ticket.
@@ -322,12 +322,12 @@ class StreamCopies(DirectCopies):
         `next_report` reports the ticket when they have arrived. If `check` then returns False, they are reported as
         failed. Returns as `copy_out` does.
         """
-        self._fetched[ticket], batch = self._copy_in(source, None, ticket, check)
+        self._loaded[ticket], batch = self._copy_in(source, None, ticket, check)
         return batch
 
     def lose(self, ticket: int) -> None:
         """Report that the source of a ticket is not there."""
-        self._fetched[ticket] = Stretch.of(torch.empty(0, dtype=torch.uint8))
+        self._loaded[ticket] = Stretch.of(torch.empty(0, dtype=torch.uint8))
         self._lost.append(ticket)
 
     def _copy_in(
@@ -350,7 +350,7 @@ class StreamCopies(DirectCopies):
             batch.checks[ticket] = check
         return buffer, batch
 
-    def _fetch(self, move: Move, ticket: int = 0) -> Stretch:
+    def _load_to_buffer(self, move: Move, ticket: int = 0) -> Stretch:
         """Start to copy a unit of the host to a buffer, and return the buffer."""
         source, page = self._memory.in_host(move, move.src)
         self._keep_order(self._out, page)
@@ -361,9 +361,9 @@ class StreamCopies(DirectCopies):
 
     def copy_from_host(self, move: Move, target: Stretch, page: int | None = None) -> CopyBatch:
         """Copy the unit `move.src` of the host tier to other memory of the host, which may be `page` of the tier."""
-        buffer = self._fetch(move)
+        buffer = self._load_to_buffer(move)
         self.issue()
-        arrived = self._in.mark_of(self._memory.in_host(move, move.src)[1])
+        arrived = self._in.event_of(self._memory.in_host(move, move.src)[1])
         if arrived is not None:
             self._out.next.after.append(arrived)
         return self._out.add(target, buffer, page)
@@ -376,7 +376,7 @@ class StreamCopies(DirectCopies):
     def _issue_out(self) -> None:
         self.fill()
         batch = self._out.next
-        batch.filled = self._platform.mark()
+        batch.filled = self._platform.record_event()
         batch.after.append(batch.filled)
         self._out.issue(self._in)
 

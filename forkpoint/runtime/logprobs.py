@@ -41,7 +41,7 @@ class Scores:
 def score(logits: Tensor, token_ids: Tensor, asked: Mapping[int, int], ops: OpTable, platform: Platform) -> Scores:
     """Start the copy to the host of log-probabilities under `logits[N, V]`: of `token_ids[N]`, and of the likeliest.
 
-    Returns the scores, to be read after a mark. `asked` maps the number of each position to the number of likeliest
+    Returns the scores, to be read after an event. `asked` maps the number of each position to the number of likeliest
     tokens; it is not empty. The lower id of equally likely tokens comes first, so a row's result does not depend on
     other rows.
     """

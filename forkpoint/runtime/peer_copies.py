@@ -150,7 +150,7 @@ class StreamedPeers(DirectPeers):
         position: int | None = None
         if self._own is not None and (taken := self._own.take(num_bytes + self._memory.padding)) is not None:
             position, target = taken
-            self._copies.copy_beside(move, Stretch(target.memory, target.start, target.start + num_bytes))
+            self._copies.copy_on_device(move, Stretch(target.memory, target.start, target.start + num_bytes))
         data = self._buffers.take(num_bytes)
         self._last = self._copies.copy_out(move, Stretch.of(as_tensor(data)))
         self._new.setdefault(move.ticket, []).append(OfferedEntry(name, data, position))

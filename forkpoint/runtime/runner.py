@@ -193,7 +193,7 @@ class ModelRunner:
         rows = plan.sampled_rows
         if not plan.num_tokens:
             nothing = StepResult(plan.step, np.empty(0, np.int32))
-            return RunningStep(nothing, self.platform.mark(), rows, next_reports=next_reports)
+            return RunningStep(nothing, self.platform.record_event(), rows, next_reports=next_reports)
         sampling = self.batch.sampling(rows)
         if self._drafts is not None:  # penalties count drafts
             plan = self._drafts.filled(plan, any(row.counts is not None for row in sampling))
@@ -209,14 +209,16 @@ class ModelRunner:
         if self._records is not None:
             self._records.issued(plan)
         if sampled is None:
-            return RunningStep(partial_result, self.platform.mark(), rows, prompts=prompts, next_reports=next_reports)
+            return RunningStep(
+                partial_result, self.platform.record_event(), rows, prompts=prompts, next_reports=next_reports
+            )
         verified: Verified | None = None
         if spans is None:
             answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
         else:
             answers, verified = self._finish_spans(plan, spans, sampling, sampled)
-        mark = self.platform.mark()
-        return RunningStep(partial_result, mark, rows, answers, verified, sampled.logprobs, prompts, next_reports)
+        event = self.platform.record_event()
+        return RunningStep(partial_result, event, rows, answers, verified, sampled.logprobs, prompts, next_reports)
 
     def _compute(
         self, plan: StepPlan, plain: bool

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from forkpoint.ops.rows.columns import NOT_FINITE
-from forkpoint.platforms.platform import Mark
+from forkpoint.platforms.platform import DeviceEvent
 from forkpoint.runtime.draft_spans import DraftSpans
 from forkpoint.runtime.logprobs import Scores
 from forkpoint.sched.plan import FetchReport, IntArray, StepResult, TierReport, TokenLogprobs
@@ -35,7 +35,7 @@ class RunningStep:
     """
 
     partial: StepResult
-    done: Mark
+    done: DeviceEvent
     rows: IntArray
     answers: Tensor | None = None
     verified: Verified | None = None

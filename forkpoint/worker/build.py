@@ -14,7 +14,7 @@ import torch
 from forkpoint.cache.layer_spec import KVSpec
 from forkpoint.cache.layout import WIDEST_STORED, CacheLayout
 from forkpoint.cache.peer_offers import PeerFacts
-from forkpoint.cache.tier_entries import FETCHED_AT_ONCE, STORED_AT_ONCE, DiskFacts
+from forkpoint.cache.tier_entries import BUFFERED_AT_ONCE, STORED_AT_ONCE, DiskFacts
 from forkpoint.config import GIB, EngineConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.models.decoder import Model
@@ -298,7 +298,7 @@ def _size_arena(config: EngineConfig, loaded: Loaded) -> int:
     if share is not None and _has_tiers_or_peers(config) and platform.has_copy_streams:
         if config.kv_transfer_config is not None and platform.lends_memory:
             ring_bytes = config.kv_transfer_config.ring_bytes // config.tensor_parallel_size
-        share = max(0, share - STORED_AT_ONCE - FETCHED_AT_ONCE - ring_bytes)
+        share = max(0, share - STORED_AT_ONCE - BUFFERED_AT_ONCE - ring_bytes)
     limit = loaded.model.config.max_model_len
     return choose_num_pages(loaded.layout, limit, given, platform.free_bytes(), share, ring_bytes)
 

@@ -88,7 +88,7 @@ class MovingDisk(Moving):
         while self.arrived:
             ticket = self.arrived.pop()
             kind, contents = self.reads.pop(ticket)
-            self.arena.note([self.landing(kind, ticket, contents)])
+            self.arena._note([self.landing(kind, ticket, contents)])
             self.check_landed()
 
 

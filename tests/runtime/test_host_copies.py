@@ -115,7 +115,7 @@ class Moving:
         if known and choice < 0.55:
             source, ticket = self.random.choice(known)[1], self.ticket()
             self.reads[ticket] = kind, self.host[kind, source].clone()
-            return Move(kind, source, 0, MoveRoute.FETCH, ticket)
+            return Move(kind, source, 0, MoveRoute.LOAD_TO_BUFFER, ticket)
         if known and choice < 0.7:
             source, target = self.random.choice(known)[1], self.unit(kind, NUM_HOST_PAGES)
             self.keep(self.host, kind, target, self.host[kind, source])
@@ -142,13 +142,13 @@ class Moving:
             # Run one by one what a plan runs together, because `move` looks at the arena; `issue` comes at the end.
             moves = self.with_neighbours(self.move())
             before = self.arena.data.clone()
-            self.arena.note(moves)
+            self.arena._note(moves)
             self.take_places(moves, before)
             assert torch.equal(self.arena.data, before), "a copy to the arena reaches beyond its units"
             self.check_landed()
-        self.arena.issue()
+        self.arena._issue()
         self.arena.data.random_(0, 255)
-        self.platform.mark()
+        self.platform.record_event()
         self.take_report()
 
     def with_neighbours(self, move: Move) -> list[Move]:
@@ -159,8 +159,8 @@ class Moving:
             if move.route is MoveRoute.STORE and src < NUM_PAGES * own and dst < NUM_HOST_PAGES * stored:
                 self.keep(self.host, MoveKind.BLOCK, dst, self.contents(MoveKind.BLOCK, src, ()))
                 move = Move(MoveKind.BLOCK, src, dst, MoveRoute.STORE, self.ticket())
-            elif move.route is MoveRoute.FETCH and (MoveKind.BLOCK, src) in self.host:
-                move = Move(MoveKind.BLOCK, src, 0, MoveRoute.FETCH, self.ticket())
+            elif move.route is MoveRoute.LOAD_TO_BUFFER and (MoveKind.BLOCK, src) in self.host:
+                move = Move(MoveKind.BLOCK, src, 0, MoveRoute.LOAD_TO_BUFFER, self.ticket())
                 self.reads[move.ticket] = MoveKind.BLOCK, self.host[MoveKind.BLOCK, src].clone()
             elif move.route is MoveRoute.LAND and dst < NUM_PAGES * own and move.ticket + 1 in self.arrived:
                 kind, contents = self.reads[move.ticket + 1]

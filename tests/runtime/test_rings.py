@@ -28,7 +28,7 @@ from forkpoint.runtime.rings import OwnRing, PeerRings
 from forkpoint.runtime.units import unit_bytes, unit_extent
 from forkpoint.sched.plan import Move, MoveKind, MoveRoute
 from forkpoint.shared_arrays import CAN_SHARE, Place, SharedMemory
-from tests.late_streams import ComputeMark, LatePlatform
+from tests.late_streams import ComputeEvent, LatePlatform
 from tests.sched.harness import LAYOUTS
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="this system has no memory for several processes")
@@ -171,7 +171,7 @@ def test_a_ring_is_written_before_units_are_offered_although_memory_is_short(mon
 def test_units_of_a_ring_are_offered_once_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not offered before the steps in front of their copies have ended. They come to the host later."""
     is_computed = False
-    monkeypatch.setattr(ComputeMark, "query", lambda mark: is_computed)
+    monkeypatch.setattr(ComputeEvent, "query", lambda event: is_computed)
     with worker(0, "p", 1 << 20) as prefill:
         prefill.platform.world.chance = 0.0
         offered, keys = prefill.link.offered, [key_of(name) for name in offer(prefill, 2, waits=False)]

@@ -60,7 +60,7 @@ def test_a_plan_beside_other_requests_loads_little(is_busy: bool, monkeypatch: p
     prompt, submit = evicted(harness), HashRunner.submit
 
     def count(runner: HashRunner, plan: StepPlan) -> AnsweredStep:
-        for route in (MoveRoute.FETCH, MoveRoute.LAND):
+        for route in (MoveRoute.LOAD_TO_BUFFER, MoveRoute.LAND):
             moved[route].append(sum(move.route is route for move in plan.moves))
         return submit(runner, plan)
 
@@ -74,7 +74,7 @@ def test_a_plan_beside_other_requests_loads_little(is_busy: bool, monkeypatch: p
 
 def test_a_plan_beside_other_requests_starts_few_reads_even_if_few_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that has landed what has arrived could take more, but must not start as many reads once more."""
-    harness, num_fetched = tight(host_streams=True), list[int]()
+    harness, num_loaded = tight(host_streams=True), list[int]()
     for module in ("restoring", "tier_reads"):
         monkeypatch.setattr(f"forkpoint.cache.{module}.LOADED_AT_ONCE", 2 * harness.layout.in_tiers().block_bytes)
     prompt, submit, disk = evicted(harness), HashRunner.submit, type(harness.runner.disk)
@@ -86,7 +86,7 @@ def test_a_plan_beside_other_requests_starts_few_reads_even_if_few_arrive(monkey
         return TierReport((done.popleft(),)) if done else None
 
     def count(runner: HashRunner, plan: StepPlan) -> AnsweredStep:
-        num_fetched.append(sum(move.route is MoveRoute.FETCH for move in plan.moves))
+        num_loaded.append(sum(move.route is MoveRoute.LOAD_TO_BUFFER for move in plan.moves))
         return submit(runner, plan)
 
     harness.add("stream", tokens(5, 64), 60)
@@ -95,4 +95,4 @@ def test_a_plan_beside_other_requests_starts_few_reads_even_if_few_arrive(monkey
     monkeypatch.setattr(disk, "next_report", one_at_a_time)
     monkeypatch.setattr(HashRunner, "submit", count)
     assert harness.ask("again", next_turn(prompt), 2).cache.num_restored_tokens > 512
-    assert max(num_fetched) == 2, num_fetched
+    assert max(num_loaded) == 2, num_loaded
