@@ -49,6 +49,7 @@ PROBE_CPU_S, PROBE_MEMORY_BYTES = 5, 2**30  # limits for all probes together; re
 OVER_LIMIT = (
     f"takes more than {PROBE_CPU_S} s or {PROBE_MEMORY_BYTES >> 30} GiB of memory for a conversation of a few words"
 )
+IGNORES_USER = "shows nothing of what a user says, so that every prompt would be the same"
 
 
 class ChatTemplate:
@@ -72,9 +73,9 @@ class ChatTemplate:
         `content_format` says how the template gets content: as texts (`string`), as lists of text parts (`openai`), or
         in the form that it shows (`auto`). `tool_call_parser` names the notation of calls for a template that does not
         show them. `images` reads the images of conversations; None: they are refused.
-        Raises ConfigError if a given template cannot be read, or needs too much time or memory, or if the template
-        shows a user's text in the other form alone. If the model's own template needs too much, all conversations are
-        refused.
+        Raises ConfigError if a given template cannot be read, needs too much time or memory, or ignores the user, and
+        for any template that shows a user's text in the other form alone. If the model's own template needs too much or
+        ignores the user, all conversations are refused.
         """
         self._tokenizer = tokenizer
         self._template = read_template(template, tokenizer.templates)
@@ -89,10 +90,9 @@ class ChatTemplate:
                 limits = {"cpu_s": PROBE_CPU_S, "memory_bytes": PROBE_MEMORY_BYTES}
                 probed = run_bounded(probe, **limits) if in_fork else probe()
             except OverLimitError:
-                if self._template is not None:
-                    raise ConfigError(f"the given chat_template {OVER_LIMIT}; correct it") from None
-                self._fault = f"the model's {_own_name(tokenizer)} {OVER_LIMIT}; give another with --chat-template"
-                LOGGER.warning("%s: %s; until then chats are refused", tokenizer.hf.name_or_path, self._fault)
+                self._refuse_all(OVER_LIMIT)
+        if probed.ignores_user:
+            self._refuse_all(IGNORES_USER)
         if probed.only_form:
             raise ConfigError(
                 f"chat_template_content_format={content_format!r} is not possible: the chat template shows content in "
@@ -121,12 +121,21 @@ class ChatTemplate:
             raise ConfigError(f"chat_template {wrong}")
         return ChatTemplate(self._tokenizer, text or self._template, content_format, images=self._images, in_fork=False)
 
+    def _refuse_all(self, reason: str) -> None:
+        """Refuse all conversations and warn why, or raise ConfigError if the template is a given one."""
+        if self._template is not None:
+            raise ConfigError(f"the given chat_template {reason}; correct it, or leave it out")
+        self._fault = f"the model's {_own_name(self._tokenizer)} {reason}; give another with --chat-template"
+        LOGGER.warning("%s: %s; until then chats are refused", self._tokenizer.hf.name_or_path, self._fault)
+
     def _probe(self, content_format: ContentFormat) -> _Probed:
         in_parts = content_format == "openai"
         wrong = not self._shows_user(in_parts=in_parts) and self._shows_user(in_parts=not in_parts)
         if wrong and content_format != "auto":
             return _Probed(in_parts, TemplateTraits(), TemplateTraits(), "string" if in_parts else "openai")
         in_parts ^= wrong
+        if not self._shows_user(in_parts=in_parts) and self._ignores_user():
+            return _Probed(in_parts, TemplateTraits(), TemplateTraits(), ignores_user=True)
 
         def traits(tools: Sequence[Any] | None) -> TemplateTraits:
             return probe_traits(lambda messages: self._try_text(messages, {"tools": tools}), in_parts=in_parts)
@@ -136,6 +145,11 @@ class ChatTemplate:
     def _shows_user(self, *, in_parts: bool) -> bool:
         text = self._try_text([_from_user(PROBES[0], in_parts)], {})
         return text is not None and PROBES[0] in text and "'type'" not in text
+
+    def _ignores_user(self) -> bool:
+        """Return whether prompts are the same whatever the user says, as those of a file that is no template."""
+        pairs = [[self._try_text([_from_user(text, form)], {}) for text in PROBES] for form in (False, True)]
+        return all(one == other for one, other in pairs) and any(one is not None for one, _ in pairs)
 
     @property
     def source(self) -> str:
@@ -283,6 +297,7 @@ class _Probed:
     without_tools: TemplateTraits
     with_tools: TemplateTraits
     only_form: str = ""  # the only form of content that the template shows, if another one was asked for
+    ignores_user: bool = False
 
 
 def _from_user(text: str, in_parts: bool) -> Message:

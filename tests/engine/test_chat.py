@@ -189,8 +189,8 @@ def test_templates_by_name(tiny_model: Path, tmp_path: Path) -> None:
     (folder / "additional_chat_templates").mkdir()
     texts = {
         "default": "plain {{ messages[0].content }}",
-        "tool_use": "\ufefftools <tool_call>\n{{ tools }}",
-        "rag": "{{ 'found' }}",
+        "tool_use": "\ufefftools {{ messages[0].content }} <tool_call>\n{{ tools }}",
+        "rag": "found for {{ messages[0].content }}",
     }
     for name, text in texts.items():
         path = (
@@ -202,9 +202,9 @@ def test_templates_by_name(tiny_model: Path, tmp_path: Path) -> None:
     chat = ChatTemplate(tokenizer)
     assert "<tool_call>\n{" in chat.source
     assert chat.render(said).text == "plain hi"
-    assert str(chat.render(said, tools=[tool]).text).startswith("tools <tool_call>")
-    assert chat.replaced("rag", "auto").render(said, tools=[tool]).text == "found"
-    assert ChatTemplate(tokenizer, "tool_use").render(said).text == "tools <tool_call>\nNone"
+    assert str(chat.render(said, tools=[tool]).text).startswith("tools hi <tool_call>")
+    assert chat.replaced("rag", "auto").render(said, tools=[tool]).text == "found for hi"
+    assert ChatTemplate(tokenizer, "tool_use").render(said).text == "tools hi <tool_call>\nNone"
     with pytest.raises(ConfigError, match=r"give one of them\. The model's own templates are default, rag, tool_use\."):
         ChatTemplate(tokenizer, "rags")
     (folder / "additional_chat_templates/tool_use.jinja").write_text("{% if %}")
@@ -389,4 +389,14 @@ def test_a_template_without_end_is_stopped_at_start(template: str, monkeypatch: 
         ChatTemplate(tokenizer, template)
     tokenizer.hf.chat_template = template
     with pytest.raises(InvalidPromptError, match=r"the model's chat_template .* takes more than .* --chat-template"):
+        ChatTemplate(tokenizer).render([say("user", "hi")])
+
+
+@pytest.mark.parametrize("template", ['{"architectures": []}', "{% for m in messages %}{{ m.text }}|{% endfor %}"])
+def test_a_template_that_ignores_users_is_refused(template: str) -> None:
+    tokenizer = byte_level()
+    with pytest.raises(ConfigError, match="the given chat_template shows nothing of what a user says"):
+        ChatTemplate(tokenizer, template)
+    tokenizer.hf.chat_template = template
+    with pytest.raises(InvalidPromptError, match=r"the model's chat_template .* shows nothing .* --chat-template"):
         ChatTemplate(tokenizer).render([say("user", "hi")])

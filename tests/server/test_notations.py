@@ -274,6 +274,7 @@ def test_thinking_between_special_tokens_is_told() -> None:
 
 def test_kimi_sees_the_function_in_the_id_of_a_call() -> None:
     show = "{% for c in m.tool_calls or () %}{{ c.id }} {% endfor %}{{ m.tool_call_id }} "
+    show += "{{ m.content if m.role == 'user' }}"
     calls = [{"id": f"call_{at}", "type": "function", "function": {"name": name}} for at, name in enumerate(["f", "g"])]
     answers = [{"role": "tool", "tool_call_id": f"call_{at}", "content": "1"} for at in (1, 0)]
     again = [{"role": "assistant", "tool_calls": [{"id": "functions.f:7", "function": {"name": "f"}}]}]
