@@ -57,7 +57,7 @@ class Slab:
     def __init__(self, path: Path, layout: SlabLayout, num_pages: int) -> None:
         self.layout = layout
         self.num_pages = num_pages
-        self._path, self._num_bytes = path, num_pages * layout.page_bytes
+        self.path, self._num_bytes = path, num_pages * layout.page_bytes
         flags = os.O_RDWR | os.O_CREAT
         fd = os.open(path, flags, 0o600)
         try:
@@ -87,7 +87,7 @@ class Slab:
         return os.preadv(self._fd, [data], self.layout.offset(kind, unit)) == len(data)
 
     def is_in_place(self) -> bool:
-        return names_open_file(self._path, self._fd, self._num_bytes)
+        return names_open_file(self.path, self._fd, self._num_bytes)
 
     def close(self) -> None:
         os.close(self._fd)

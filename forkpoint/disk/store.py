@@ -61,6 +61,12 @@ class DiskStore:
         layout = slab.layout
         self._records = {kind: np.zeros(slab.num_pages * layout.per_page(kind), RECORD) for kind in (BLOCK, SLOT)}
         entries = _fitting(journal.entries, slab)
+        if lost := len(journal.entries) - len(entries):
+            LOGGER.warning(
+                "disk tier: %d of %d entries of earlier runs are not in its file %s, which was cut off or is "
+                "smaller now; they are computed again",
+                *(lost, len(journal.entries), slab.path),
+            )
         for kind, table in self._records.items():
             own = entries[entries["kind"] == kind]
             table[own["unit"]] = own

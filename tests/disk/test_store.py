@@ -300,7 +300,9 @@ def test_a_disk_that_cannot_be_read_is_a_miss(
 
 
 @pytest.mark.parametrize("num_left", [0, 3])
-def test_entries_of_pages_that_the_slab_lost_are_gone(tmp_path: Path, num_left: int) -> None:
+def test_entries_of_pages_that_the_slab_lost_are_gone(
+    tmp_path: Path, num_left: int, caplog: pytest.LogCaptureFixture
+) -> None:
     store = open_now(tmp_path)
     for unit in (2, 8):
         write(store, name_of(unit), unit, unit)
@@ -309,6 +311,7 @@ def test_entries_of_pages_that_the_slab_lost_are_gone(tmp_path: Path, num_left: 
     os.truncate(tmp_path / "slab.0", num_left * LAYOUT.page_bytes)
     store = open_now(tmp_path)
     assert len(found(store)) == count_right(store) == (num_left > 0)
+    assert f"{2 - (num_left > 0)} of 2 entries of earlier runs are not in its file {tmp_path}/slab.0" in caplog.text
     store.close()
 
 
