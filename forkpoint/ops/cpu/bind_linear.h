@@ -33,7 +33,7 @@ Packed pack(const Tensor& weight, const std::optional<Tensor>& bias) {
 
 // codes [N, K] uint8 (e4m3); scales [ceil(N / rows), ceil(K / 128)] fp32, or [ceil(N / rows), 1] if not `blocked`.
 Packed pack_scaled(const Tensor& codes_in, const Tensor& scales_in, int64_t rows, bool blocked,
-                   const std::optional<Tensor>& bias, bool tiled = false) {
+                   const std::optional<Tensor>& bias, bool tiled) {
   const Tensor codes = codes_in.contiguous(), scales = scales_in.contiguous();
   const int64_t n = codes.size(0), k = codes.size(1);
   TORCH_CHECK(codes.dim() == 2 && scales.size(0) == (n + rows - 1) / rows &&
@@ -54,7 +54,7 @@ Packed pack_scaled(const Tensor& codes_in, const Tensor& scales_in, int64_t rows
 // are e4m3 numbers as uint8.
 Packed pack_four(const Tensor& words_in, const Tensor& scales_in, const Tensor& factors_in,
                  const std::optional<Tensor>& zeros_in, int64_t group, const std::optional<Tensor>& bias,
-                 bool tiled = false) {
+                 bool tiled) {
   const Tensor words = words_in.contiguous(), scales = scales_in.contiguous(), factors = factors_in.contiguous();
   const Tensor zeros = zeros_in ? zeros_in->contiguous() : Tensor();
   const int64_t n = words.size(0), k = words.size(1) * CODES, padded = (n + PANEL - 1) / PANEL * PANEL;
@@ -125,22 +125,24 @@ ExpertWeights pack_experts(const Tensor& gate_up, const Tensor& down) {
 
 // As `pack_scaled`, with a leading dimension of experts.
 ExpertWeights pack_scaled_experts(const Tensor& gate_up, const Tensor& gate_up_scales, int64_t gate_up_rows,
-                                  const Tensor& down, const Tensor& down_scales, int64_t down_rows, bool blocked) {
+                                  const Tensor& down, const Tensor& down_scales, int64_t down_rows, bool blocked,
+                                  bool tiled) {
   check_experts(gate_up, down);
   return collect_experts(gate_up.size(0), [&](bool into, int64_t e) {
-    return into ? pack_scaled(gate_up.select(0, e), gate_up_scales.select(0, e), gate_up_rows, blocked, std::nullopt)
-                : pack_scaled(down.select(0, e), down_scales.select(0, e), down_rows, blocked, std::nullopt);
+    return into ? pack_scaled(gate_up.select(0, e), gate_up_scales.select(0, e), gate_up_rows, blocked, std::nullopt,
+                              tiled)
+                : pack_scaled(down.select(0, e), down_scales.select(0, e), down_rows, blocked, std::nullopt, tiled);
   });
 }
 
 // (words, scales, factors, zeros, group) of `pack_four`, with a leading dimension of experts.
 using FourBits = std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>, int64_t>;
 
-ExpertWeights pack_four_experts(const FourBits& gate_up, const FourBits& down) {
+ExpertWeights pack_four_experts(const FourBits& gate_up, const FourBits& down, bool tiled) {
   return collect_experts(std::get<0>(gate_up).size(0), [&](bool into, int64_t e) {
     const auto& [words, scales, factors, zeros, group] = into ? gate_up : down;
     const auto own = zeros ? std::optional<Tensor>(zeros->select(0, e)) : std::nullopt;
-    return pack_four(words.select(0, e), scales.select(0, e), factors.select(0, e), own, group, std::nullopt);
+    return pack_four(words.select(0, e), scales.select(0, e), factors.select(0, e), own, group, std::nullopt, tiled);
   });
 }
 

@@ -212,12 +212,13 @@ class _Operators:
         return self._module.linear(x, packed)
 
     def prepare_experts(self, gate_up: Matrix, down: Matrix) -> Any:
-        """Pack expert weights. They stay quantised if both are, in the same way."""
+        """Pack expert weights. They stay quantised if both are, in the same way: deterministic tables use vectors."""
+        tiled = self._tiles and not self._deterministic
         if isinstance(gate_up, PackedMatrix) and isinstance(down, PackedMatrix):
             assert gate_up.order is None and down.order is None, "experts in several orders are loaded widened"
-            return self._module.prepare_four_bit_experts(_fields(gate_up), _fields(down))
+            return self._module.prepare_four_bit_experts(_fields(gate_up), _fields(down), tiled)
         if isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix):
-            return self._module.prepare_scaled_experts(*_codes(gate_up), *_codes(down), gate_up.by_block)
+            return self._module.prepare_scaled_experts(*_codes(gate_up), *_codes(down), gate_up.by_block, tiled)
         return self._module.prepare_experts(dense(gate_up), dense(down))
 
 
