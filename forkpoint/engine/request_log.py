@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -59,6 +60,7 @@ class RequestLog:
         cache = request.cache
         record: dict[str, Any] = {
             "request_id": request.id,
+            "ended_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "arrival_s": request.arrival_s,
             "first_scheduled_s": request.first_scheduled_s,
             "num_prompt_tokens": request.num_prompt_tokens,

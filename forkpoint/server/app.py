@@ -228,6 +228,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
     for path, answer in (("/health", health), ("/metrics", metrics)):
         app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/ping", health, methods=["GET", "POST"], include_in_schema=False)  # as SageMaker asks
 
 
 def _add_dev_routes(app: FastAPI, service: Service) -> None:

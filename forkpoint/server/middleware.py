@@ -22,7 +22,7 @@ from forkpoint.server.errors import HTTPError, is_anthropic, too_large
 from forkpoint.server.metrics import Metrics
 from forkpoint.server.page import FOLDER as PAGE_FOLDER
 
-OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json", "/docs", "/favicon.ico"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs", "/favicon.ico"})
 # An IPv6 address in brackets or alone, or a name or IPv4 address; then perhaps a port.
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.%]+)\]|(?P<name>[^:\[\]@/?#\s]+))(?::\d*)?")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # requests with these change nothing

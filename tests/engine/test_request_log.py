@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ def test_a_line_for_every_request(tiny_model: Path, tmp_path: Path) -> None:
     assert [record["num_output_tokens"] for record in records][:2] == [5, 5]
     assert {str(record["finish_reason"]) for record in records} <= {"length", "stop"}
     assert records[2]["num_cached_tokens"] == 192
+    ended = [datetime.fromisoformat(str(record["ended_at"])) for record in records]
+    assert ended == sorted(ended) and abs(datetime.now(UTC) - ended[-1]) < timedelta(minutes=5)
     assert not any("map" in json.dumps(record) for record in records)
 
 

@@ -227,8 +227,9 @@ def test_a_key_is_asked_for(guarded: RunningServer) -> None:
             assert reply.status_code == 401 and said in reply.json()["error"]["message"]
             assert reply.json()["error"]["code"] == "invalid_api_key"
             assert http.post("/tokenize", json={"prompt": "x"}, headers=headers).status_code == 401
-        for path in ("/health", "/metrics", "/version", "/"):
+        for path in ("/health", "/ping", "/metrics", "/version", "/"):
             assert http.get(path).status_code == 200
+        assert http.post("/ping").status_code == 200
         assert http.get("/v1/models", headers={"Authorization": "Bearer another"}).status_code == 200
         assert http.get("/v1/models", headers={"Authorization": "bearer another"}).status_code == 200
     with pytest.raises(openai.AuthenticationError):
