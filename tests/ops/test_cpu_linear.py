@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import pytest
 import torch
 
@@ -63,6 +66,35 @@ def test_strided_input() -> None:
     x = torch.randn(9, 200)
     packed = CPP.prepare_linear(torch.randn(40, 70), None)
     assert torch.equal(CPP.linear(x[:, 30:100], packed), CPP.linear(x[:, 30:100].contiguous(), packed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows(dtype: torch.dtype) -> None:
+    for bias in (None, torch.randn(40).to(dtype)):
+        packed = CPP.prepare_linear(torch.randn(40, 70).to(dtype), bias)
+        assert CPP.linear(torch.empty(0, 70, dtype=dtype), packed).shape == (0, 40)
+
+
+def test_only_rows_of_x_are_read() -> None:
+    """A page that must not be read follows x. A product that reads it ends the process."""
+    page, width, protect = mmap.PAGESIZE, 64, ctypes.CDLL(None).mprotect
+    memory = mmap.mmap(-1, 4 * page)
+    last = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + 3 * page
+    assert protect(ctypes.c_void_p(last), ctypes.c_size_t(page), 0) == 0
+    packed = CPP.prepare_linear(torch.randn(40, width).bfloat16(), None)
+    for rows in (1, 2, 3, 13, 17, 31, 33, 49):
+        x = torch.frombuffer(memory, dtype=torch.bfloat16, count=rows * width, offset=3 * page - 2 * rows * width)
+        x.copy_(torch.randn(rows * width))
+        x = x.view(rows, width)
+        assert torch.equal(CPP.linear(x, packed), CPP.linear(x.clone(), packed))
+
+
+def test_denormal_numbers_stay_elsewhere() -> None:
+    """Products in matrix tiles take them for zero, and restore what the thread did with them."""
+    packed = CPP.prepare_linear(torch.randn(2048, 64).bfloat16(), None)
+    for rows in (1, 2, 3, 33):
+        CPP.linear(torch.randn(rows, 64).bfloat16(), packed)
+        assert torch.full((2**17,), 1e-40).mul(2).gt(0).all()
 
 
 def test_wrong_width_is_refused() -> None:

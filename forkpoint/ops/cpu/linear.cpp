@@ -128,6 +128,7 @@ void block(const Problem<T>& p, int64_t m0, int64_t m1, int64_t p0, int64_t p1, 
 
 template <class T>
 void run_few(const Problem<T>& p, int64_t m, bool parallel) {
+  if (m == 0) return;
   const int64_t pieces = (p.w.padded_k + K_BLOCK - 1) / K_BLOCK;
   Buffer<float> buffer(pieces * m * ROW_STRIDE);
   float* xf = buffer;

@@ -6,10 +6,10 @@ namespace forkpoint {
 
 namespace {
 
-constexpr int64_t PAIR = 32;               // rows of two tiles, which are multiplied at once
-constexpr int64_t ROW_BLOCK = 8 * PAIR;    // rows of a task: they stay in L2 with PANELS panels
-constexpr int64_t PANELS = 8;              // that a pair is multiplied by before its sums are stored
-constexpr int64_t DEPTH = 8 * TILE_DEPTH;  // of a pair that each of these panels takes in turn, in L1: 16 KiB
+constexpr int64_t STRIP = 32;              // rows of x that are multiplied at once, in two tiles
+constexpr int64_t ROW_BLOCK = 8 * STRIP;   // rows of x of a task: they stay in L2 next to PANELS panels
+constexpr int64_t PANELS = 8;              // panels that a strip is multiplied by before its sums are stored
+constexpr int64_t DEPTH = 8 * TILE_DEPTH;  // columns of a strip that stay in L1 (16 KiB) while these panels use them
 
 // y = x W, where rows of x have padded_k values.
 struct Problem {
@@ -19,7 +19,7 @@ struct Problem {
   bf16* y;
   int64_t ldy;
 
-  // Panels [begin, end) as pairs of bf16; `wide` is used where the weights are not.
+  // Returns panels [begin, end) as pairs of bf16. Quantised weights are rounded into `wide`.
   const uint32_t* panel_pairs(int64_t begin, int64_t end, uint32_t* wide) const {
     if (w.type == WeightType::bf16) return static_cast<const uint32_t*>(w.data) + begin * w.padded_k / 2 * PANEL;
     alignas(64) float block[K_BLOCK * PANEL];
@@ -33,37 +33,38 @@ struct Problem {
     return wide;
   }
 
-  // Rows [m0, m1) x panels [p0, p1).
+  // Computes y of rows [m0, m1) and panels [p0, p1).
   void multiply(int64_t m0, int64_t m1, int64_t p0, int64_t p1) const {
-    const int64_t strips = (p1 - p0 + PANELS - 1) / PANELS, whole = m1 - (m1 - m0) % PAIR;
-    Buffer<float> sums(PANELS * PAIR * PANEL);
+    const int64_t groups = (p1 - p0 + PANELS - 1) / PANELS, whole = m1 - (m1 - m0) % STRIP;
+    Buffer<float> sums(PANELS * STRIP * PANEL);
     Buffer<uint32_t> wide(w.type == WeightType::bf16 ? 0 : PANELS * w.padded_k / 2 * PANEL);
-    for (int64_t s = 0; s < strips; ++s) {
-      const int64_t begin = p0 + (p1 - p0) * s / strips, end = p0 + (p1 - p0) * (s + 1) / strips;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t begin = p0 + (p1 - p0) * g / groups, end = p0 + (p1 - p0) * (g + 1) / groups;
       const uint32_t* pairs = panel_pairs(begin, end, wide);
       if (m0 < whole) {
-        const TileScope scope(PAIR);
-        for (int64_t r = m0; r < whole; r += PAIR) multiply_pair(r, PAIR, pairs, DEPTH, begin, end, sums);
+        const TileScope scope(STRIP);
+        for (int64_t r = m0; r < whole; r += STRIP) multiply_strip(r, STRIP, pairs, DEPTH, begin, end, sums);
       }
       if (whole < m1) {
         const TileScope scope(m1 - whole);
-        multiply_pair(whole, m1 - whole, pairs, m0 < whole ? DEPTH : w.padded_k, begin, end, sums);
+        multiply_strip(whole, m1 - whole, pairs, m0 < whole ? DEPTH : w.padded_k, begin, end, sums);
       }
     }
   }
 
-  // Rows [r, r + count) x panels [begin, end), whose `pairs` take one part of the rows, `depth` wide, after the other.
-  void multiply_pair(int64_t r, int64_t count, const uint32_t* pairs, int64_t depth, int64_t begin, int64_t end,
-                     float* sums) const {
+  // Computes y of rows [r, r + count), up to STRIP, and panels [begin, end), which `pairs` holds. All these panels use
+  // `depth` columns of x before any uses the next ones.
+  void multiply_strip(int64_t r, int64_t count, const uint32_t* pairs, int64_t depth, int64_t begin, int64_t end,
+                      float* sums) const {
     for (int64_t k = 0; k < w.padded_k; k += depth) {
       for (int64_t i = 0; i < end - begin; ++i) {
         multiply_rows(x + r * ldx + k, ldx, count, pairs + (i * w.padded_k + k) / 2 * PANEL,
-                       std::min(depth, w.padded_k - k), sums + i * PAIR * PANEL, k > 0);
+                       std::min(depth, w.padded_k - k), sums + i * STRIP * PANEL, k > 0);
       }
     }
     for (int64_t row = 0; row < count; ++row) {
       for (int64_t i = 0; i < end - begin; ++i) {
-        store_outputs(w, sums + (i * PAIR + row) * PANEL, (begin + i) * PANEL, y + (r + row) * ldy);
+        store_outputs(w, sums + (i * STRIP + row) * PANEL, (begin + i) * PANEL, y + (r + row) * ldy);
       }
     }
   }
@@ -86,7 +87,7 @@ void tile_linear(const bf16* x, int64_t ldx, const int32_t* rows, const PackedWe
   const int64_t panels = w.panels(), blocks = (m + ROW_BLOCK - 1) / ROW_BLOCK;
   if (!parallel) {
     for (int64_t r = 0; r < m; r += ROW_BLOCK) p.multiply(r, std::min(m, r + ROW_BLOCK), 0, panels);
-  } else if (m <= PAIR) {  // each thread reads the weights from one place on
+  } else if (m <= STRIP) {  // each thread reads the weights from one place on
     const int64_t grain = std::max<int64_t>(1, 16384 / w.padded_k);
     parallel_ranges(panels, grain, [&](int64_t a, int64_t b) { p.multiply(0, m, a, b); });
   } else {

@@ -1,7 +1,8 @@
 // Products of rows in bf16 and packed weights in the processor's matrix tiles (AMX), for any number of rows.
 //
-// The tiles add an element's products in the order of k, in fp32. Rows in bf16 do not depend on the batch, bit for bit,
-// unless `tiled` weights are quantised.
+// An element is a sum over pieces of 32 columns of x, in ascending order, in fp32. In a piece, the products at even
+// places and those at odd places are a chain each. The bits of a row do not depend on the batch, unless the weights are
+// `tiled`: products of more than FEW_ROWS rows then round them to bf16.
 #pragma once
 
 #include "linear.h"
