@@ -32,7 +32,9 @@ def test_products(rows: int, outputs: int, width: int, dtype: torch.dtype, layou
     whole = CPP.linear(x, CPP.prepare_linear(weight, bias))
     want = x.double() @ widened(weight).T + bias.double()
     close(whole, want, dtype)
-    close(TILES.linear(x, TILES.prepare_linear(weight, bias)), want, dtype)
+    tiles = TILES.linear(x, TILES.prepare_linear(weight, bias))
+    close(tiles, want, dtype)
+    assert rows > 12 or torch.equal(tiles, whole)  # weights are not rounded for few rows
     assert torch.equal(CPP.linear(x[-1:], CPP.prepare_linear(weight, bias)), whole[-1:])
 
 

@@ -62,10 +62,12 @@ def test_threads_do_not_change_the_bits() -> None:
     assert torch.equal(answers[0], answers[2])
 
 
-def test_strided_input() -> None:
-    x = torch.randn(9, 200)
-    packed = CPP.prepare_linear(torch.randn(40, 70), None)
-    assert torch.equal(CPP.linear(x[:, 30:100], packed), CPP.linear(x[:, 30:100].contiguous(), packed))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [70, 96])
+def test_strided_input(width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(9, 200).to(dtype)[:, 30 : 30 + width]
+    packed = CPP.prepare_linear(torch.randn(40, width).to(dtype), None)
+    assert torch.equal(CPP.linear(x, packed), CPP.linear(x.contiguous(), packed))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
