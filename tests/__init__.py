@@ -1,6 +1,6 @@
-"""The tests. Importing them lets OpenMP's threads wait as those of an engine do, which is settled when torch is loaded.
+"""The tests. OpenMP decides how its threads wait when torch is loaded, so this is set before any test imports torch.
 
-Threads that spin keep the core that the tests of another process need.
+Threads that spin while they wait take the core that the tests of another process need.
 """
 
 from forkpoint.worker.threads import wait_briefly

@@ -192,6 +192,7 @@ def base_url(url: str) -> str:
 
 
 def _deltas(data: str) -> Iterable[Delta]:
+    """Return the news in the data of an event. The last event has none."""
     return () if data == DONE else read_chunk(data)
 
 

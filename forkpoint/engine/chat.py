@@ -129,13 +129,14 @@ class ChatTemplate:
         LOGGER.warning("%s: %s; until then chats are refused", self._tokenizer.hf.name_or_path, self._fault)
 
     def _probe(self, content_format: ContentFormat) -> _Probed:
-        in_parts = content_format == "openai"
-        wrong = not self._shows_user(in_parts=in_parts) and self._shows_user(in_parts=not in_parts)
-        if wrong and content_format != "auto":
-            return _Probed(in_parts, TemplateTraits(), TemplateTraits(), "string" if in_parts else "openai")
-        in_parts ^= wrong
-        if not self._shows_user(in_parts=in_parts) and self._ignores_user():
-            return _Probed(in_parts, TemplateTraits(), TemplateTraits(), ignores_user=True)
+        asked = content_format == "openai"
+        in_parts = next((form for form in (asked, not asked) if self._shows_user(in_parts=form)), None)
+        if in_parts is None:
+            in_parts = asked
+            if self._ignores_user():
+                return _Probed(in_parts, TemplateTraits(), TemplateTraits(), ignores_user=True)
+        elif in_parts != asked and content_format != "auto":
+            return _Probed(asked, TemplateTraits(), TemplateTraits(), "openai" if in_parts else "string")
 
         def traits(tools: Sequence[Any] | None) -> TemplateTraits:
             return probe_traits(lambda messages: self._try_text(messages, {"tools": tools}), in_parts=in_parts)

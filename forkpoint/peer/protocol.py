@@ -34,7 +34,7 @@ PART_BYTES: Final = 2**22
 HEADS_BYTES: Final = 2**14  # bytes that are read ahead for heads
 PART_NUMBER: Final = struct.Struct("<I")
 COPIES_WAIT_S: Final = 10.0  # longest wait for the next entry of a prompt, which may still be computed
-SILENCE_S: Final = COPIES_WAIT_S + 5.0  # without a byte, after which a peer has stopped
+SILENCE_S: Final = COPIES_WAIT_S + 5.0  # a peer that sends no byte for so long counts as stopped
 LEAST_WAIT_S: Final = 0.001  # timeout of a system call; 0 would mean to wait for ever
 DONE: Final = b"D"
 # Status of a part: there is none, its bytes follow, or they are in shared memory or in the ring. COMPLETE comes last.

@@ -33,7 +33,7 @@ from forkpoint.peer.protocol import (
 
 MAX_CONNECTIONS: Final = 128  # at once; more are closed, and their engines compute
 CONNECTION_S: Final = 60.0  # the longest time of a connection
-COPIED_S: Final = SILENCE_S - 1.0  # limit for an entry and the copy of its bytes together: a byte before SILENCE_S
+COPIED_S: Final = SILENCE_S - 1.0  # longest wait for an entry and its bytes together, so that nobody gives up before
 EXPIRE_EVERY_S: Final = 1.0
 RETRY_S: Final = 0.1  # pause after an error of the system, so that the engine's steps have the interpreter
 LOGGER: Final = logging.getLogger("forkpoint")

@@ -30,7 +30,7 @@ class DeviceCopyStream:
         targets, sources = list[Tensor](), list[Tensor]()
         for target, source in copies:
             host = next((each for each in (target, source) if each.device.type == "cpu"), None)
-            if host is None:  # another device's memory, which no step needs
+            if host is None:  # no inputs of a step travel between devices
                 targets.append(target)
                 sources.append(source)
                 continue

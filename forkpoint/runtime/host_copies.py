@@ -190,8 +190,8 @@ class StreamCopies(DirectCopies):
         self._out, self._in = (CopyLane(platform.copy_stream(), memory.padding) for _ in range(2))
         self._loaded: dict[int, Stretch] = {}  # by ticket
         self._buffers_in, self._buffers_out = (DeviceBuffers(BATCH_BYTES, memory.padding) for _ in range(2))
-        self._unfilled: list[tuple[Stretch, Stretch]] = []  # copies from the arena to buffers, not issued yet
-        self._unfilled_copies: list[tuple[Stretch, Stretch]] = []  # the same to other memory of the device
+        self._unfilled: list[tuple[Stretch, Stretch]] = []  # copies from the arena to buffers that are not issued yet
+        self._unfilled_on_device: list[tuple[Stretch, Stretch]] = []  # the same to other memory of the device
         self._done: list[int] = []  # tickets of copies that were made at once
         self._lost: list[int] = []  # tickets of copies whose source was lost
         self._is_closing = False
@@ -309,12 +309,12 @@ class StreamCopies(DirectCopies):
 
         Call `copy_out` of the unit next: when its copy has ended, this one has, too.
         """
-        self._unfilled_copies += self._memory.copies_out(move, target)
+        self._unfilled_on_device += self._memory.copies_out(move, target)
 
     def fill(self) -> None:
-        for unfilled in (self._unfilled, self._unfilled_copies):
+        for unfilled in (self._unfilled, self._unfilled_on_device):
             self._copy_now(unfilled)
-        self._unfilled, self._unfilled_copies = [], []
+        self._unfilled, self._unfilled_on_device = [], []
 
     def copy_in(self, source: Stretch, ticket: int, check: Callable[[], bool] | None = None) -> CopyBatch | None:
         """Copy contents from other memory to a buffer that LAND finds under the ticket.
