@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -98,20 +99,36 @@ def test_reading_a_config_leaves_out_what_models_of_transformers_need() -> None:
     assert shown.stdout.strip() == "['torch']"
 
 
-def test_the_package_of_all_models_reads_its_files_when_a_name_of_it_is_looked_up() -> None:
-    """Reading them takes a quarter of a second. Programs next to forkpoint find every name as before."""
+def test_packages_of_transformers_read_their_files_when_others_import_them(tiny_model: Path, tmp_path: Path) -> None:
+    """Reading them takes half a second of each process's start. Programs next to forkpoint find every name."""
     code = """
-import sys
+import json, pathlib, sys
+from forkpoint.engine.tokenizer_files import read_tokenizer
 from forkpoint.models.fields import class_defaults
-class_defaults("qwen3_next.Qwen3NextConfig")
-models = sys.modules["transformers.models"]
-def has_read(): return sys.modules["transformers.models"] is not models
-from transformers import MistralConfig
-from transformers.models import gemma
-import transformers
-print(gemma.GemmaConfig is transformers.models.gemma.GemmaConfig, hasattr(models, "__all__"), has_read())
-from transformers.models import LlamaConfig
-print(LlamaConfig is transformers.LlamaConfig, hasattr(transformers.models, "Absent"), has_read())
+from forkpoint.quick_imports import TOKENIZERS, transformers_delayed
+def are_there(): return [name in sys.modules for name in ("transformers", "transformers.models")]
+path = pathlib.Path(sys.argv[1], "tokenizer_config.json")
+values = json.loads(path.read_text())
+for name in ("TokenizersBackend", *TOKENIZERS):
+    class_defaults("qwen3_next.Qwen3NextConfig")
+    path.write_text(json.dumps({**values, "tokenizer_class": name}))
+    backend = type(read_tokenizer(sys.argv[1]))
+    print(*are_there())
+with transformers_delayed():
+    import transformers
+    from transformers import tokenization_utils_base, __version__
+    from transformers.models import gemma
+    same = [getattr(transformers, name) for name in TOKENIZERS]
+    print(tokenization_utils_base is transformers.tokenization_utils_base, hasattr(transformers, "__all__"))
+    print(transformers.MistralConfig.__name__, gemma.GemmaConfig.__name__, hasattr(transformers.models, "Absent"))
+print(*are_there())
+import transformers, transformers.models
+from transformers.tokenization_utils_fast import PreTrainedTokenizerFast
+print(transformers.__version__ == __version__, [getattr(transformers, name) for name in TOKENIZERS] == same)
+print(transformers.GemmaConfig is gemma.GemmaConfig, PreTrainedTokenizerFast is backend)
+print(transformers.AutoTokenizer.from_pretrained(sys.argv[1]).name_or_path == sys.argv[1])
 """
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.splitlines() == ["True False False", "True False True"]
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    shown = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
+    early, late = ["False False"] * 4, ["True False", "MistralConfig GemmaConfig False", "True True"]
+    assert shown.stdout.splitlines() == [*early, *late, "True True", "True True", "True"]

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from forkpoint.checks import member, read_json
 from forkpoint.engine.token_bytes import CHARACTER_OF_BYTE
 from forkpoint.errors import ModelFolderError
-from forkpoint.quick_imports import import_transformers
+from forkpoint.quick_imports import transformers_delayed
 
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
@@ -42,13 +42,14 @@ KIMI_RESERVED: Final = 256  # ids after those of tiktoken.model, each of which i
 _FLAGS: Final = ("byte_fallback", "fuse_unk", "ignore_merges")  # fields of a BPE model
 
 
+@transformers_delayed()
 def read_tokenizer(folder: str) -> Any:
     """Return a transformers tokenizer. It splits texts as the folder's tokenizer.json says, if there is one.
 
     Raises many kinds of errors.
     """
-    import_transformers()
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     if _is_kimi(Path(folder)):
         return _read_kimi(Path(folder))
@@ -112,7 +113,7 @@ def _is_kimi(folder: Path) -> bool:
 
 def _read_kimi(folder: Path) -> Any:
     """Return the tokenizer of a folder of Moonshot's, which has a tiktoken.model and code, but no tokenizer.json."""
-    from transformers import PreTrainedTokenizerFast
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     class KimiTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # mypy does not look into the library
         """Shows the fields of tools in order, as Moonshot's class does."""

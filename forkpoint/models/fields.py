@@ -12,7 +12,7 @@ from typing import Any
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.rotary import Rotary, frequencies, llama3, proportional, yarn, yarn_gain
-from forkpoint.quick_imports import import_transformers
+from forkpoint.quick_imports import transformers_delayed
 
 ROPE_THETA = 10000.0  # default if config.json has no rope_theta
 # Bounds far above those of any published model. A config.json beyond them is broken, and would exhaust memory.
@@ -56,10 +56,10 @@ def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     UnsupportedModelError if the installed transformers does not have the class's module, or lacks a package itself.
     """
     module, name = place.split(".")
-    import_transformers()
     path = f"transformers.models.{module}.configuration_{module}"
     try:
-        found = getattr(import_module(path), name)
+        with transformers_delayed():
+            found = getattr(import_module(path), name)
     except ModuleNotFoundError as error:
         if error.name is None or not path.startswith(error.name):
             raise UnsupportedModelError(
