@@ -56,8 +56,8 @@ class Sample:
     clock_s: float
     cpu_s: float
     num_steps: int
-    answers: tuple[tuple[int, ...], ...]
-    prompts: tuple[tuple[int, ...], ...]
+    answers: tuple[list[int], ...]
+    prompts: tuple[list[int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def compare(samples: Mapping[tuple[str | None, str], list[Sample]]) -> Iterator[
         )
 
 
-def margin(llm: LLM, prompt: tuple[int, ...], mine: tuple[int, ...], other: tuple[int, ...]) -> float:
+def margin(llm: LLM, prompt: list[int], mine: list[int], other: list[int]) -> float:
     """Return the difference of the log-probabilities of the first ids that differ; infinity if they are not the two
     likeliest."""
     at = next(i for i, (own, theirs) in enumerate(zip(mine, other, strict=True)) if own != theirs)

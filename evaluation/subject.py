@@ -174,7 +174,7 @@ def _reply(output: RequestOutput, completion: CompletionOutput) -> Reply:
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
     return Reply(
         text=completion.text,
-        token_ids=completion.token_ids,
+        token_ids=tuple(completion.token_ids),
         logprobs=tuple(entry[token].logprob for token, entry in pairs),
         num_cached_tokens=output.num_cached_tokens,
         num_preemptions=output.num_preemptions,

@@ -66,9 +66,9 @@ class RequestTimings:
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionOutput:
-    """One of the `n` completions of a request, whole or the news of it.
+    """One of the `n` completions of a request, whole or the news of it. It belongs to the caller, lists included.
 
     `stop_reason` is the stop string or token id that ended it; None if nothing of the caller's did. `error` is set if
     it failed. Log-probabilities are None unless they were requested.
@@ -76,26 +76,29 @@ class CompletionOutput:
 
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
-    """The output of a request so far. `finished`: nothing more will come. Log-probabilities may be None."""
+    """The output of a request so far. `finished`: nothing more will come. Log-probabilities may be None.
+
+    It belongs to the caller, lists included: no other output has them.
+    """
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
     finished: bool
     cache: CacheReport = field(default_factory=CacheReport)
     metrics: RequestTimings = field(default_factory=RequestTimings)
-    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_preemptions: int = 0
     num_draft_tokens: int = 0  # of all completions
     num_accepted_tokens: int = 0  # of those

@@ -122,7 +122,7 @@ def ids(rng: np.random.Generator, count: int, length: int = PROMPT) -> list[Ids]
     return found
 
 
-def ask(llm: LLM, prompts: list[Ids], max_tokens: int) -> tuple[float, list[tuple[int, ...]]]:
+def ask(llm: LLM, prompts: list[Ids], max_tokens: int) -> tuple[float, list[Ids]]:
     """Return (seconds, ids of the answers)."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     start = time.perf_counter()

@@ -107,7 +107,7 @@ def measure(llm: LLM, prompt: Prompt, params: SamplingParams) -> Measurement:
     first, completion = output.metrics.time_to_first_token_s, output.outputs[0]
     if completion.error is not None or first is None:
         raise RequestFailedError(f"the demo's request failed: {completion.error}")
-    cached, ids = output.num_cached_tokens, completion.token_ids
+    cached, ids = output.num_cached_tokens, tuple(completion.token_ids)
     return Measurement(prompt, completion.text, ids, cached, first, elapsed_s, num_steps)
 
 

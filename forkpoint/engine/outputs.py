@@ -141,9 +141,9 @@ class Completion:
         return CompletionOutput(
             index=self._index,
             text=self._text[start:end],
-            token_ids=tuple(self._token_ids[token:]),
+            token_ids=self._token_ids[token:],
             cumulative_logprob=self._cumulative if wanted else None,
-            logprobs=tuple(self._logprobs[token:]) if wanted else None,
+            logprobs=self._logprobs[token:] if wanted else None,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             error=self.error,
@@ -207,12 +207,12 @@ class RequestState:
     arrival_s: float
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     finished_s: float | None = None
-    _prompt_ids: tuple[int, ...] | None = None
+    _prompt_ids: list[int] | None = None
 
-    def prepare(self) -> tuple[int, ...]:
-        """Return the prompt's ids as outputs contain them. The first call takes a while for a long prompt."""
+    def prepare(self) -> list[int]:
+        """Return the prompt's ids, of which each output has a copy. The first call takes a while for a long prompt."""
         if self._prompt_ids is None:
-            self._prompt_ids = tuple(self.prompt.token_ids.tolist())
+            self._prompt_ids = self.prompt.token_ids.tolist()
         return self._prompt_ids
 
     @property
@@ -261,8 +261,8 @@ class RequestState:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
-            prompt_token_ids=self.prepare(),
-            outputs=tuple(filter(None, map(read, self.completions))),
+            prompt_token_ids=[*self.prepare()],
+            outputs=[*filter(None, map(read, self.completions))],
             finished=self.finished,
             cache=self.cache,
             metrics=self.metrics,
@@ -273,14 +273,14 @@ class RequestState:
             kv_transfer_params=self.kv_transfer_params,
         )
 
-    def all_prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
+    def all_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """Return one entry for each prompt token; None if they were not requested.
 
         The first token's entry is None, and so are entries that have not come yet.
         """
         if self.completions[0].request.params.prompt_logprobs is None:
             return None
-        return tuple(self.prompt_logprobs.get(position) for position in range(len(self.prompt.token_ids)))
+        return [self.prompt_logprobs.get(position) for position in range(len(self.prompt.token_ids))]
 
 
 class OutputAssembler:

@@ -208,7 +208,7 @@ def test_ids_that_all_end_and_a_least_length_contradict_each_other(llm: LLM) -> 
         llm.generate("a", params, use_tqdm=False)
     almost = SamplingParams(min_tokens=2, max_tokens=4, stop_token_ids=every[:-1], ignore_eos=True)
     (output,) = llm.generate("a", almost, use_tqdm=False)
-    assert output.outputs[0].token_ids[:2] == (every[-1], every[-1])
+    assert output.outputs[0].token_ids[:2] == [every[-1], every[-1]]
 
 
 def test_a_stream_refuses_as_generate_does(llm: LLM) -> None:

@@ -101,7 +101,7 @@ def test_a_request_may_leave_the_cache_unread(llm: LLM) -> None:
     outputs = [llm.generate(PROMPT, params, use_tqdm=False)[0] for params in kinds]
     assert [output.cache.num_cached_tokens for output in outputs] == [0, 192, 0, 192]
     assert outputs[2].cache.miss is MissReason.BYPASSED
-    assert len({output.outputs[0].token_ids for output in outputs}) == 1
+    assert all(output.outputs == outputs[0].outputs for output in outputs)
 
 
 def test_streams_are_of_the_kind_that_is_asked_for(llm: LLM) -> None:
@@ -114,6 +114,25 @@ def test_streams_are_of_the_kind_that_is_asked_for(llm: LLM) -> None:
     assert len(grown) > 1 and all(text.startswith(output.outputs[0].text) for output in grown)
     deltas = list(llm.stream(PROMPT, greedy(output_kind=Foreign.DELTA)))
     assert "".join(output.outputs[0].text for output in deltas) == text and len(deltas) > 1
-    assert sum((output.outputs[0].token_ids for output in deltas), ()) == ids
+    assert [token for output in deltas for token in output.outputs[0].token_ids] == ids
     (last,) = llm.stream(PROMPT, greedy(output_kind=RequestOutputKind.FINAL_ONLY))
     assert last.outputs == whole.outputs and last.finished
+
+
+def test_outputs_have_lists_that_belong_to_the_caller(llm: LLM) -> None:
+    params = greedy(logprobs=0, prompt_logprobs=0)
+    (whole,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert whole.prompt_token_ids + whole.outputs[0].token_ids == [*PROMPT, *whole.outputs[0].token_ids]
+    for output in llm.stream(PROMPT, params):
+        (completion,) = output.outputs
+        assert output.prompt_token_ids == PROMPT and output.prompt_logprobs == whole.prompt_logprobs
+        size = len(completion.token_ids)
+        assert (completion.token_ids, completion.logprobs) == (
+            whole.outputs[0].token_ids[:size],
+            (whole.outputs[0].logprobs or [])[:size],
+        )
+        for changed in (output.prompt_token_ids, output.prompt_logprobs, completion.token_ids, completion.logprobs):
+            assert isinstance(changed, list)
+            changed.clear()
+        output.outputs.clear()
+    assert size == 6

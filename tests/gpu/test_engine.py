@@ -127,7 +127,7 @@ def test_batches_and_chunks_give_what_each_gives_alone(family: tuple[LLM, Any]) 
     assert llm.reset_prefix_cache()
     assert [tokens(output) for output in ask(llm, *prompts)] == alone
     completions = ask(llm, prompts[-1], n=3, temperature=1.0, seed=3)[0].outputs
-    assert len({completion.token_ids for completion in completions}) == 3
+    assert len({tuple(completion.token_ids) for completion in completions}) == 3
 
 
 @pytest.mark.parametrize("family_name", ["qwen3_next_moe", "olmo_hybrid", "lfm3"])

@@ -186,4 +186,4 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
 def _without_output(delta: CompletionOutput) -> CompletionOutput:
     """Return `delta` without the token that the engine generates although `max_tokens` is 0."""
     reason = delta.finish_reason and FinishReason.LENGTH
-    return replace(delta, text="", token_ids=(), logprobs=None, finish_reason=reason)
+    return replace(delta, text="", token_ids=[], logprobs=None, finish_reason=reason)
