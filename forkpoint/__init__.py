@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forkpoint.cache.policies import register_capture_policy, register_eviction_policy
+    from forkpoint.engine.inputs import TextPrompt, TokensPrompt
     from forkpoint.engine.llm import LLM
     from forkpoint.errors import *
     from forkpoint.models.registry import register_model
@@ -46,6 +47,8 @@ __all__ = [
     "StepFailedError",
     "StructuredOutputError",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "TraceError",
     "UnsupportedModelError",
     "register_capture_policy",
@@ -55,6 +58,8 @@ __all__ = [
 ]
 _MODULES = {
     "LLM": "engine.llm",
+    "TextPrompt": "engine.inputs",
+    "TokensPrompt": "engine.inputs",
     "register_capture_policy": "cache.policies",
     "register_eviction_policy": "cache.policies",
     "register_model": "models.registry",

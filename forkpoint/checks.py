@@ -282,6 +282,14 @@ def one_or_more(value: object) -> list[Any]:
     return [value]
 
 
+def plain_members(value: Any) -> Any:
+    """Return the members of an array or a tensor in lists, as Python values; any other value as it is."""
+    try:
+        return value.tolist()
+    except Exception:  # other values, and tensors without members
+        return value
+
+
 def is_text(value: object) -> bool:
     """Return whether `value` is a string without lone surrogates, which cannot be encoded."""
     if not isinstance(value, str):

@@ -6,7 +6,7 @@ import enum
 import json as jsonlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Final, Literal, Self, TypeAlias
@@ -136,9 +136,9 @@ class CallsParams:
 
 
 @taking_absent(OF_SAMPLING)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample, and when to stop. Names and defaults are vLLM's.
+    """How to sample, and when to stop. Names and defaults are vLLM's. Fields may be changed: each call checks its copy.
 
     `temperature` 0 is greedy; `top_k` 0 or -1 keeps all tokens; `logprobs` and `prompt_logprobs` are how many
     alternatives to report per token (0: only the chosen one). `cache_breakpoints` are prompt positions, in
@@ -156,9 +156,9 @@ class SamplingParams:
     `kv_transfer_params` are those with which vLLM's proxies split a request between a prefill and a decode engine.
     Without `detokenize` outputs have ids and no text. `skip_reading_prefix_cache` computes the whole prompt, and caches
     it as usual. `output_kind` says what the outputs of `LLM.stream` have.
-    None is taken for an empty text, list or mapping, -1 for a random seed, True for one alternative of `logprobs`, and
-    numpy's numbers for Python's. Raises InvalidParamsError for values of a wrong type or out of range, and for fields
-    of vLLM's that ask for what is missing here.
+    None is taken for an empty text, list or mapping, -1 for a random seed, True for one alternative of `logprobs`,
+    numpy's numbers for Python's, and a mapping for StructuredOutputsParams. Raises InvalidParamsError for values of a
+    wrong type or out of range, and for fields of vLLM's that ask for what is missing here.
     """
 
     n: int = option(1, bounds=Bounds(1, MAX_N))
@@ -232,7 +232,11 @@ class SamplingParams:
 
     def _set(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
-            object.__setattr__(self, name, value)
+            setattr(self, name, value)
+
+    def clone(self) -> Self:
+        """Return a copy. Raises InvalidParamsError if a field was changed to a value that is not allowed."""
+        return replace(self)
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
@@ -273,6 +277,8 @@ def _respelled(given: Any) -> dict[str, Any]:
         found["seed"] = None
     found |= {name: 1 for name in ("logprobs", "prompt_logprobs") if getattr(given, name) is True}
     kinds: Mapping[str, RequestOutputKind] = RequestOutputKind.__members__
+    if isinstance(wanted := given.structured_outputs, Mapping):
+        found["structured_outputs"] = StructuredOutputsParams(**{str(name): value for name, value in wanted.items()})
     name = str(getattr(given.output_kind, "name", ""))  # vLLM's own members have the same names
     if name not in kinds:
         _CHECK.refuse("output_kind", given.output_kind, f"a member of RequestOutputKind: {', '.join(kinds)}")

@@ -1,4 +1,4 @@
-"""Fields of vLLM's parameter classes that do nothing here, or ask for what is missing here."""
+"""Fields of vLLM's parameter classes and members of its LLM that do nothing here, or ask for what is missing here."""
 
 from __future__ import annotations
 
@@ -50,6 +50,23 @@ OF_SAMPLING: Final[Mapping[str, AbsentField]] = {
 OF_STRUCTURED_OUTPUTS: Final[Mapping[str, AbsentField]] = {
     "disable_additional_properties": AbsentField("set additionalProperties to false in the schema", (False,)),
     "whitespace_pattern": AbsentField("give disable_any_whitespace"),
+}
+_TEXT: Final = "models here generate text only"
+_QUEUE: Final = "give generate or chat a list, or run stream in several threads"
+_SLEEP: Final = "close() releases the memory, and another LLM(...) goes on"
+_WORKER: Final = "no function runs in the worker; register_model and register_operators change what it computes"
+# Members of vLLM's LLM that are missing here, and what to do instead.
+OF_LLM: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _TEXT),
+    **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), _QUEUE),
+    **dict.fromkeys(("sleep", "wake_up", "release_kv_cache_memory"), _SLEEP),
+    **dict.fromkeys(("collective_rpc", "apply_model"), _WORKER),
+    **dict.fromkeys(("llm_engine", "model_config"), "config has the options, and get_tokenizer() the tokenizer"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "torch.profiler records the calls of this process"),
+    "beam_search": BEAMS,
+    "get_world_size": "config.tensor_parallel_size has it",
+    "preprocess_chat": "render_chat returns the prompt of a conversation",
+    "set_tokenizer": "give tokenizer=... to LLM",
 }
 
 

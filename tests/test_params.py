@@ -43,9 +43,13 @@ def test_structured_outputs_that_make_no_sense_are_refused(given: dict[str, Any]
         StructuredOutputsParams(**given)
 
 
-def test_structured_outputs_are_of_their_own_type() -> None:
-    with pytest.raises(InvalidParamsError, match="structured_outputs"):
-        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+def test_structured_outputs_may_be_a_mapping() -> None:
+    given: Any = {"json": {"type": "object"}, "disable_any_whitespace": True}
+    assert SamplingParams(structured_outputs=given).structured_outputs == StructuredOutputsParams(**given)
+    wrong: Any
+    for wrong in ("regex", {}, {"regex": "a", "choice": ["b"]}, {3: "a"}, {"regexp": "a"}):
+        with pytest.raises(InvalidParamsError, match=r"structured_outputs|no field"):
+            SamplingParams(structured_outputs=wrong)
 
 
 def test_stop_may_be_a_text() -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from forkpoint.checks import Checker, shown
+from forkpoint.checks import Checker, plain_members, shown
 from forkpoint.engine.conversation import Message
 from forkpoint.engine.inputs import Prompt, PromptInput
 from forkpoint.errors import InvalidParamsError, InvalidPromptError
@@ -106,18 +106,18 @@ def listed_tools(tools: object) -> list[Any]:
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    """Return sampling parameters for each of `count` prompts: one for all, or a list's.
+    """Return checked copies of sampling parameters for each of `count` prompts: of one for all, or of a list's.
 
     Raises InvalidParamsError for a list of another length and for other values.
     """
     if isinstance(params, SamplingParams):
-        return [params] * count
+        return [params.clone()] * count
     items = _listed(params)
     if items is None or not all(isinstance(item, SamplingParams) for item in items):
         raise InvalidParamsError(
             f"sampling_params={shown(params)} is not allowed; give SamplingParams(...), a list of them, or None"
         )
-    return _of_count(items, count, "sampling parameters")
+    return [item.clone() for item in _of_count(items, count, "sampling parameters")]
 
 
 def priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
@@ -143,6 +143,6 @@ def _listed(given: Any) -> list[Any] | None:
     if isinstance(given, str | bytes | bytearray | Mapping):
         return None
     try:
-        return list(given)
+        return list(plain_members(given))
     except TypeError:
         return None

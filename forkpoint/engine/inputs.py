@@ -7,12 +7,12 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Final, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from forkpoint.checks import one_or_more, shown
+from forkpoint.checks import Checker, one_or_more, plain_members, shown
 from forkpoint.engine.image_processor import ImageProcessor, why_no_images
 from forkpoint.engine.placeholders import Expansion, expand, image_expansions, video_expansions
 from forkpoint.engine.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ from forkpoint.errors import InvalidParamsError, InvalidPromptError, PromptTooLo
 from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.images import ImageSpan
 from forkpoint.json_options import StructuredOutputsConfig
-from forkpoint.params import MAX_SEED, SamplingParams, checked_priority
+from forkpoint.params import MAX_SALT_CHARS, MAX_SEED, SamplingParams, checked_priority
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request
 
@@ -33,6 +33,7 @@ class Prompt:
 
     `breakpoints` are positions in tokens that the caller gave. `num_dropped` tokens were cut off at the beginning. The
     placeholder tokens of `images` are among the token ids. Decoding and resizing the images took `images_s` seconds.
+    `cache_salt` takes precedence over that of the parameters, unless it is empty.
     """
 
     token_ids: IntArray
@@ -41,6 +42,7 @@ class Prompt:
     num_dropped: int = 0
     images: tuple[ImageSpan, ...] = ()
     images_s: float = 0.0
+    cache_salt: str = ""
 
     @property
     def num_image_tokens(self) -> int:
@@ -64,10 +66,34 @@ class Prompt:
                 "or leave truncate_prompt_tokens out"
             )
         breakpoints = tuple(position - cut for position in self.breakpoints if position > cut)
-        return Prompt(self.token_ids[cut:], self.text, breakpoints, self.num_dropped + cut)
+        return replace(
+            self, token_ids=self.token_ids[cut:], breakpoints=breakpoints, num_dropped=self.num_dropped + cut
+        )
+
+
+class PromptOptions(TypedDict, total=False):
+    """What a prompt dict may have next to the prompt. Its `cache_salt` takes the place of that of the parameters."""
+
+    multi_modal_data: Mapping[str, Any] | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+    cache_salt: str | None
+
+
+class TextPrompt(PromptOptions):
+    """A prompt dict with a text. Names are vLLM's."""
+
+    prompt: str
+
+
+class TokensPrompt(PromptOptions):
+    """A prompt dict with token ids. Outputs repeat the text in `prompt`. Names are vLLM's."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str | None]
 
 
 PromptInput: TypeAlias = "str | Sequence[int] | Mapping[str, object] | Prompt"
+NO_EFFECT: Final = {"media_io_kwargs", "multi_modal_uuids", "prompt_token_offsets", "token_type_ids"}  # vLLM's
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +167,8 @@ class InputProcessor:
         """
         room = self.max_model_len - len(prompt.token_ids)
         priority = checked_priority(priority)
+        if prompt.cache_salt:
+            params = replace(params, cache_salt=prompt.cache_salt)
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= self.eos_token_ids
@@ -172,14 +200,28 @@ class InputProcessor:
         ]
 
     def _prompt_of_mapping(self, given: Mapping[str, object], params: SamplingParams | None) -> Prompt:
-        """Read a prompt, its images and its videos, and return it, expanded and checked.
+        """Return the prompt of a dict, expanded and checked, with its images, videos and salt.
 
-        Raises InvalidPromptError. A placeholder counts as one token until it is expanded.
+        Raises InvalidPromptError.
         """
         key = next((key for key in ("prompt_token_ids", "prompt") if given.get(key) is not None), None)
         if key is None:
             raise InvalidPromptError(f"a prompt dict needs 'prompt' or 'prompt_token_ids'; it has {shown(list(given))}")
-        inner: Any = given[key]
+        allowed = TokensPrompt.__annotations__
+        for name in given.keys() - allowed.keys() - NO_EFFECT:
+            if given[name] is not None:
+                raise InvalidPromptError(f"a prompt dict has no member {shown(name)}; give {', '.join(allowed)}")
+        salt = Checker(InvalidPromptError).text("cache_salt", given.get("cache_salt") or "", MAX_SALT_CHARS)
+        prompt = replace(self._prompt_with_media(given[key], given, params), cache_salt=salt)
+        if isinstance(text := given.get("prompt"), str):
+            prompt = replace(prompt, text=text)
+        return prompt
+
+    def _prompt_with_media(self, inner: Any, given: Mapping[str, object], params: SamplingParams | None) -> Prompt:
+        """Return the prompt `inner` of a dict with its images and videos. Raises InvalidPromptError.
+
+        A placeholder counts as one token until it is expanded.
+        """
         pictures, videos = _media(given.get("multi_modal_data"))
         if not pictures and not videos:
             return self.prompt(inner, params)
@@ -297,6 +339,8 @@ def derive_seed(seed: int, index: int) -> int:
 
 def _integers(given: object) -> npt.NDArray[np.int64]:
     allowed = "a text, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
+    if not isinstance(given, Sequence | np.ndarray | memoryview):
+        given = plain_members(given)  # a tensor's
     if isinstance(given, bytes | bytearray | memoryview) or (isinstance(given, np.ndarray) and given.ndim != 1):
         raise InvalidPromptError(f"{shown(given)} is not a prompt; give {allowed}")
     if not isinstance(given, Sequence | np.ndarray):

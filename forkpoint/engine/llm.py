@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from forkpoint.config import EngineConfig
 from forkpoint.engine.arguments import (
@@ -36,6 +36,7 @@ from forkpoint.outputs import RequestOutput
 from forkpoint.params import RequestOutputKind, SamplingParams
 from forkpoint.quick_imports import collection_paused
 from forkpoint.vllm_options import plain_options
+from forkpoint.vllm_params import OF_LLM
 from forkpoint.worker.threads import wait_briefly
 
 
@@ -240,6 +241,13 @@ class LLM:
             last = self._metrics()
             self._metrics = lambda: last
             engine.core.close()
+
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError. For a member of vLLM's LLM the error says what to do instead."""
+            do = f"; {OF_LLM[name]}" if name in OF_LLM else ""
+            raise AttributeError(f"LLM has no attribute {name!r}{do}", name=name, obj=self)
 
     def __enter__(self) -> LLM:
         return self

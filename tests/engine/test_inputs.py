@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ NO_ID = [1.0, 2.5, True, False, np.bool_(True), np.float32(3), np.timedelta64(7,
 
 @given(
     st.lists(st.integers(0, 999), min_size=1, max_size=60),
-    st.sampled_from([list, tuple, np.asarray, np.uint16, np.uint64]),
+    st.sampled_from([list, tuple, np.asarray, np.uint16, np.uint64, torch.tensor]),
 )
 def test_integers_of_any_kind_are_ids(ids: list[int], kind: Any) -> None:
     prompt = INPUTS.prompt(kind(ids))
@@ -49,6 +50,12 @@ def test_integers_of_any_size_are_checked(before: list[int], beyond: int) -> Non
 def test_integers_in_arrays_are_checked_before_they_are_narrowed(beyond: int) -> None:
     with pytest.raises(InvalidPromptError, match="the model has ids 0 to 999"):
         INPUTS.prompt(np.asarray([3, beyond]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [[[5, 6]], [0.5], [True], 5])
+def test_tensors_of_anything_else_are_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidPromptError, match=r"is not a token id|cannot be of type"):
+        INPUTS.prompt(torch.tensor(wrong))  # type: ignore[arg-type]
 
 
 def test_masked_integers_are_refused() -> None:
@@ -80,3 +87,14 @@ def test_requests_know_what_opens_a_tool_call() -> None:
     assert not request.awaits_tool
     request.output_token_ids += [opening, 7]
     assert request.awaits_tool
+
+
+def test_members_of_a_prompt_dict_are_honoured_or_refused() -> None:
+    prompt = INPUTS.prompt({"prompt_token_ids": torch.tensor([5, 6]), "prompt": "a", "cache_salt": "mine"})
+    assert (prompt.token_ids.tolist(), prompt.text, prompt.cache_salt) == ([5, 6], "a", "mine")
+    (request,) = INPUTS.requests("r", prompt, SamplingParams(cache_salt="all"), priority=0, number=0, arrival_s=0.0)
+    assert request.params.cache_salt == "mine"
+    assert INPUTS.prompt({"prompt_token_ids": [5], "multi_modal_uuids": None, "prompt_embeds": None}).cache_salt == ""
+    for wrong in ({"prompt_embeds": [0.5]}, {"cache_salt": 5}, {"input_ids": [5]}):
+        with pytest.raises(InvalidPromptError, match=f"{next(iter(wrong))}.*; give"):
+            INPUTS.prompt({"prompt_token_ids": [5], **wrong})

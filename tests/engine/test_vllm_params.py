@@ -5,7 +5,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from forkpoint import (
     LLM,
@@ -15,6 +17,8 @@ from forkpoint import (
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
+    TextPrompt,
+    TokensPrompt,
 )
 
 PROMPT = list(range(40, 240))
@@ -136,3 +140,38 @@ def test_outputs_have_lists_that_belong_to_the_caller(llm: LLM) -> None:
             changed.clear()
         output.outputs.clear()
     assert size == 6
+
+
+def test_parameters_may_be_changed_and_are_checked_when_used(llm: LLM) -> None:
+    """vLLM's examples set fields of `get_default_sampling_params()`."""
+    params = llm.get_default_sampling_params()
+    params.temperature, params.max_tokens = 0, 3
+    outputs = llm.stream(PROMPT, params)
+    first = next(outputs)
+    params.max_tokens = 1  # concerns later calls alone
+    (*_, last) = [first, *outputs]
+    assert len(last.outputs[0].token_ids) == 3
+    copy = params.clone()
+    copy.top_p = 2
+    for given in (copy, [params, copy]):
+        with pytest.raises(InvalidParamsError, match="top_p=2 is not allowed"):
+            llm.generate([PROMPT, PROMPT], given, use_tqdm=False)
+    with pytest.raises(AttributeError):
+        params.top_pp = 0.5  # type: ignore[attr-defined]
+
+
+def test_members_of_vllm_that_are_missing_say_what_to_do(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match="LLM has no attribute 'beam_search'; outputs are sampled; give n"):
+        llm.beam_search([PROMPT])  # type: ignore[attr-defined]
+    assert not hasattr(llm, "sleep") and not hasattr(llm, "generates")
+
+
+def test_prompts_as_vllm_types_them(llm: LLM) -> None:
+    ids = torch.tensor([PROMPT, PROMPT])
+    salted = TokensPrompt(prompt_token_ids=PROMPT, cache_salt="another")
+    forms: list[Any] = [ids, list(ids), np.asarray(ids), [salted, salted], TextPrompt(prompt="ab")]
+    *same, text = (llm.generate(form, greedy(), use_tqdm=False) for form in forms)
+    assert all(output.outputs == same[0][0].outputs for outputs in same for output in outputs)
+    assert [outputs[0].num_cached_tokens for outputs in same] == [0, 192, 192, 0]
+    assert llm.generate(ids[0], greedy(), use_tqdm=False)[0].prompt_token_ids == PROMPT
+    assert text[0].prompt == "ab"
