@@ -113,7 +113,7 @@ def main() -> None:
             assert tile is not None
             compiled("linear", linear.product_kernel, tile, **of_tile(tile), **alone, GATED=gated)
         for narrows, mean_rows in ((False, 128), (True, 8 if gated else 128)):
-            tile = _scaled_tiles(bf16, mean_rows, narrows)[0 if gated else 1]
+            tile = _scaled_tiles(bf16, 300, mean_rows, narrows)[0 if gated else 1]
             flags: dict[str, Any] = {"GATED": gated, "bias": None}
             if not (gated and narrows and tile.outputs == BLOCK):
                 flags["out_scales"] = None

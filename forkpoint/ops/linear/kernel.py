@@ -33,12 +33,21 @@ from forkpoint.ops.linear.sums_kernel import (
 )
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.parameters import GateLimits
-from forkpoint.ops.rounding import ceil_div
+from forkpoint.ops.rounding import ceil_div, next_power_of_2
 from forkpoint.ops.unmade import Parts
 
 SPLIT_ROWS = 1024  # rows whose partial sums are in memory together at most
 MOST_AT_ONCE = 40_000_000  # elements of an FP8 matrix with which one row lets the next launch start at once
 BESIDE_OUTPUTS, BESIDE_WIDTH, BESIDE_STAGES = tl.constexpr(2), tl.constexpr(1024), tl.constexpr(2)
+
+
+@triton.jit
+def _own_pairs(ids, expert, num_pairs, group, ROWS: tl.constexpr, CHOICES: tl.constexpr):
+    """Return each token's pair with the expert, -1 for tokens without one."""
+    choices = tl.arange(0, CHOICES)[None, :]
+    every = tl.arange(0, ROWS)[:, None] * group + choices
+    chosen = tl.load(ids + every, mask=(choices < group) & (every < num_pairs), other=-1)
+    return tl.max(tl.where(chosen == expert, every, -1), 1)
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits", "group"])
@@ -77,13 +86,15 @@ def product_kernel(
     BLOCKED: tl.constexpr,
     SHARED: tl.constexpr,
     BITS: tl.constexpr,
+    CHOICES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute one tile of the product with a matrix, or with an expert's matrix if `tiles` is given.
+    """Compute one tile of the product with a matrix, or with an expert's matrix if `pairs` is given.
 
     `tiles` and `pairs` come from `ExpertOrder`. The product into experts reads tokens, of `group` pairs each, and
-    writes places in the order of pairs. The product out of experts reads places and writes pairs. If GATED, the weight
-    has a second half of outputs, and `silu(gate) * up` is stored (limits: see `gate`).
+    writes places in the order of pairs. The product out of experts reads places and writes pairs. With `pairs` alone,
+    `pairs` holds the experts of at most ROWS tokens, CHOICES is at least `group`, and places are pairs. If GATED, the
+    weight has a second half of outputs, and `silu(gate) * up` is stored (limits: see `gate`).
 
     With SCALE_ROWS, weights are FP8 and that many rows share scales: one per SCALE_WIDTH columns if BLOCKED, else one.
     With SHARED, all outputs of a tile share their scales. x may also be FP8, with one scale per SCALE_WIDTH columns of
@@ -91,7 +102,19 @@ def product_kernel(
     await_before(OVERLAP)
     pid, start, end = tl.program_id(0), 0, width
     output_tiles = tl.cdiv(num_outputs, OUTPUTS)
-    if tiles is not None:
+    if tiles is None and pairs is not None:
+        pair, output_start = pid // output_tiles, pid % output_tiles * OUTPUTS
+        matrix = tl.load(pairs + pair).to(tl.int64)
+        own = _own_pairs(pairs, matrix, num_rows, group, ROWS, CHOICES)
+        # The first pair of an expert has the programs that serve all of them.
+        if tl.min(tl.where(own < 0, num_rows, own), 0) < pair:
+            return
+        rows_inside = own >= 0
+        rows = own.to(tl.int64)
+        targets = rows
+        if GATED or SQUARED:
+            rows = tl.arange(0, ROWS).to(tl.int64)
+    elif tiles is not None:
         tile, output_start = pid // output_tiles, pid % output_tiles * OUTPUTS
         begin, behind = tl.load(tiles + num_rows + tile), tl.load(tiles + 2 * num_rows + tile)
         if begin >= behind:
@@ -294,10 +317,12 @@ def launch_product(
     gated: bool = False,
     squared: bool = False,
     limits: GateLimits | None = None,
-    order: tuple[Tensor, Tensor] | None = None,
+    order: tuple[Tensor, Tensor | None] | None = None,
 ) -> None:
-    """Launch products with `weight[N, K]`, or with `weight[E, N, K]` for the tiles of an `ExpertOrder`. `cut` is the
-    number of rows, or of tiles, the group of `product_kernel`, and the splits of K and their width."""
+    """Launch products with `weight[N, K]`, or with `weight[E, N, K]` for the `order` of pairs and their tiles.
+
+    `order` holds the fields of an `ExpertOrder`, or the experts of at most `tile.rows` tokens and None. `cut` is the
+    number of rows, or of tiles or pairs, the group of `product_kernel`, and the splits of K and their width."""
     pairs, tiles = order or (None, None)
     codes, scales = matrix_parts(weight)
     num_rows, group, splits, split_width = cut
@@ -311,6 +336,7 @@ def launch_product(
     masks = {"MASK_OUTPUTS": num_outputs % tile.outputs != 0, "MASK_WIDTH": width % tile.width != 0}
     form = {**scale_options(weight), "SHARED": shares_scales(weight, tile, gated), "BITS": by_bits(weight)}
     form |= {"GATED": gated, **limit_options(limits), "SQUARED": squared, "SPLIT": splits > 1, **options}
+    form["CHOICES"] = 0 if order is None or tiles is not None else next_power_of_2(group)
     product_kernel[(programs,)](*operands, *shape, *scaling, **sizes, **masks, **form)
 
 

@@ -51,7 +51,7 @@ PARTS_ROWS = 640  # up to here K is split for few outputs if the reader adds the
 FIXED_SPLITS, FIXED_UNIT = 4, 256  # splits of a wide K with fixed bits, each a multiple of the steps of every tile
 LARGEST = 128  # rows; above, the vendor's library is faster except for few outputs
 WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits gain
-FEW_SCALED = 16  # rows; above, FP8 x FP8 products are faster, by the library or by ours
+FEW_SCALED = 4  # rows; above, FP8 x FP8 products are faster, by the library or by ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +193,31 @@ def scaled_tile(
     if num_rows <= FEW_SCALED or not narrows:
         tile = fixed_scaled_tile(num_rows, num_outputs, gated, dtype)
         return replace(tile, splits=4) if few else tile
-    if not few and not (gated and num_rows <= 32):
+    if num_rows <= 16:
+        return _few_narrow_tile(num_rows, num_outputs, gated, few)
+    if not few and num_rows > 32:
         return None
     if gated:
         return Tile(64, 32, 128, 4, 4, narrows=True)
+    if not few:
+        return Tile(32, 128, 128, 4, 3, splits=2, turned=True, overlaps=True, narrows=True)
     if num_rows > (LARGEST if num_outputs <= WIDE_SCALED else 64):
         return Tile(LARGEST, 64, 128, 4, 4, splits=4, overlaps=True, narrows=True)
     rows = 64 if num_rows > 32 and width > FEW_OUTPUTS else 32
     splits = 8 if width > FEW_OUTPUTS or (num_outputs <= WIDE_SCALED and num_rows <= 64) else 4
     return Tile(rows, 128, 128, 4, 4, splits=splits, turned=True, overlaps=True, narrows=True)
+
+
+def _few_narrow_tile(num_rows: int, num_outputs: int, gated: bool, few: bool) -> Tile:
+    """Return the tile for 5 to 16 rows of FP8 activations and FP8 weights, of `few` outputs or others."""
+    tile = Tile(16, 64, 128, 4, 4, turned=True, overlaps=True, narrows=True)
+    if gated:
+        return replace(tile, outputs=32, turned=False)
+    if few:
+        return replace(tile, splits=8)
+    if num_outputs > FEW_OUTPUTS:
+        return replace(tile, outputs=64 if num_rows <= 8 else 128, splits=2)
+    return replace(tile, outputs=32, turned=False)
 
 
 def one_scaled_tile(num_outputs: int) -> Tile:

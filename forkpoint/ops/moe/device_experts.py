@@ -25,7 +25,8 @@ from forkpoint.platforms.table import traits_of
 
 WIDENED_ROWS = 192  # pairs of an expert from which it pays to widen all experts in 4 bits, if bits need not agree
 PROMPT_ROWS = 32  # pairs of an expert from which whole warp groups widen fragments
-MAX_PAIRED = 72  # (token, expert) pairs; up to here most experts are read by one pair only
+MAX_PAIRED = 36  # (token, expert) pairs; up to here most experts are read by one pair only
+FEW_ROWS, FEW_SCALED_ROWS = 2, 6  # mean number of pairs of a bfloat16 and an FP8 expert up to which tiles have 8 rows
 
 AnyExperts: TypeAlias = PackedExperts | ScaledExperts | FourBitExperts | FragmentExperts
 
@@ -79,22 +80,28 @@ class DeviceExperts:
         if isinstance(packed, ScaledExperts):
             apart = packed.by_pairs and traits_of(x.device).masks_gathers
             narrows = apart and not self.deterministic and traits_of(x.device).multiplies_fp8
-            into, out_of = _scaled_tiles(x.dtype, mean_rows, narrows)
+            into, out_of = _scaled_tiles(x.dtype, len(x), mean_rows, narrows)
             into = within(into, x.device, gated_fp8=True)
         else:
             apart = traits_of(x.device).masks_gathers
-            into, out_of = _tiles(x.dtype, mean_rows, packed.gated)
+            into, out_of = _tiles(x.dtype, len(x), mean_rows, packed.gated)
         if not self.deterministic and ids.numel() <= MAX_PAIRED and apart:
             return paired_experts(x, packed, weights, ids, limits)
         return grouped_experts(x, packed, weights, ids, into, out_of, parts, limits)
 
 
-def _tiles(dtype: torch.dtype, mean_rows: float, gated: bool = True) -> tuple[Tile, Tile]:
+def _fewest_rows(num_tokens: int, is_few: bool) -> int:
+    """Return the rows of tiles for experts with few pairs each: 8, or 16 if 16 hold all tokens or pairs are more."""
+    return 16 if 8 < num_tokens <= 16 or not is_few else 8
+
+
+def _tiles(dtype: torch.dtype, num_tokens: int, mean_rows: float, gated: bool = True) -> tuple[Tile, Tile]:
     """Return the tiles for the products into and out of experts with `mean_rows` pairs each. All give equal bits."""
     if dtype == torch.float32:
         return Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2)
     if mean_rows <= 12:
-        return Tile(16, 64, 128, 4, 3, turned=True), Tile(16, 64, 128, 4, 3, turned=True)
+        tile = Tile(_fewest_rows(num_tokens, mean_rows <= FEW_ROWS), 64, 128, 4, 3, turned=True)
+        return tile, tile
     if mean_rows <= 96:
         return Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)
     if gated:
@@ -102,16 +109,18 @@ def _tiles(dtype: torch.dtype, mean_rows: float, gated: bool = True) -> tuple[Ti
     return Tile(128, 128, 64, 4, 3), Tile(128, 128, 64, 4, 3)
 
 
-def _scaled_tiles(dtype: torch.dtype, mean_rows: float, narrows: bool = False) -> tuple[Tile, Tile]:
+def _scaled_tiles(dtype: torch.dtype, num_tokens: int, mean_rows: float, narrows: bool) -> tuple[Tile, Tile]:
     """Return the tiles for FP8 experts. If `narrows`, activations are rounded to FP8 too.
 
     Otherwise the weights are the left operand, which can be widened in registers."""
     if dtype == torch.float32:
-        return _tiles(dtype, mean_rows)
+        return _tiles(dtype, num_tokens, mean_rows)
     if narrows:
         if mean_rows <= 40:
-            out_of = Tile(16 if mean_rows <= 16 else 32, 128, 128, 4, 2, turned=True, narrows=True)
-            return replace(out_of, num_stages=2 if mean_rows <= 16 else 3), out_of
+            is_few = mean_rows <= FEW_SCALED_ROWS
+            rows = _fewest_rows(num_tokens, is_few) if mean_rows <= 16 else 32
+            out_of = Tile(rows, 128, 128, 4, 2, turned=True, narrows=True)
+            return replace(out_of, num_stages=2 if mean_rows <= 16 and not is_few else 3), out_of
         if mean_rows <= 96:
             return Tile(64, 64, 128, 4, 3, narrows=True), Tile(64, 64, 128, 4, 3, narrows=True)
         return Tile(128, 128, 128, 16, 3, narrows=True), Tile(128, 64, 128, 8, 3, narrows=True)

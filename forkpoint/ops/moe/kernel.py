@@ -19,7 +19,7 @@ from forkpoint.ops.linear.scaled import ScaledExperts, ScaledMatrix
 from forkpoint.ops.linear.sums_kernel import SCALE_WIDTH, matrix_parts, scale_columns, scale_options, widened
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe.kept_kernel import keeps, multiply_kept
-from forkpoint.ops.moe.order_kernel import order_by_expert
+from forkpoint.ops.moe.order_kernel import ExpertOrder, order_by_expert
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.parameters import GateLimits
 from forkpoint.ops.rounding import ceil_div
@@ -27,6 +27,7 @@ from forkpoint.ops.unmade import Parts
 from forkpoint.platforms.table import traits_of
 
 PAIR_IN = Tile(1, 8, 128, 1, 6)
+UNORDERED_TOKENS = 16  # tokens; up to here a tile may hold them all, and programs find the pairs of their expert
 KEPT_ROWS = 128  # places per tile from which kept_kernel.py is used
 PAIR_OUT = Tile(1, 4, 512, 1, 1)
 WIDE_PAIR_OUT = Tile(1, 2, 1024, 4, 1)  # for bfloat16 experts with more than 512 inner columns
@@ -112,17 +113,24 @@ def grouped_experts(
     parts: bool = False,
     limits: GateLimits | None = None,
 ) -> Tensor:
-    """Return each token's weighted sum of its experts' outputs, with pairs sorted by expert, in tiles.
+    """Return each token's weighted sum of its experts' outputs, in tiles of the pairs of an expert.
 
-    With `parts`, the outputs of a token's experts are returned as `Parts`. `into.rows` equals `out_of.rows`. A row's
-    bits depend only on the tiles, which may also round activations to FP8. `limits`: see `silu_mul`.
+    Pairs are sorted by expert first, unless a tile has room for all tokens. With `parts`, the outputs of a token's
+    experts are returned as `Parts`. `into.rows` equals `out_of.rows`. A row's bits depend only on the tiles, which may
+    also round activations to FP8. `limits`: see `silu_mul`.
     """
     num_tokens, top_k = ids.shape
     num_experts, size, inner = packed.down.shape
-    order = order_by_expert(ids, num_experts, into.rows)
-    if not traits_of(x.device).masks_gathers:  # gathered rows must consist of whole steps
+    masks_gathers = traits_of(x.device).masks_gathers
+    order: ExpertOrder | None = None
+    by: tuple[Tensor, Tensor | None] = (ids, None)
+    num_tiles = ids.numel()
+    if num_tokens > min(into.rows, UNORDERED_TOKENS) or not masks_gathers:
+        order = order_by_expert(ids, num_experts, into.rows)
+        by, num_tiles = (order.pairs, order.tiles), order.tiles.shape[1]
+    if not masks_gathers:  # gathered rows must consist of whole steps
         x = F.pad(x, (0, -size % into.width))
-    by, cut = (order.pairs, order.tiles), (order.tiles.shape[1], top_k, 1, 0)
+    cut = (num_tiles, top_k, 1, 0)
     hidden = Activations.empty(ids.numel(), inner, x, into.narrows and into.outputs == SCALE_BLOCK)
     answers = Activations.empty(ids.numel(), size, x, False)
     near, given = overlap(x.device, num_tokens, at_once=True), Activations.of(x, into.narrows)
@@ -130,7 +138,7 @@ def grouped_experts(
     launch_product(given, packed.gate_up, hidden, into, near, cut, order=by, **gates)
     if out_of.narrows and hidden.scales is None:
         hidden = Activations.of(hidden.rows, True)
-    if out_of.rows == KEPT_ROWS and isinstance(packed.down, ScaledMatrix) and keeps(hidden, packed.down):
+    if order and out_of.rows == KEPT_ROWS and isinstance(packed.down, ScaledMatrix) and keeps(hidden, packed.down):
         multiply_kept(hidden, packed.down, answers, order, KEPT_ROWS)
     else:
         launch_product(hidden, packed.down, answers, out_of, overlap(x.device, num_tokens), cut, order=by)

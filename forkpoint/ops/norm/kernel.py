@@ -132,7 +132,7 @@ def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, rounded: 
         sizes = {"D": size, "ROWS": rows, "PARTS": num_parts}
         operands = (x, shares, beside, weight, out, *written_beside(out))
         strides = (*_strides(x), part_stride, *_strides(beside))
-        options = {"num_warps": 8 if block > 2048 else 4, **overlap(x.device, x.shape[0])}
+        options = {"num_warps": 8 if block > 2048 or num_parts else 4, **overlap(x.device, x.shape[0])}
         _norm_kernel[(programs,)](*operands, num_rows, heads, *strides, eps, **sizes, **form, **options)
     return out
 
