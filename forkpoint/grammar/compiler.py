@@ -5,7 +5,7 @@ needed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -16,6 +16,7 @@ from forkpoint.errors import InvalidParamsError, StructuredOutputError
 from forkpoint.grammar.budget import ThinkingBudget
 from forkpoint.grammar.calls import HeldCalls
 from forkpoint.grammar.masks import TokenRules, bad_word_ids
+from forkpoint.grammar.schema import relaxed
 from forkpoint.grammar.source import BYTES_SPECIAL_ID, Description, slow_name
 from forkpoint.params import THINK, THINK_END, CallsParams, SamplingParams, StructuredOutputsParams, Thinking
 
@@ -142,6 +143,10 @@ class GrammarCompiler:
         Run `check` in another process first if it may.
         """
         return slow_name(wanted)
+
+    def relaxed(self, schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return a JSON schema without keywords that cannot be enforced, and why each is left out."""
+        return relaxed(schema)
 
     def check(self, wanted: StructuredOutputsParams) -> None:
         """Compile what is wanted once. Raises InvalidParamsError. May take long, or crash the process."""

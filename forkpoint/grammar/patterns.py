@@ -6,14 +6,17 @@ import re
 from typing import Final
 
 _CLASS = re.compile(r"\\.|\[\^?\]?|\]|--|.", re.DOTALL)
+_ASSERTION = re.compile(r"\\[^bB1-9k]|\[(?:\\.|[^\]\\])*\]|(\(\?<?[=!]|\\[bB1-9]|\\k<)", re.DOTALL)
 _ASCII: Final = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
 
 
 def plain_classes(pattern: str) -> str:
     r"""Return a pattern in which `[`, `&&` and `~~` in character classes are escaped.
 
-    `\d` and `\w` become ASCII classes. Raises ValueError for `--` in a class.
+    `\d` and `\w` become ASCII classes. Raises ValueError for `--` in a class, look-around, `\b` and references.
     """
+    for sign in filter(None, _ASSERTION.findall(pattern)):
+        raise ValueError(f"{pattern[:60]!r} has {sign!r}; look-around, '\\b' and references are not supported")
     found, inside = [], False
     for token in _CLASS.findall(pattern):
         if not inside and token[0] == "[":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from copy import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from copy import copy, deepcopy
 from itertools import islice
 from typing import Any, Final, NoReturn
 
@@ -18,6 +19,7 @@ from forkpoint.params import OUTPUT_WORDS
 MAX_DEPTH: Final = 64  # nested brackets
 MAX_EXACT: Final = 2**53  # beyond it not every integer is a number of the library
 MAX_LOCATED: Final = 300  # parts of a schema that are tested to find the wrong one
+MAX_RELAXED: Final = 32  # keywords that are left out of a schema
 _SIGNS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]')
 _WRONG_REGEX: Final = re.compile(
     r"regex parse error:\n    (?P<line>.*)\n    (?P<indent> *)(?P<marks>\^+)\nerror: (?P<reason>.*)"
@@ -32,6 +34,14 @@ _REFUSED: Final = (
     *("$dynamicRef", "$recursiveRef"),
 )
 _DEPENDENCIES: Final = ("dependentRequired", "dependentSchemas", "dependencies")
+
+
+class _Unenforceable(Exception):
+    """The part of a schema at the JSON pointer `path` has a keyword that cannot be enforced."""
+
+    def __init__(self, keyword: str, path: str, why: str) -> None:
+        super().__init__(f"the JSON schema uses {keyword!r} at {path or '/'}, which {why}")
+        self.keyword, self.path = keyword, path
 
 
 def check_depth(text: str, name: str, signs: re.Pattern[str] = _SIGNS, levels: str = "levels") -> None:
@@ -54,6 +64,13 @@ def enforceable(text: str, *, compact: bool) -> str:
 
     Raises InvalidParamsError for a text that is not a schema, cannot be enforced, or matches nothing.
     """
+    try:
+        return _rewritten(text, compact=compact)
+    except _Unenforceable as error:
+        raise InvalidParamsError(str(error)) from error
+
+
+def _rewritten(text: str, *, compact: bool) -> str:
     check_depth(text, "json")
     try:
         root = json.loads(text, parse_constant=_no_constant)
@@ -66,6 +83,30 @@ def enforceable(text: str, *, compact: bool) -> str:
     if not isinstance(found, dict):
         found = {"allOf": [found]}
     return json.dumps({**found, "x-guidance": _OPTIONS[compact]})
+
+
+def relaxed(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a schema without the keywords that `enforceable` refuses, and the errors about them.
+
+    More outputs match it: where branches of `oneOf` may overlap, those of several branches too. A schema with other
+    faults keeps them.
+    """
+    found, said = deepcopy(dict(schema)), list[str]()
+    exclusive = Unions(found).exclusive
+    for path, part in [*_parts(found, "")]:
+        branches = listed(part.get("oneOf"))
+        if path not in exclusive and "anyOf" not in part and any(values_of(branch) is None for branch in branches):
+            part["anyOf"] = part.pop("oneOf")
+            said.append(str(_Unenforceable("oneOf", path, "has branches that may overlap")))
+    with suppress(InvalidParamsError, LookupError, ValueError, RecursionError):
+        while len(said) < MAX_RELAXED:
+            try:
+                _rewritten(json.dumps(found), compact=True)
+                break
+            except _Unenforceable as error:
+                del _part_at(found, error.path)[error.keyword]
+                said.append(str(error))
+    return found, said
 
 
 class _Rewriter:
@@ -83,10 +124,10 @@ class _Rewriter:
         self._drop_what_says_nothing(found)
         for keyword in _REFUSED:
             if keyword in found:
-                refuse(keyword, path, "cannot be enforced; express it without, or check it in the answer")
+                _refuse(keyword, path, "cannot be enforced; express it without, or check it in the answer")
         for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"):
             if any(abs(number) > MAX_EXACT for number in _numbers(found.get(name))):
-                refuse(name, path, f"has a number beyond {MAX_EXACT} (2^53); enforced are smaller ones")
+                _refuse(name, path, f"has a number beyond {MAX_EXACT} (2^53); enforced are smaller ones")
         for (*outer, last), child in list(children(found)):
             holder = found
             if outer:
@@ -109,6 +150,7 @@ class _Rewriter:
             "maxContains": "contains" not in found,
             "unevaluatedItems": found.get("unevaluatedItems") in (True, {}),
             "unevaluatedProperties": found.get("unevaluatedProperties") in (True, {}),
+            "$dynamicAnchor": True,  # a reference to it is refused
             "propertyNames": found.get("propertyNames") in (True, {}, {"type": "string"}),
         }
         for keyword in [key for key in found if nothing.get(key)]:
@@ -121,7 +163,7 @@ class _Rewriter:
     def _object(self, found: dict[str, Any], path: str) -> None:
         least, required = found.get("minProperties"), _strings_of(found.get("required"))
         if isinstance(least, int) and least > max(1, len(set(required))):
-            refuse("minProperties", path, "can be enforced up to the number of required properties; require them")
+            _refuse("minProperties", path, "can be enforced up to the number of required properties; require them")
         if "patternProperties" in found and isinstance(found["patternProperties"], dict):
             found["patternProperties"] = {
                 self._pattern(name, "patternProperties", path): child
@@ -146,7 +188,7 @@ class _Rewriter:
         """Rewrite `propertyNames` of a schema, in place; refuse those together with properties."""
         names = self._unions.resolved(names)
         if {"properties", "patternProperties"} & set(found) or not isinstance(names, dict):
-            refuse("propertyNames", path, "cannot be enforced together with properties; leave it out")
+            _refuse("propertyNames", path, "cannot be enforced together with properties; leave it out")
         rest = found.pop("additionalProperties", {})
         rules = {key: value for key, value in names.items() if key not in ("type", "title", "description")}
         values = values_of(rules)
@@ -163,7 +205,7 @@ class _Rewriter:
             least, most = rules.get("minLength", 0), rules.get("maxLength", "")
             found["patternProperties"] = {rf"^[\s\S]{{{least},{most}}}$": rest}
         else:
-            refuse("propertyNames", path, "can be enforced only with an enum, a pattern or lengths")
+            _refuse("propertyNames", path, "can be enforced only with an enum, a pattern or lengths")
         found["additionalProperties"] = False
 
     def _dependencies(self, found: dict[str, Any], path: str) -> None:
@@ -171,7 +213,7 @@ class _Rewriter:
         for keyword in _DEPENDENCIES:
             given = found.pop(keyword, {})
             if not isinstance(given, dict):
-                refuse(keyword, path, "is not an object")
+                _refuse(keyword, path, "is not an object")
             for name, needs in given.items():
                 if isinstance(needs, list):
                     needs = {"required": needs}
@@ -186,7 +228,7 @@ class _Rewriter:
         kind = found.get("format")
         if isinstance(kind, str) and kind in NOT_ENFORCED_FORMATS:
             enforced = ", ".join(sorted([*FORMATS, *LIBRARY_FORMATS]))
-            refuse("format", path, f"is {kind!r} and cannot be enforced; enforced are {enforced}")
+            _refuse("format", path, f"is {kind!r} and cannot be enforced; enforced are {enforced}")
         if isinstance(kind, str) and kind not in LIBRARY_FORMATS:  # formats outside the specification have no effect
             del found["format"]
             if kind in FORMATS:
@@ -194,14 +236,14 @@ class _Rewriter:
         encoding = found.pop("contentEncoding", None)
         if encoding is not None:
             if str(encoding).lower() not in ENCODINGS:
-                refuse("contentEncoding", path, f"is {encoding!r}; enforced are {', '.join(ENCODINGS)}")
+                _refuse("contentEncoding", path, f"is {encoding!r}; enforced are {', '.join(ENCODINGS)}")
             _add(found, "pattern", ENCODINGS[str(encoding).lower()])
 
     def _pattern(self, pattern: str, keyword: str, path: str) -> str:
         try:
             return plain_classes(pattern)
         except ValueError as error:
-            refuse(keyword, path, f"cannot be enforced: {error}")
+            _refuse(keyword, path, f"cannot be enforced: {error}")
 
     def _one_of(self, found: dict[str, Any], path: str) -> None:
         """Turn `oneOf` into `anyOf`, in place, if its branches exclude each other. The library sees others."""
@@ -227,7 +269,7 @@ def located(text: str, complaint: Callable[[str], str]) -> NoReturn:
         raise InvalidParamsError(f"the JSON schema matches nothing at {path or '/'}: {first}")
     for keyword in reversed(part):
         if not blamed({key: value for key, value in part.items() if key != keyword}) and keyword not in shared:
-            refuse(keyword, path, f"cannot be enforced: {first}")
+            raise InvalidParamsError(str(_Unenforceable(keyword, path, f"cannot be enforced: {first}")))
     raise InvalidParamsError(f"the JSON schema cannot be enforced at {path or '/'}: {first}")
 
 
@@ -242,8 +284,15 @@ def complaint_in_a_line(text: str) -> str:
     return " ".join(text.partition("\n<state>")[0].split())[:300]
 
 
-def refuse(keyword: str, path: str, why: str) -> NoReturn:
-    raise InvalidParamsError(f"the JSON schema uses {keyword!r} at {path or '/'}, which {why}")
+def _refuse(keyword: str, path: str, why: str) -> NoReturn:
+    raise _Unenforceable(keyword, path, why)
+
+
+def _part_at(schema: Any, path: str) -> Any:
+    """Return the part at a JSON pointer. Raises LookupError or ValueError if there is none."""
+    for name in path.split("/")[1:]:
+        schema = schema[int(name) if isinstance(schema, list) else name.replace("~1", "/").replace("~0", "~")]
+    return schema
 
 
 def _add(found: dict[str, Any], keyword: str, value: Any) -> None:

@@ -69,7 +69,7 @@ class PreparedTurn(PreparedRequest):
         Raises HTTPError or ForkpointError if the request is wrong, and MissingImages for images to be fetched first.
         """
         model = texts.served_name(body.model)
-        plan = plan_tools(body)
+        plan = plan_tools(texts, body)
         constraint = constraint_of(texts, body, plan)
         params = sampling_params(
             body,
@@ -153,7 +153,7 @@ def prompt_of(texts: Texts, body: ChatBody) -> Prompt:
     to be fetched first, and the errors of `ChatTemplate.render`.
     """
     texts.served_name(body.model)
-    return _render(texts, body, plan_tools(body).shown, None)
+    return _render(texts, body, plan_tools(texts, body).shown, None)
 
 
 def _render(texts: Texts, body: ChatBody, tools: list[dict[str, Any]] | None, params: SamplingParams | None) -> Prompt:

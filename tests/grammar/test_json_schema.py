@@ -168,6 +168,28 @@ def test_what_cannot_be_enforced_is_refused_by_name(keyword: str, schema: Any) -
         SETUP.start(json=schema)
 
 
+def test_a_relaxed_schema_lacks_what_is_refused_and_nothing_else() -> None:
+    num_relaxed = 0
+    for keyword, schema in REFUSED:
+        outer = {"type": "object", "properties": {"a/b": schema, "c": {"enum": ["x"]}}, "required": ["c"]}
+        found, said = SETUP.compiler.relaxed(outer)
+        assert {**found, "properties": {**found["properties"], "a/b": schema}} == outer
+        if keyword == "oneOf":
+            assert found["properties"]["a/b"] == {"anyOf": schema["oneOf"]}
+        if said:
+            assert len(said) == 1 and f"uses {keyword!r} at /properties/a~1b" in said[0]
+            SETUP.start(json=found)
+            num_relaxed += 1
+        else:
+            assert found == outer
+    assert num_relaxed > 12
+    assert SETUP.compiler.relaxed({"items": [{"not": {}, "if": {}, "then": {}}]})[0] == {"items": [{"then": {}}]}
+    tagged = {"oneOf": [{"type": "null"}, {"oneOf": [{"const": 1}, {"type": "string"}]}, {"type": "object"}]}
+    inner = {"anyOf": tagged["oneOf"][1]["oneOf"]}  # type: ignore[index]
+    assert SETUP.compiler.relaxed(tagged)[0] == {"anyOf": [{"type": "null"}, inner, {"type": "object"}]}
+    assert SETUP.compiler.relaxed({"oneOf": [{"type": "null"}, {"const": "a", "type": "string"}]})[1] == []
+
+
 @pytest.mark.parametrize(
     "schema",
     [

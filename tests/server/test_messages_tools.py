@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import jsonschema
@@ -63,7 +63,7 @@ def test_tools_are_added_and_removed_within_a_conversation(http: httpx2.Client) 
     added, removed = (part["text"] for part in shown[1]["content"])
     assert "The tool clock is available:" in added and "Tells the time." in added
     assert removed == "The tool look is no longer available." and not notes
-    plan = plan_tools(chat)
+    plan = plan_tools(cast(Any, None), chat)
     assert [tool["function"]["name"] for tool in plan.shown or ()] == ["look"] and "clock" in (plan.schemas or {})
     forced = {**fields, "tool_choice": {"type": "tool", "name": "clock"}, "max_tokens": 40}
     [block] = http.post("/v1/messages", json=forced).json()["content"]

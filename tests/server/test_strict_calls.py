@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import httpx2
 import jsonschema
@@ -13,6 +13,7 @@ import pytest
 
 from forkpoint.engine.call_writing import WRITERS, NotationName
 from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.errors import InvalidParamsError
 from forkpoint.params import CallsParams, SamplingParams, StructuredOutputsParams, Thinking
 from forkpoint.server.answer import AnswerParser, CallPart, Content, joined
 from forkpoint.server.body import validated
@@ -124,13 +125,14 @@ def constraint(notation: NotationName, tokenizer: Tokenizer = BYTES.tokenizer, *
     notes: list[str] = []
     body = validated(ChatBody, {"messages": [{"role": "user", "content": "x"}], **fields})
     config = SimpleNamespace(tool_call_parser="auto")
-    texts = SimpleNamespace(
+    texts: Any = SimpleNamespace(
         notation_name=notation,
         config=config,
+        inputs=SimpleNamespace(grammars=BYTES.compiler),
         require_tokenizer=lambda: tokenizer,
         notices=SimpleNamespace(add=notes.append),
     )
-    return constraint_of(cast(Any, texts), body, plan_tools(body)), notes
+    return constraint_of(texts, body, plan_tools(texts, body)), notes
 
 
 def test_values_of_an_enum_have_its_type() -> None:
@@ -295,6 +297,24 @@ def test_an_answer_has_the_format_or_a_strict_call(scripted: RunningServer) -> N
         if scripted.model == "json":  # the other script begins with text
             [(name, arguments)] = chat(http, "json", strict=True, response_format=form)
             assert name == "look" and json.loads(arguments)["days"] in (12, 13)
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_forced_calls_match_what_can_be_enforced(strict: bool | None) -> None:
+    """Tools of MCP servers have such schemas. OpenAI's and Anthropic's servers enforce none unless a tool is strict."""
+    parts = {"days": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 1}}
+    parameters = {"type": "object", "properties": parts, "required": ["days"], "additionalProperties": False}
+    function = {"name": "look", "parameters": parameters, "strict": strict}
+    found, notes = constraint("hermes", tools=[{"type": "function", "function": function}], tool_choice="required")
+    if strict:
+        with pytest.raises(InvalidParamsError, match="'uniqueItems' at /properties/arguments/properties/days"):
+            BYTES.compiler.check(found.structured)
+        assert not notes
+        return
+    wanted = {"json": found.structured.json, "disable_any_whitespace": True}
+    assert takes(BYTES, '{"name": "look", "arguments": {"days": [1, 1]}}', **wanted)
+    assert not takes(BYTES, '{"name": "look", "arguments": {"days": []}}', **wanted)
+    assert len(notes) == 1 and "tool 'look' may not match its schema: the JSON schema uses 'uniqueItems'" in notes[0]
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused(scripted: RunningServer) -> None:

@@ -12,7 +12,9 @@ from forkpoint.server.calls.schema_types import moved
 from forkpoint.server.chat.body import AllowedFunctionsChoice, AnyToolChoice, ChatBody, FunctionChoice, ToolSpec
 from forkpoint.server.custom_tools import INPUT, grammar_of
 from forkpoint.server.errors import HTTPError
+from forkpoint.server.protocol import MAX_SHOWN
 from forkpoint.server.sampling import structured_outputs
+from forkpoint.server.texts import Texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class ToolPlan:
     rules: tuple[CallRule, ...] = ()
 
 
-def plan_tools(body: ChatBody) -> ToolPlan:
+def plan_tools(texts: Texts, body: ChatBody) -> ToolPlan:
     """Return the plan for the tools of `body`. Raises HTTPError for a choice that the tools do not offer."""
     tools, choice = body.tools, body.tool_choice
     structured = structured_outputs(body)
@@ -65,12 +67,28 @@ def plan_tools(body: ChatBody) -> ToolPlan:
     if len(wanted) == 1 and syntax == "lark":
         text = StructuredOutputsParams(grammar=definition)
         return ToolPlan(shown or None, schemas, text, forced=True, written=wanted[0])
+    enforced = {tool.function.name: _enforced(texts, tool) for tool in tools if tool.function.name in wanted}
     if len(wanted) == 1:
-        schema = _call_schema(wanted[0], schemas[wanted[0]], "")
+        schema = _call_schema(wanted[0], enforced[wanted[0]], "")
     else:
-        schema = {"anyOf": [_call_schema(name, schemas[name], f"/anyOf/{i}") for i, name in enumerate(wanted)]}
+        schema = {"anyOf": [_call_schema(name, enforced[name], f"/anyOf/{i}") for i, name in enumerate(wanted)]}
     call = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
     return ToolPlan(shown or None, schemas, call, forced=True, rules=rules)
+
+
+def _enforced(texts: Texts, tool: ToolSpec) -> Mapping[str, Any]:
+    """Return the schema that the arguments of a forced call match.
+
+    It lacks keywords that cannot be enforced, which the log says, unless the tool is strict.
+    """
+    schema = tool.function.parameters or {}
+    if tool.function.strict or tool.custom is not None:
+        return schema
+    found, said = texts.inputs.grammars.relaxed(schema)
+    for text in said:
+        name = tool.function.name[:MAX_SHOWN]
+        texts.notices.add(f"forced calls of the tool {name!r} may not match its schema: {text}")
+    return found
 
 
 def _rule(tool: ToolSpec) -> CallRule:
