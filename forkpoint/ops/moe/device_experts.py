@@ -18,7 +18,7 @@ from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.linear.unpack_kernel import widen_fragments
 from forkpoint.ops.moe.four_bit_experts import four_bit_experts
 from forkpoint.ops.moe.fragment_experts import fits_prompts, fragment_experts, prompt_experts
-from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
+from forkpoint.ops.moe.kernel import UNORDERED_TOKENS, grouped_experts, paired_experts
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.parameters import GateLimits
 from forkpoint.platforms.table import traits_of
@@ -84,23 +84,20 @@ class DeviceExperts:
             into = within(into, x.device, gated_fp8=True)
         else:
             apart = traits_of(x.device).masks_gathers
-            into, out_of = _tiles(x.dtype, len(x), mean_rows, packed.gated)
+            into, out_of = _tiles(x.dtype, mean_rows, packed.gated, 8 if apart else 16)
         if not self.deterministic and ids.numel() <= MAX_PAIRED and apart:
             return paired_experts(x, packed, weights, ids, limits)
         return grouped_experts(x, packed, weights, ids, into, out_of, parts, limits)
 
 
-def _fewest_rows(num_tokens: int, is_few: bool) -> int:
-    """Return the rows of tiles for experts with few pairs each: 8, or 16 if 16 hold all tokens or pairs are more."""
-    return 16 if 8 < num_tokens <= 16 or not is_few else 8
+def _tiles(dtype: torch.dtype, mean_rows: float, gated: bool = True, fewest: int = 16) -> tuple[Tile, Tile]:
+    """Return the tiles for the products into and out of experts with `mean_rows` pairs each. All give equal bits.
 
-
-def _tiles(dtype: torch.dtype, num_tokens: int, mean_rows: float, gated: bool = True) -> tuple[Tile, Tile]:
-    """Return the tiles for the products into and out of experts with `mean_rows` pairs each. All give equal bits."""
+    `fewest` is the number of rows of the device's smallest tile."""
     if dtype == torch.float32:
         return Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2)
     if mean_rows <= 12:
-        tile = Tile(_fewest_rows(num_tokens, mean_rows <= FEW_ROWS), 64, 128, 4, 3, turned=True)
+        tile = Tile(fewest if mean_rows <= FEW_ROWS else 16, 64, 128, 4, 3, turned=True)
         return tile, tile
     if mean_rows <= 96:
         return Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)
@@ -114,13 +111,13 @@ def _scaled_tiles(dtype: torch.dtype, num_tokens: int, mean_rows: float, narrows
 
     Otherwise the weights are the left operand, which can be widened in registers."""
     if dtype == torch.float32:
-        return _tiles(dtype, num_tokens, mean_rows)
+        return _tiles(dtype, mean_rows)
     if narrows:
         if mean_rows <= 40:
-            is_few = mean_rows <= FEW_SCALED_ROWS
-            rows = _fewest_rows(num_tokens, is_few) if mean_rows <= 16 else 32
+            is_few, fits_once = mean_rows <= FEW_SCALED_ROWS, 8 < num_tokens <= UNORDERED_TOKENS
+            rows = 32 if mean_rows > 16 else 8 if is_few and not fits_once else 16
             out_of = Tile(rows, 128, 128, 4, 2, turned=True, narrows=True)
-            return replace(out_of, num_stages=2 if mean_rows <= 16 and not is_few else 3), out_of
+            return replace(out_of, num_stages=3 if is_few or rows > 16 else 2), out_of
         if mean_rows <= 96:
             return Tile(64, 64, 128, 4, 3, narrows=True), Tile(64, 64, 128, 4, 3, narrows=True)
         return Tile(128, 128, 128, 16, 3, narrows=True), Tile(128, 64, 128, 8, 3, narrows=True)
