@@ -88,7 +88,8 @@ class CompletionOutput:
 class RequestOutput:
     """The output of a request so far. `finished`: nothing more will come. Log-probabilities may be None.
 
-    It belongs to the caller, lists included: no other output has them.
+    It belongs to the caller, lists included. Only `prompt_token_ids`, which may be long, is one list for all outputs of
+    a request.
     """
 
     request_id: str

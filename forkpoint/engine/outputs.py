@@ -210,7 +210,7 @@ class RequestState:
     _prompt_ids: list[int] | None = None
 
     def prepare(self) -> list[int]:
-        """Return the prompt's ids, of which each output has a copy. The first call takes a while for a long prompt."""
+        """Return the list of the prompt's ids, which all outputs share. The first call takes a while for a long one."""
         if self._prompt_ids is None:
             self._prompt_ids = self.prompt.token_ids.tolist()
         return self._prompt_ids
@@ -261,7 +261,7 @@ class RequestState:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
-            prompt_token_ids=[*self.prepare()],
+            prompt_token_ids=self.prepare(),
             outputs=[*filter(None, map(read, self.completions))],
             finished=self.finished,
             cache=self.cache,

@@ -135,7 +135,7 @@ def test_outputs_have_lists_that_belong_to_the_caller(llm: LLM) -> None:
             whole.outputs[0].token_ids[:size],
             (whole.outputs[0].logprobs or [])[:size],
         )
-        for changed in (output.prompt_token_ids, output.prompt_logprobs, completion.token_ids, completion.logprobs):
+        for changed in (output.prompt_logprobs, completion.token_ids, completion.logprobs):
             assert isinstance(changed, list)
             changed.clear()
         output.outputs.clear()
