@@ -30,6 +30,9 @@ OTHER_VALUES: Final = {
     ("load_format", "hf"): "auto",
     ("mamba_ssm_cache_dtype", "auto"): "float32",
 }
+NO_FLOAT16: Final = "nothing here computes in float16; give bfloat16, or float32, as auto does for float16 weights"
+# Values of vLLM that are missing here, and what to give instead.
+MISSING_VALUES: Final = {("dtype", "half"): NO_FLOAT16, ("dtype", "float16"): NO_FLOAT16}
 # Options of vLLM's LLM that belong to the server here.
 OF_SERVERS: Final = (
     "allowed_media_domains",
@@ -80,8 +83,13 @@ TABLE: Final = tuple(VllmFlags(**row) for row in yaml.load(TABLE_TEXT, LOADER))
 
 
 def known_choice(name: str, choices: Collection[str], text: str) -> str:
-    """Return the choice of the option `name` that `text` is another spelling of, or else `text` itself."""
+    """Return the choice of the option `name` that `text` is another spelling of, or else `text` itself.
+
+    Raises ConfigError for a value of vLLM's that is missing here.
+    """
     lower = text.lower()
+    if (name, lower) in MISSING_VALUES:
+        raise ConfigError(f"{name}={text} is not possible: {MISSING_VALUES[name, lower]}")
     return next((value for value in (text, lower, OTHER_VALUES.get((name, lower), lower)) if value in choices), text)
 
 
