@@ -70,7 +70,11 @@ async def create(service: Service, prepare: Prepare[A], kind: type[ApiAnswer[A]]
 
     Raises HTTPError or ForkpointError before anything is sent.
     """
-    prepared = await service.prepare(prepare, request)
+    return await answered(service, await service.prepare(prepare, request), kind, request)
+
+
+async def answered(service: Service, prepared: A, kind: type[ApiAnswer[A]], request: Request) -> Any:
+    """Answer a prepared request. Raises as `create`."""
     name = kind.prefix + service.new_id()
     answer = kind(name, prepared, await service.open(name, prepared, request.receive), service)
     return await answer.send(request)

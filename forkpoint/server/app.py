@@ -22,6 +22,7 @@ from forkpoint.server.completions.body import CompletionBody
 from forkpoint.server.completions.endpoint import CompletionReply, TextAnswer, prepare_completion
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import add_error_handlers
+from forkpoint.server.invocations import invoke
 from forkpoint.server.messages.body import CountTokensBody, MessagesBody
 from forkpoint.server.messages.endpoint import (
     CountReply,
@@ -35,7 +36,7 @@ from forkpoint.server.metrics import CONTENT_TYPE
 from forkpoint.server.middleware import Gate
 from forkpoint.server.page import add_page
 from forkpoint.server.prefix import PromptReader, read_prefix
-from forkpoint.server.protocol import DoneReply, ErrorReply, ModelCard, ModelList, VersionReply
+from forkpoint.server.protocol import DoneReply, ErrorReply, LoadReply, ModelCard, ModelList, VersionReply
 from forkpoint.server.responses.answer import CountedTokens, DeletedReply, ResponseReply
 from forkpoint.server.responses.body import CountBody, ResponsesBody
 from forkpoint.server.responses.endpoint import Responses, prepare_response
@@ -154,6 +155,8 @@ def _add_body_routes(app: FastAPI, service: Service, responses: Responses) -> No
     add("/v1/responses/input_tokens", CountBody, responses.count, CountedTokens, ERRORS)
     add("/tokenize", TokenizeBody, read(tokenize), TokenizeReply, ERRORS)
     add("/detokenize", DetokenizeBody, read(detokenize), DetokenizeReply, ERRORS)
+    either = documents(ChatBody, partial(invoke, service))  # or CompletionBody
+    routes.add_api_route("/invocations", either, methods=["POST"], include_in_schema=False)
     if service.engine.config.kv_events_config.is_on:
         for path, body, prepare in PROMPTS:  # a router sends a body here first, to choose the replica that answers it
             own = documents(body, read(partial(read_prefix, prepare, service.config.salts_by_key)))
@@ -220,6 +223,10 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/version", response_model=VersionReply)
     async def forkpoint_version() -> VersionReply:
         return VersionReply(version=installed_version())
+
+    @app.get("/load", response_model=LoadReply)
+    async def load() -> LoadReply:
+        return LoadReply(server_load=service.num_open)
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:

@@ -25,7 +25,8 @@ REPORTS = "log and metrics options"
 OF_BATCHES = (  # options that say how requests are read and answered, of a server that answers one file of them
     *("allowed_media_domains", "chat_template_content_format", "default_chat_template_kwargs", "drop_billing_lines"),
     *("disable_log_stats", "enable_force_include_usage", "enable_prompt_tokens_details", "max_logprobs"),
-    *("reasoning_parser", "response_role", "scheduling_policy", "served_model_name", "tool_call_parser"),
+    *("reasoning_parser", "response_role", "return_tokens_as_token_ids", "scheduling_policy", "served_model_name"),
+    "tool_call_parser",
 )
 PREFIX = "letters, digits, '_' and ':', not starting with a digit"
 
@@ -137,6 +138,9 @@ class ServerConfig:
     )
     response_role: str = option("assistant", "role in the answers of chat completions")
     max_logprobs: int = option(MAX_LOGPROBS, "most log-probabilities that a request may ask for at each token")
+    return_tokens_as_token_ids: bool = option(
+        False, "log-probabilities have `token_id:ID` in place of each token's text, unless a request says otherwise"
+    )
     enable_force_include_usage: bool = option(False, "end every stream with its usage, even if it was not asked for")
     max_stored_responses: int = option(1024, "responses of /v1/responses kept for later requests; 0 keeps none")
     max_stored_responses_bytes: int = option(64 * MIB, "memory for stored responses, in bytes")

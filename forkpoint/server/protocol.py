@@ -288,6 +288,12 @@ class VersionReply(ReplyModel):
     version: str
 
 
+class LoadReply(ReplyModel):
+    """The number of prompts that the engine answers and of requests that are being read."""
+
+    server_load: int
+
+
 class DoneReply(ReplyModel):
     """The answer to an operation without a result. `done` is always true, as a failure is answered with an error."""
 

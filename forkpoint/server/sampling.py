@@ -160,6 +160,7 @@ class PreparedRequest:
     def of(cls, body: SamplingBody, texts: Texts, **others: Any) -> Self:
         """Create a prepared request from the fields of `body` that all APIs share, and `others`."""
         options = body.stream_options
+        names_ids = body.return_tokens_as_token_ids
         asks_usage = bool(options and options.include_usage) or bool(body.usage and body.usage.include)
         return cls(
             priority=body.priority or 0,
@@ -167,7 +168,7 @@ class PreparedRequest:
             include_usage=asks_usage or texts.config.enable_force_include_usage,
             continuous_usage=bool(options and options.continuous_usage_stats),
             returns_ids=bool(body.return_token_ids),
-            names_ids=bool(body.return_tokens_as_token_ids),
+            names_ids=texts.config.return_tokens_as_token_ids if names_ids is None else names_ids,
             request_id=body.request_id,
             **others,
         )

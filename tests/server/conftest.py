@@ -38,8 +38,12 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def thinker(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of two keys that keeps two responses, and whose template opens a reasoning part unless told not to."""
+    """A server of two keys that keeps two responses, and names ids in log-probabilities.
+
+    Its template opens a reasoning part unless told not to.
+    """
     flags = ["--api-key", "one", "other", "--max-stored-responses", "2", "--chat-template", THINKS]
+    flags += ["--return-tokens-as-token-ids"]
     running = start_server(tiny_model, tmp_path_factory.mktemp("thinker"), *flags, "--served-model-name", "tiny")
     try:
         yield running.wait_ready()

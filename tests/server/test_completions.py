@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx2
@@ -168,3 +169,18 @@ def test_another_prompt_can_start_at_a_breakpoint(client: openai.OpenAI) -> None
     none = {"num_tokens": 0, "kv_num_tokens": 0, "num_image_tokens": 0, "miss": "cold"}
     assert parted("breakpoint", cache_breakpoints=[150]) == {**none, "num_tokens": 128, "kv_num_tokens": 128}
     assert parted("none") == {**none, "kv_num_tokens": 128, "miss": "no_checkpoint"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_invocations_answer_both_kinds_of_completion(http: httpx2.Client, stream: bool) -> None:
+    """SageMaker sends every request to this address."""
+    chat = {**GREEDY, "messages": [{"role": "user", "content": LONG}], "stream": stream}
+    text = {**GREEDY, "prompt": LONG, "stream": stream}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text)):
+        own, asked = (http.post(address, json=body).text for address in (path, "/invocations"))
+        kind = re.search(r'"object":"[^"]*"', own)
+        assert kind is not None and kind[0] in asked
+        said = ["".join(re.findall(r'"(?:content|text)":"([^"]*)"', reply)) for reply in (own, asked)]
+        assert said[0] == said[1] and said[0]
+    refusal = http.post("/invocations", json={"inputs": "hello"})
+    assert refusal.status_code == 400 and "prompt" in refusal.json()["error"]["message"]

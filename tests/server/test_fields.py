@@ -285,6 +285,15 @@ def test_log_probabilities_may_name_ids(http: httpx2.Client, stream: bool) -> No
     )
 
 
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_a_server_may_name_ids_unless_a_request_asks_for_texts(thinker: RunningServer, asked: bool | None) -> None:
+    body = {"prompt": "hello", "max_tokens": 2, "logprobs": 0, "return_tokens_as_token_ids": asked}
+    with thinker.client() as http:
+        reply = http.post(TEXT, json=body, headers={"Authorization": "Bearer one"}).json()
+    named = [token.startswith("token_id:") for token in reply["choices"][0]["logprobs"]["tokens"]]
+    assert named == [asked is not False] * 2
+
+
 def test_no_functions_need_no_choice(http: httpx2.Client) -> None:
     assert ask(http, CHAT, functions=[], function_call="auto").status_code == 200
     assert "there are no functions" in ask(http, CHAT, functions=[], function_call={"name": "f"}).text

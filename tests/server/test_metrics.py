@@ -223,6 +223,11 @@ def test_a_log_line() -> None:
 
 def test_the_small_endpoints(http: httpx2.Client, tiny_model: Path) -> None:
     assert http.get("/version").json() == {"version": version("forkpoint")}
+    assert http.get("/load").json() == {"server_load": 0}
+    body = {"prompt": ["x"] * 64, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as stream:
+        next(stream.iter_bytes())
+        assert 0 < http.get("/load").json()["server_load"] <= 64
     assert http.get("/health").status_code == 200
     models = http.get("/v1/models").json()["data"]
     assert [card["id"] for card in models] == ["tiny", "alias"]

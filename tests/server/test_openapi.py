@@ -53,6 +53,7 @@ OPERATIONS = {
     "POST /tokenize",
     "POST /detokenize",
     "GET /health",
+    "GET /load",
     "GET /tokenizer_info",
     "GET /version",
     "GET /metrics",
