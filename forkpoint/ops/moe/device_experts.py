@@ -84,20 +84,21 @@ class DeviceExperts:
             into = within(into, x.device, gated_fp8=True)
         else:
             apart = traits_of(x.device).masks_gathers
-            into, out_of = _tiles(x.dtype, mean_rows, packed.gated, 8 if apart else 16)
+            few_rows = 8 if apart and not self.deterministic else 16
+            into, out_of = _tiles(x.dtype, mean_rows, packed.gated, few_rows)
         if not self.deterministic and ids.numel() <= MAX_PAIRED and apart:
             return paired_experts(x, packed, weights, ids, limits)
         return grouped_experts(x, packed, weights, ids, into, out_of, parts, limits)
 
 
-def _tiles(dtype: torch.dtype, mean_rows: float, gated: bool = True, fewest: int = 16) -> tuple[Tile, Tile]:
-    """Return the tiles for the products into and out of experts with `mean_rows` pairs each. All give equal bits.
+def _tiles(dtype: torch.dtype, mean_rows: float, gated: bool = True, few_rows: int = 16) -> tuple[Tile, Tile]:
+    """Return the tiles for the products into and out of experts with `mean_rows` pairs each.
 
-    `fewest` is the number of rows of the device's smallest tile."""
+    `few_rows` is the number of rows of the smallest tile. All tiles of 16 rows and more give equal bits."""
     if dtype == torch.float32:
         return Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2)
     if mean_rows <= 12:
-        tile = Tile(fewest if mean_rows <= FEW_ROWS else 16, 64, 128, 4, 3, turned=True)
+        tile = Tile(few_rows if mean_rows <= FEW_ROWS else 16, 64, 128, 4, 3, turned=True)
         return tile, tile
     if mean_rows <= 96:
         return Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)
