@@ -48,7 +48,8 @@ def build_parser() -> Parser:
     add_engine_options(chat)
 
     complete = add("complete", "remote:complete", "complete prompts on a server")
-    complete.add_argument("--prompt", action="append", help="may be given several times; default: standard input")
+    several = "may be given several times; default: standard input"
+    complete.add_argument("--prompt", "-q", "--quick", action="append", metavar="PROMPT", help=several)
     server = _add_server(complete, DEFAULT_URL)
     server.add_argument("--model-name", metavar="TEXT", help="the server's model to use (default: the first)")
     add_option_group(complete, "sampling options", SamplingParams, max_tokens=128)

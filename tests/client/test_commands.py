@@ -140,7 +140,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_it(
 
 
 def test_complete_prints_text_and_figures_apart(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["complete", "--url", server.url + "/v1", "--prompt", "a", "--prompt", "b", "--model-name", "fake-model"]
+    options = ["complete", "--url", server.url + "/v1", "--prompt", "a", "-q", "b", "--model-name", "fake-model"]
     assert main([*options, "--api-key", "k", "--ignore-eos"]) == 0
     shown = capsys.readouterr()
     assert shown.out == "Hello, world!\nHello, world!\n"
