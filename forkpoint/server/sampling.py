@@ -208,11 +208,12 @@ def sampling_params(
     return SamplingParams(**{**texts.sampling, **given, **wanted})
 
 
-def structured_outputs(body: SamplingBody) -> StructuredOutputsParams | None:
+def structured_outputs(texts: Texts, body: SamplingBody) -> StructuredOutputsParams | None:
     """Return the grammar that `body` asks for, or None.
 
-    Clients of several versions of vLLM give the same grammar under several names. Raises HTTPError or
-    InvalidParamsError if the body asks for two grammars or for an unknown kind.
+    Clients of several versions of vLLM give the same grammar under several names. A `json_schema` of OpenAI's is
+    enforced as far as possible, unless it is strict. Raises HTTPError or InvalidParamsError if the body asks for two
+    grammars or for an unknown kind.
     """
     sources = {"response_format": _from_format(body.response_format), "structured_outputs": body.structured_outputs}
     for name in ("json", "regex", "choice", "grammar"):
@@ -225,6 +226,9 @@ def structured_outputs(body: SamplingBody) -> StructuredOutputsParams | None:
     for second, other in given.items():
         if other != wanted:
             raise HTTPError(400, f"{first} and {second} exclude each other; give one", param=second)
+    form = body.response_format
+    if len(given) == 1 and form is not None and form.json_schema and form.json_schema.get("strict") is not True:
+        wanted = {"json": texts.relaxed(wanted["json"], "answers with a response_format that is not strict")}
     return StructuredOutputsParams(**wanted)
 
 

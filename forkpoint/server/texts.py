@@ -167,6 +167,13 @@ class Texts:
             raise InvalidPromptError("the server was started without a tokenizer; give token ids instead of text")
         return self.tokenizer
 
+    def relaxed(self, schema: Mapping[str, Any], matching: str) -> dict[str, Any]:
+        """Return a JSON schema without the keywords that cannot be enforced. The log says what `matching` it lacks."""
+        found, said = self.inputs.grammars.relaxed(schema)
+        for text in said:
+            self.notices.add(f"{matching} may not match the whole schema: {text}")
+        return found
+
     @property
     def template(self) -> str:
         """The text of the chat template; empty if there is none."""

@@ -9,6 +9,8 @@ import httpx2
 import openai
 import pytest
 
+from tests.server.running import RunningServer
+
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"days": {"enum": [1, 2, 3]}}, "required": ["days"]}
 SCHEMA["additionalProperties"] = False
 NO_SPACES = {str(byte): -100 for byte in b" \n\r\t"}  # a random model would write them for ever
@@ -94,6 +96,33 @@ def test_a_call_and_its_result_can_be_told(client: openai.OpenAI) -> None:
 def test_contradictions_are_refused(client: openai.OpenAI, extra: dict[str, Any], said: str) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         client.chat.completions.create(extra_body=extra, **ASK)
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_a_format_that_is_not_strict_is_enforced_as_far_as_possible(
+    client: openai.OpenAI, server: RunningServer, strict: bool | None
+) -> None:
+    """OpenAI's servers refuse such keywords in strict schemas alone. pydantic writes this one for a set."""
+    days = {"type": "array", "items": {"enum": [1]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"days": days}, "required": ["days"], "additionalProperties": False}
+    form: Any = {"name": "answer", "schema": schema}
+    form |= {} if strict is None else {"strict": strict}
+
+    def chat() -> str:
+        asked: Any = {"type": "json_schema", "json_schema": form}
+        return str(client.chat.completions.create(response_format=asked, **ASK).choices[0].message.content)
+
+    def response() -> str:
+        asked: Any = {"format": {"type": "json_schema", **form}}
+        return client.responses.create(model="tiny", input="Weather?", text=asked, temperature=0).output_text
+
+    for ask in (chat, response):
+        if strict:
+            with pytest.raises(openai.BadRequestError, match="'uniqueItems' at /properties/days"):
+                ask()
+        else:
+            assert json.loads(ask()) == {"days": [1, 1]}
+            assert "not strict may not match the whole schema: the JSON schema uses 'uniqueItems'" in server.log
 
 
 @pytest.mark.parametrize(

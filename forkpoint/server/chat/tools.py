@@ -39,7 +39,7 @@ class ToolPlan:
 def plan_tools(texts: Texts, body: ChatBody) -> ToolPlan:
     """Return the plan for the tools of `body`. Raises HTTPError for a choice that the tools do not offer."""
     tools, choice = body.tools, body.tool_choice
-    structured = structured_outputs(body)
+    structured = structured_outputs(texts, body)
     if not tools or choice == "none":
         if not isinstance(choice, str | None) or choice == "required":
             raise HTTPError(
@@ -84,11 +84,7 @@ def _enforced(texts: Texts, tool: ToolSpec) -> Mapping[str, Any]:
     schema = tool.function.parameters or {}
     if tool.function.strict or tool.custom is not None:
         return schema
-    found, said = texts.inputs.grammars.relaxed(schema)
-    for text in said:
-        name = tool.function.name[:MAX_SHOWN]
-        texts.notices.add(f"forced calls of the tool {name!r} may not match its schema: {text}")
-    return found
+    return texts.relaxed(schema, f"forced calls of the tool {tool.function.name[:MAX_SHOWN]!r}")
 
 
 def _rule(tool: ToolSpec) -> CallRule:

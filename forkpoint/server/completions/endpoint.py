@@ -104,7 +104,7 @@ def _params(texts: Texts, body: CompletionBody) -> SamplingParams:
         max_tokens=None if limit == NO_LIMIT else max(limit, 1),
         logprobs=body.logprobs,
         prompt_logprobs=max((count for count in wanted if count is not None), default=None),
-        structured=structured_outputs(body),
+        structured=structured_outputs(texts, body),
     )
 
 

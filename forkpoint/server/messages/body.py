@@ -182,4 +182,5 @@ def _thinking(body: CountTokensBody) -> dict[str, Any]:
 def _response_format(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict) or given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
         raise HTTPError(400, "an output format is {type: json_schema, schema: {...}}", param="output_config")
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given["schema"]}}
+    schema = {"name": "answer", "schema": given["schema"], "strict": True}  # as Anthropic's servers take it
+    return {"type": "json_schema", "json_schema": schema}

@@ -24,6 +24,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
 
 
 class TextOptions(Body):
@@ -192,4 +193,5 @@ def _response_format(given: TextFormat) -> dict[str, Any]:
         return {"type": given.type}
     if given.schema_ is None:
         raise HTTPError(400, "text.format of the type json_schema needs schema", param="text.format")
-    return {"type": "json_schema", "json_schema": {"name": given.name or "answer", "schema": given.schema_}}
+    schema = {"name": given.name or "answer", "schema": given.schema_, "strict": given.strict}
+    return {"type": "json_schema", "json_schema": schema}
