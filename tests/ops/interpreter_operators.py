@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import interpreter as _interpreter
 from triton._utils import validate_block_shape
 from triton.runtime import interpreter
 
@@ -39,6 +40,8 @@ COMPARISONS: dict[str, Compute] = {
     "eq": np.equal,
     "ne": np.not_equal,
 }
+# Types that a load and a store take as they are; Triton keeps a truth value in 8 bits.
+NUMBERS = frozenset(map(id, (tl.float32, tl.float16, tl.int32, tl.int64)))
 INT32 = range(-(2**31), 2**31)
 LEAST, MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # of normal numbers of fp32; Triton compares others in fp64
 
@@ -95,6 +98,7 @@ def shorten_operators() -> None:
     _shorten_offsets()
     _shorten_getitem()
     _shorten_types()
+    _shorten_memory()
 
 
 def _turned(compute: Compute, a: Any, b: Any) -> Any:
@@ -235,3 +239,48 @@ def _shorten_types() -> None:
     semantic.cast, semantic.broadcast_impl_value, semantic.to_tensor = short_cast, short_fit, short_to_tensor
     core._unwrap_if_constexpr = short_unwrap
     core.dtype.__eq__ = lambda self, other: self is other or same(self, other)
+
+
+def _shorten_memory() -> None:
+    """Loads and stores of numbers where pointers, mask and values have one shape, and what is not loaded is zero."""
+    load, store, tensor, pointer_type = tl.load, tl.store, core.tensor, core.pointer_type
+
+    @functools.cache
+    def filled(shape: tuple[int, ...], value: Any, dtype: Any) -> Any:
+        data = np.full(shape, value, dtype)
+        data.flags.writeable = False
+        return data
+
+    def mask_of(pointer: Any, mask: Any) -> Any:
+        """Return the mask's data, None if Triton has to fit it to the pointers."""
+        if mask is None:
+            return filled(pointer.handle.data.shape, True, bool)
+        is_fit = type(mask) is tensor and mask.dtype is tl.int1 and mask.type.sizes == pointer.type.sizes
+        return mask.handle.data if is_fit else None
+
+    @functools.wraps(load)
+    def short_load(pointer: Any, mask: Any = None, other: Any = None, **options: Any) -> Any:
+        kind = pointer.dtype.element_ty if type(pointer.dtype) is pointer_type else None
+        is_simple = not options and id(kind) in NUMBERS and (other is None or (mask is not None and _is_zero(other)))
+        if not is_simple or (data := mask_of(pointer, mask)) is None:
+            return load(pointer, mask, other, **options)
+        dtype, places = interpreter._get_np_dtype(kind), pointer.handle.data
+        found = _interpreter.load(places, data, filled(places.shape, 0, dtype), dtype)
+        return tensor_of(found, kind, type_of(kind, pointer.type.sizes))
+
+    @functools.wraps(store)
+    def short_store(pointer: Any, value: Any, mask: Any = None, **options: Any) -> Any:
+        kind = pointer.dtype.element_ty if type(pointer.dtype) is pointer_type else None
+        is_simple = not options and id(kind) in NUMBERS and type(value) is tensor and value.dtype is kind
+        is_simple = is_simple and value.type.sizes == pointer.type.sizes
+        if not is_simple or (data := mask_of(pointer, mask)) is None:
+            return store(pointer, value, mask, **options)
+        _interpreter.store(pointer.handle.data, value.handle.data, data)
+
+    tl.load = core.load = short_load
+    tl.store = core.store = short_store
+
+
+def _is_zero(value: Any) -> bool:
+    """Return whether a constant is zero without a sign."""
+    return type(value) in (int, float) and str(value) in ("0", "0.0")

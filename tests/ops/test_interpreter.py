@@ -106,3 +106,29 @@ def test_conversions_cut_off_as_tritons() -> None:
     short = interpreter._convert_float
     got, want = (way(bits.view(np.float32), tl.float32, tl.bfloat16, None) for way in (short, inspect.unwrap(short)))
     assert np.array_equal(got, want) and got.dtype == want.dtype and got.shape == want.shape
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loads_and_stores(kind: tl.dtype, shape: tuple[int, ...]) -> None:
+    memory, size = np.arange(8).astype(KINDS[kind]), shape or (1,)
+    places = memory.ctypes.data + np.arange(np.prod(size), dtype=np.uint64).reshape(size) * memory.itemsize
+    pointee = tl.pointer_type(kind)
+    pointer = tl.tensor(TensorHandle(places, pointee), tl.block_type(pointee, shape) if shape else pointee)
+
+    def stored(store: Any, *operands: Any) -> Any:
+        """Return the memory after a store and its error, if there is one."""
+        memory[:] = np.arange(8)
+        try:
+            store(pointer, *operands)
+        except Exception as error:
+            return type(error), str(error), memory.tobytes()
+        return memory.tobytes()
+
+    load, store = inspect.unwrap(tl.load), inspect.unwrap(tl.store)
+    assert load is not tl.load and store is not tl.store
+    for mask in (None, True, *(tensor(tl.int1, each) for each in (shape, (), (4,)))):
+        for other in (*NUMBERS, 0.0, tensor(kind, shape), tensor(tl.int32, ())):
+            assert tried(tl.load, pointer, mask, other) == tried(load, pointer, mask, other), (mask, other)
+        for value in (0, 2.5, *(tensor(each, shape) for each in KINDS), tensor(kind, ()), tensor(kind, (4,))):
+            assert stored(tl.store, value, mask) == stored(store, value, mask), (mask, value)
