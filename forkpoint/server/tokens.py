@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field, model_validator
 
@@ -13,12 +13,14 @@ from forkpoint.server.protocol import Body, Many, ReplyModel, TokenId
 from forkpoint.server.talk import prompt_of
 from forkpoint.server.texts import Texts
 
-CHAT_FIELDS = {"messages", "tools", "add_generation_prompt", "chat_template_kwargs"}
-CHAT_FIELDS |= {"mm_processor_kwargs", "media_io_kwargs"}
+OWN_FIELDS: Final = {"model", "prompt", "add_special_tokens", "return_token_strs"}
 
 
 class TokenizeBody(Body):
-    """A text (`prompt`) or a conversation (`messages`) to tokenise as the completion endpoints would."""
+    """A text (`prompt`) or a conversation (`messages`) to tokenise as the completion endpoints would.
+
+    With `messages` the other fields of a chat completion have their meaning, too.
+    """
 
     model: str | None = None
     prompt: str | None = None
@@ -26,6 +28,7 @@ class TokenizeBody(Body):
     tools: Many[ToolSpec] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
@@ -76,7 +79,7 @@ def tokenize(texts: Texts, data: bytes) -> TokenizeReply:
     tokenizer = texts.require_tokenizer()
     breakpoints: tuple[int, ...] = ()
     if body.messages is not None:
-        given = body.model_dump(exclude_unset=True, include=CHAT_FIELDS)
+        given = body.model_dump(exclude_unset=True, exclude=OWN_FIELDS)
         prompt = prompt_of(texts, validated(ChatBody, given))
         ids, breakpoints = prompt.token_ids.tolist(), prompt.breakpoints
     else:

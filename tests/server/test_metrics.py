@@ -246,6 +246,24 @@ def test_request_ids_come_back(http: httpx2.Client) -> None:
     assert len(http.get("/nothing").headers["X-Request-Id"]) == 32
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"continue_final_message": True, "add_generation_prompt": False},
+        {"add_generation_prompt": False},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"truncate_prompt_tokens": None, "temperature": 0, "stream": False},
+    ],
+)
+def test_conversations_are_tokenised_as_chats_read_them(http: httpx2.Client, fields: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The answer"}]
+    body = {"messages": messages, **fields}
+    chat = http.post("/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True}).json()
+    assert http.post("/tokenize", json=body).json()["tokens"] == chat["prompt_token_ids"]
+    refusal = http.post("/tokenize", json={**body, "chat_template": "{{ messages }}"})
+    assert refusal.status_code == 400 and "chat_template is not supported" in refusal.json()["error"]["message"]
+
+
 def test_tokenize_and_detokenize(http: httpx2.Client) -> None:
     reply = http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True}).json()
     assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"]) == 6
