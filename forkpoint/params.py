@@ -120,6 +120,8 @@ class StructuredOutputsParams:
             ok, allowed = value is True, "True"
         else:
             ok, allowed = is_text(value) and bool(value), "a text of valid Unicode that is not empty"
+            if name == "json":
+                allowed = "a JSON schema as a dict, such as Model.model_json_schema(), or as a text"
         _CHECK.require(ok, f"structured_outputs.{name}", value, allowed)
         _CHECK.flag("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from forkpoint.errors import InvalidParamsError
 from forkpoint.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -41,6 +42,15 @@ def test_a_schema_given_as_a_mapping_becomes_its_text() -> None:
 def test_structured_outputs_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidParamsError, match="structured_outputs"):
         StructuredOutputsParams(**given)
+
+
+def test_a_pydantic_class_is_no_schema_but_has_one() -> None:
+    class Answer(BaseModel):
+        ok: bool
+
+    with pytest.raises(InvalidParamsError, match="give a JSON schema as a dict, such as Model"):
+        StructuredOutputsParams(json=Answer)  # type: ignore[arg-type]
+    assert StructuredOutputsParams(json=Answer.model_json_schema()).json
 
 
 def test_structured_outputs_may_be_a_mapping() -> None:
