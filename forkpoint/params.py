@@ -15,7 +15,7 @@ from forkpoint.checks import Bounds, Checker, checked_fields, is_text, option
 from forkpoint.errors import InvalidParamsError
 from forkpoint.vllm_params import OF_SAMPLING, OF_STRUCTURED_OUTPUTS, taking_absent
 
-MAX_N: Final = 128
+MAX_N: Final = 256  # pass@k is measured with 200 completions; an API process adds them in one go
 MAX_SEED: Final = 2**63 - 1
 MAX_LOGPROBS: Final = 20
 MAX_INT32: Final = 2**31 - 1  # token ids, positions and counts of them are int32 on the device

@@ -143,7 +143,7 @@ def test_any_value_of_structured_outputs_is_taken_or_refused(values: dict[str, A
         ("max_tokens", 10**20),
         ("min_tokens", 2**31),
         ("seed", 2**63),
-        ("n", 129),
+        ("n", 257),
         ("stop_token_ids", range(5000)),
         ("stop_token_ids", [2**31]),
         ("stop_token_ids", "123"),
