@@ -17,16 +17,16 @@ NAMES = pytest.mark.parametrize("name", WINDOWED)
 
 
 def most_running_tokens(layout: CacheLayout, num_bytes: int, **tiers: int) -> int:
-    """The tokens of all requests that run together, at their most, before one is preempted."""
+    """The tokens of all requests that run together, at their most, before one is preempted or ends."""
     length, most = 6000, 0
     harness = Harness(layout=layout, num_pages=num_bytes // layout.page_bytes, check=False, **tiers)
     for index in range(40):
         harness.add(f"r{index}", tokens(index, length), 200)
     while harness.step():
         stats = harness.sched.stats()
-        if stats.num_preemptions or not stats.num_waiting:
+        if stats.num_preemptions or not stats.num_waiting or stats.num_running * length < most:
             break
-        most = max(most, stats.num_running * length)
+        most = stats.num_running * length
     return most
 
 

@@ -33,8 +33,18 @@ def secure(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     running = start_server(tiny_model, tmp_path_factory.mktemp("secure"), *flags)
     try:
         yield running.wait_ready()
+        check_that_an_idle_client_is_no_error_at_the_end(running)
     finally:
         assert running.stop() == 0, running.log
+
+
+def check_that_an_idle_client_is_no_error_at_the_end(running: RunningServer) -> None:
+    """It does not answer the end of TLS, so uvicorn waits for its connection and gives up."""
+    with connect(running) as plain, client_context().wrap_socket(plain, server_hostname="127.0.0.1") as idle:
+        idle.sendall(b"GET /version HTTP/1.1\r\n\r\n")
+        assert idle.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert running.stop() == 0
+    assert running.log.splitlines()[-1].endswith("stopped") and "ERROR" not in running.log, running.log
 
 
 @pytest.fixture
@@ -76,16 +86,6 @@ def test_clients_that_begin_no_handshake_give_way_too(tiny_model: Path, tmp_path
         silent = stack.enter_context(connect(running))
         assert not read_all(silent), "it is closed, for it has not begun in time"
         assert "Traceback" not in running.log
-
-
-def test_an_idle_client_is_no_error_when_the_server_ends(tiny_model: Path, tmp_path: Path) -> None:
-    """It does not answer the end of TLS, so uvicorn waits for its connection and gives up."""
-    running = start_server(tiny_model, tmp_path, "--ssl-certfile", CERTIFICATE, "--ssl-keyfile", KEY).wait_ready()
-    with connect(running) as plain, client_context().wrap_socket(plain, server_hostname="127.0.0.1") as idle:
-        idle.sendall(b"GET /version HTTP/1.1\r\n\r\n")
-        assert idle.recv(4096).startswith(b"HTTP/1.1 200 ")
-        assert running.stop() == 0
-    assert running.log.splitlines()[-1].endswith("stopped") and "ERROR" not in running.log, running.log
 
 
 def test_forkpoints_own_client_trusts_what_the_environment_names(

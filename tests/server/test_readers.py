@@ -225,13 +225,6 @@ def test_readers_shield_the_engine_and_end_with_a_killed_server_whose_log_finds_
     pool.shutdown()
 
 
-def test_the_loader_is_killed(tiny_model: Path, tmp_path: Path) -> None:
-    running = start_server(tiny_model, tmp_path).wait_ready()
-    os.kill(running.loader_pid, signal.SIGKILL)
-    assert running.process.wait(120) == 1
-    assert "the process that starts readers has ended" in running.log and "Traceback" not in running.log
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -344,8 +337,9 @@ def test_a_folder_without_a_model_is_told_at_once(tmp_path: Path) -> None:
     assert "there is no config.json in" in running.log.splitlines()[-1]
 
 
-def test_bodies_that_are_held_at_once_are_bounded(tiny_model: Path, tmp_path: Path) -> None:
-    """Clients that hold the memory of 16 of the largest bodies keep out nobody who sends less."""
+def test_bodies_that_are_held_at_once_are_bounded_and_the_loader_is_killed(tiny_model: Path, tmp_path: Path) -> None:
+    """Clients that hold the memory of 16 of the largest bodies keep out nobody who sends less. The server ends when
+    it can start no more readers."""
     running = start_server(tiny_model, tmp_path, "--max-body-bytes", "10000").wait_ready()
     head = b"POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n"
     with ExitStack() as stack:
@@ -363,4 +357,6 @@ def test_bodies_that_are_held_at_once_are_bounded(tiny_model: Path, tmp_path: Pa
         assert refused[-1].headers["Retry-After"]
     with running.client() as http:
         until(lambda: http.post("/tokenize", content=LARGE, headers=JSON).status_code == 200)
-    assert running.stop() == 0 and "Traceback" not in running.log
+    os.kill(running.loader_pid, signal.SIGKILL)
+    assert running.process.wait(120) == 1
+    assert "the process that starts readers has ended" in running.log and "Traceback" not in running.log
