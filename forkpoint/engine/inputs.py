@@ -206,7 +206,10 @@ class InputProcessor:
         """
         key = next((key for key in ("prompt_token_ids", "prompt") if given.get(key) is not None), None)
         if key is None:
-            raise InvalidPromptError(f"a prompt dict needs 'prompt' or 'prompt_token_ids'; it has {shown(list(given))}")
+            hint = "; give its 'input_ids'" if "input_ids" in given else ""  # as a tokenizer of transformers returns
+            raise InvalidPromptError(
+                f"a prompt dict needs 'prompt' or 'prompt_token_ids'; it has {shown(list(given))}{hint}"
+            )
         allowed = TokensPrompt.__annotations__
         for name in given.keys() - allowed.keys() - NO_EFFECT:
             if given[name] is not None:

@@ -98,3 +98,12 @@ def test_members_of_a_prompt_dict_are_honoured_or_refused() -> None:
     for wrong in ({"prompt_embeds": [0.5]}, {"cache_salt": 5}, {"input_ids": [5]}):
         with pytest.raises(InvalidPromptError, match=f"{next(iter(wrong))}.*; give"):
             INPUTS.prompt({"prompt_token_ids": [5], **wrong})
+
+
+def test_what_a_tokenizer_returns_is_no_prompt_but_has_one() -> None:
+    encoded: Any = byte_level().hf("ab")
+    for wrong in (encoded, {"prompt_token_ids": encoded}):
+        with pytest.raises(InvalidPromptError, match="; give its 'input_ids'"):
+            INPUTS.prompt(wrong)
+    ids = encoded["input_ids"]
+    assert len(ids) == 2 and INPUTS.prompt(ids).token_ids.tolist() == ids
