@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +46,23 @@ def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
         for count in (1, 2, 3, 5, 12, 13, 17, 40, 169, 337):
             order = torch.randperm(400)[:count]
             assert torch.equal(CPP.linear(x[order], packed), whole[order]), count
+
+
+def test_large_tensors_are_in_huge_pages() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("this system lends no huge pages")
+    before = _huge_kib()
+    kept = torch.ones(16 << 20)
+    assert _huge_kib() - before >= 8 << 10  # of 64 MiB: other memory may lie in pieces
+    assert kept.data_ptr() % (2 << 20) == 0
+    with pytest.raises(RuntimeError, match="can't allocate memory for a tensor of"):
+        torch.empty(1 << 55)
+
+
+def _huge_kib() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
 
 
 def test_threads_do_not_change_the_bits() -> None:

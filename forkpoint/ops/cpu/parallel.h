@@ -2,6 +2,7 @@
 #pragma once
 
 #include <omp.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -40,12 +41,28 @@ struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 
-// Uninitialised, on a cache line.
+constexpr size_t HUGE_PAGE = 2 * 1024 * 1024;
+
+// Returns memory on a cache line, or null, for `free`. From HUGE_PAGE bytes on it is in huge pages where the system lends
+// them. Finding a small page may take as long as reading it, and small pages that lie anywhere compete for the same sets
+// of a cache.
+inline void* allocate(size_t bytes) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, bytes < HUGE_PAGE ? 64 : HUGE_PAGE, bytes)) return nullptr;
+#ifdef MADV_HUGEPAGE
+  if (bytes >= HUGE_PAGE) madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
+  return memory;
+}
+
+// Uninitialised, on a cache line. What fills much of L2 takes whole huge pages.
 template <class T>
 struct Buffer {
+  static constexpr size_t LARGE = 256 * 1024;
   std::unique_ptr<T[], Free> memory;
-  explicit Buffer(int64_t n)
-      : memory(static_cast<T*>(std::aligned_alloc(64, (size_t(std::max<int64_t>(n, 1)) * sizeof(T) + 63) / 64 * 64))) {
+  explicit Buffer(int64_t n) {
+    const size_t bytes = size_t(std::max<int64_t>(n, 1)) * sizeof(T);
+    memory.reset(static_cast<T*>(allocate(bytes < LARGE ? bytes : (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE)));
     if (!memory) throw std::bad_alloc();
   }
   operator T*() { return memory.get(); }
