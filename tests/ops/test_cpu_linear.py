@@ -48,6 +48,34 @@ def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
             assert torch.equal(CPP.linear(x[order], packed), whole[order]), count
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 100), (128, 768), (192, 33), (80, 64)])  # those of 80 are not whole panels
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_gated_products_have_the_bits_of_plain_ones(
+    shape: tuple[int, int], with_bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(4)
+    n, k = shape
+    packed = CPP.prepare_linear(torch.randn(n, k).to(dtype), torch.randn(n).to(dtype) if with_bias else None)
+    for rows in (1, 2, 3, 17, 33, 300, 1300):
+        x = torch.randn(rows, k).to(dtype)
+        assert torch.equal(CPP.linear_silu_mul(x, packed), CPP.silu_mul(CPP.linear(x, packed))), rows
+    with pytest.raises(RuntimeError, match=f"takes K={k}"):
+        CPP.linear_silu_mul(torch.randn(300, k + 1).to(dtype), packed)
+
+
+@pytest.mark.parametrize("columns", [768, 777, 1536])  # outputs of 2 MiB are stored past the caches
+def test_rows_of_a_large_product_have_the_bits_of_their_own(columns: int) -> None:
+    torch.manual_seed(5)
+    for bias in (torch.randn(columns).bfloat16(), None):
+        packed = CPP.prepare_linear(torch.randn(columns, 256).bfloat16(), bias)
+        x = torch.randn(2003, 300).bfloat16()[:, 20:276]
+        whole, order = CPP.linear(x, packed), torch.randperm(2003)[:20]
+        assert torch.equal(CPP.linear(x[order], packed), whole[order])
+        if columns % 64 == 0:
+            assert torch.equal(CPP.linear_silu_mul(x[order], packed), CPP.linear_silu_mul(x, packed)[order])
+
+
 def test_large_tensors_are_in_huge_pages() -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():

@@ -3,11 +3,15 @@
 #include <limits>
 
 #include "experts.h"
+#include "rows.h"
 #include "tensors.h"
+#include "tile_linear.h"
 
 namespace forkpoint {
 
 namespace linear_binding {
+
+constexpr int64_t MANY_ROWS = 128;  // of an output: each starts on a cache line
 
 // A packed weight together with the tensors that hold it.
 struct Packed {
@@ -81,15 +85,33 @@ Packed pack_four(const Tensor& words_in, const Tensor& scales_in, const Tensor& 
   return packed;
 }
 
+void check_width(const Tensor& x, const PackedWeight& w) {
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == w.k, "linear: x is ", x.sizes(), ", the weight takes K=", w.k);
+}
+
 Tensor run(const Tensor& input, const Packed& packed) {
   const PackedWeight& w = packed.weight;
-  TORCH_CHECK(input.dim() == 2 && input.size(1) == w.k, "linear: x is ", input.sizes(), ", the weight takes K=", w.k);
+  check_width(input, w);
   const Tensor x = dense_rows(input);
-  Tensor y = empty({x.size(0), w.n}, x.scalar_type());
+  const int64_t ldy = x.size(0) < MANY_ROWS ? w.n : round_up(w.n, PANEL);
+  Tensor y = empty({x.size(0), ldy}, x.scalar_type());
   by_type(x.scalar_type(), [&](auto* tag) {
     using T = FORKPOINT_TYPE(tag);
-    linear(ptr<T>(x), x.stride(0), w, ptr<T>(y), w.n, x.size(0));
+    linear(ptr<T>(x), x.stride(0), w, ptr<T>(y), ldy, x.size(0));
   });
+  return ldy == w.n ? y : y.narrow(1, 0, w.n);
+}
+
+// silu(gate) * up [T, N / 2] of `run`.
+Tensor run_silu_mul(const Tensor& input, const Packed& packed) {
+  const PackedWeight& w = packed.weight;
+  if (input.scalar_type() != at::kBFloat16 || !in_gated_tiles(w, input.size(0))) {
+    return rows_binding::silu_product(run(input, packed));
+  }
+  check_width(input, w);
+  const Tensor x = dense_rows(input);
+  Tensor y = empty({x.size(0), w.n / 2}, x.scalar_type());
+  tile_linear_silu_mul(ptr<bf16>(x), x.stride(0), w, ptr<bf16>(y), x.size(0));
   return y;
 }
 
@@ -182,6 +204,7 @@ inline void bind_linear(pybind11::module_& m) {
   pybind11::class_<linear_binding::ExpertWeights>(m, "ExpertWeights");
   using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
   m.def("linear", &linear_binding::run, Release());
+  m.def("linear_silu_mul", &linear_binding::run_silu_mul, Release());
   m.def("prepare_experts", &linear_binding::pack_experts);
   using pybind11::arg;
   m.def("experts", &linear_binding::run_experts, Release(), arg("x"), arg("packed"), arg("weights"), arg("ids"),

@@ -34,15 +34,19 @@ struct PackedWeight {
 inline int64_t padded_k(int64_t k) { return (k + 31) / 32 * 32; }
 int64_t packed_elements(int64_t n, int64_t k);
 
-// y[col, col + 32) = the sums c[0, 32) of a row with factors and bias; columns from N on do not exist.
+// The outputs [col, col + 16) of a row from their sums c, with factors and bias. Columns from N on do not exist.
+inline vf output(const PackedWeight& w, const float* c, int64_t col) {
+  vf v = load(c);
+  if (w.factors) v *= load_n(w.factors + col, w.n - col);
+  if (w.bias) v += load_n(w.bias + col, w.n - col);
+  return v;
+}
+
+// y[col, col + 32) = the outputs of a row.
 template <class T>
 inline void store_outputs(const PackedWeight& w, const float* c, int64_t col, T* y) {
   for (int64_t i = 0; i < PANEL && col + i < w.n; i += LANES) {
-    const int64_t left = w.n - col - i;
-    vf v = load(c + i);
-    if (w.factors) v *= load_n(w.factors + col + i, left);
-    if (w.bias) v += load_n(w.bias + col + i, left);
-    store_n(y + col + i, v, left);
+    store_n(y + col + i, output(w, c + i, col + i), w.n - col - i);
   }
 }
 

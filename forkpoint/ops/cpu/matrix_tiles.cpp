@@ -100,15 +100,20 @@ void block(const uint32_t* a, int64_t a_step, const uint32_t* b, int64_t b_step,
   store_sums<ROWS>(c, stride);
 }
 
-template <int ROWS>
-void block_pairs(const bf16* a, int64_t stride, const uint32_t* pairs, int64_t tiles, float* c, bool accumulate) {
-  const int64_t bytes = stride * int64_t(sizeof(bf16));
+// STREAMS: B passes by, and leaves the cache to A.
+template <int ROWS, bool STREAMS>
+void block_pairs(const bf16* a, int64_t rows, const uint32_t* pairs, int64_t tiles, float* c, bool accumulate) {
   load_sums<ROWS>(c, 32, accumulate);
-  for (int64_t t = 0; t < tiles; ++t, a += TILE_DEPTH, pairs += 2 * TILE_WORDS) {
-    _tile_loadd(6, pairs, 2 * ROW_BYTES);
-    _tile_loadd(4, a, bytes);
-    _tile_loadd(7, pairs + 16, 2 * ROW_BYTES);
-    if (ROWS == 2) _tile_loadd(5, a + 16 * stride, bytes);
+  for (int64_t t = 0; t < tiles; ++t, a += rows * TILE_DEPTH, pairs += 2 * TILE_WORDS) {
+    if (STREAMS) {
+      _tile_stream_loadd(6, pairs, 2 * ROW_BYTES);
+      _tile_stream_loadd(7, pairs + 16, 2 * ROW_BYTES);
+    } else {
+      _tile_loadd(6, pairs, 2 * ROW_BYTES);
+      _tile_loadd(7, pairs + 16, 2 * ROW_BYTES);
+    }
+    _tile_loadd(4, a, ROW_BYTES);
+    if (ROWS == 2) _tile_loadd(5, a + 16 * TILE_DEPTH, ROW_BYTES);
     add_products<ROWS>();
   }
   store_sums<ROWS>(c, 32);
@@ -196,10 +201,10 @@ void round_pairs(const float* values, int64_t depth, uint32_t* pairs) {
   }
 }
 
-void multiply_rows(const bf16* a, int64_t stride, int64_t rows, const uint32_t* pairs, int64_t depth, float* c,
-                    bool accumulate) {
-  const auto fn = rows > 16 ? block_pairs<2> : block_pairs<1>;
-  fn(a, stride, pairs, depth / TILE_DEPTH, c, accumulate);
+void multiply_rows(const bf16* a, int64_t rows, const uint32_t* pairs, int64_t depth, float* c, bool accumulate,
+                   bool streams) {
+  const auto fn = rows <= 16 ? block_pairs<1, false> : streams ? block_pairs<2, true> : block_pairs<2, false>;
+  fn(a, rows, pairs, depth / TILE_DEPTH, c, accumulate);
 }
 
 }  // namespace forkpoint
@@ -219,7 +224,7 @@ void split_right(const float*, int64_t, int64_t, int64_t, int64_t, int64_t, Halv
 void transpose_halves(Halves&, Halves&) { __builtin_trap(); }
 void multiply(Halves&, int64_t, int64_t, Halves&, int64_t, int64_t, float*, int64_t, bool) { __builtin_trap(); }
 void round_pairs(const float*, int64_t, uint32_t*) { __builtin_trap(); }
-void multiply_rows(const bf16*, int64_t, int64_t, const uint32_t*, int64_t, float*, bool) { __builtin_trap(); }
+void multiply_rows(const bf16*, int64_t, const uint32_t*, int64_t, float*, bool, bool) { __builtin_trap(); }
 
 }  // namespace forkpoint
 

@@ -71,9 +71,10 @@ void multiply(Halves& left, int64_t first, int64_t rows, Halves& right, int64_t 
 // pairs[depth / 2][32] = values[depth][32], rounded to bf16.
 void round_pairs(const float* values, int64_t depth, uint32_t* pairs);
 
-// C [rows, 32] (+)= A B in bf16, without halves, for the rows of a TileScope. A: a row every `stride` values. B: pairs of
-// neighbours in depth, [depth / 2][32]. C is dense. The depth is a multiple of TILE_DEPTH.
-void multiply_rows(const bf16* a, int64_t stride, int64_t rows, const uint32_t* pairs, int64_t depth, float* c,
-                   bool accumulate);
+// C [rows, 32] (+)= A B in bf16, without halves, for the rows of a TileScope. A: [depth / TILE_DEPTH][rows][TILE_DEPTH].
+// B: pairs of neighbours in depth, [depth / 2][32]. C is dense. The depth is a multiple of TILE_DEPTH. `streams`: other
+// rows read the same B next, so that A should stay in L1 and B need not.
+void multiply_rows(const bf16* a, int64_t rows, const uint32_t* pairs, int64_t depth, float* c, bool accumulate,
+                   bool streams);
 
 }  // namespace forkpoint

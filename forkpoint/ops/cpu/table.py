@@ -211,6 +211,11 @@ class _Operators:
             return self._module.linear(x.index_select(1, packed.order), packed.packed)
         return self._module.linear(x, packed)
 
+    def linear_silu_mul(self, x: Tensor, packed: Any) -> Any:
+        if isinstance(packed, OrderedLinear):
+            return self._module.linear_silu_mul(x.index_select(1, packed.order), packed.packed)
+        return self._module.linear_silu_mul(x, packed)
+
     def prepare_experts(self, gate_up: Matrix, down: Matrix) -> Any:
         """Pack expert weights. They stay quantised if both are, in the same way: deterministic tables use vectors."""
         tiled = self._tiles and not self._deterministic
@@ -246,13 +251,12 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
     if tiles is None:
         tiles = has_matrix_tiles()
     cpp = _Operators(module, tiles, base.deterministic)
-    replaced = operators_of(module, cpp, Inputs(module.rmsnorm, module.rope, cpp.kv_write, module.store_rows))
+    composed = OfLinear(cpp.prepare_linear, cpp.linear, module.silu_mul)
+    inputs = Inputs(module.rmsnorm, module.rope, cpp.kv_write, module.store_rows)
+    replaced = operators_of(composed, module, cpp, inputs)
     ours = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
     backends = {**base.backends, **dict.fromkeys(replaced, ours)}
     if tiles and not base.deterministic:
         replaced["paged_attention"] = TileAttention(cpp.paged_attention, module.sigmoid_mul)
         backends["paged_attention"] = f"{ours}; torch (matrix tiles) from {LEAST_QUERIES} queries of a row on, bf16"
-    table = replace(base, **replaced)
-    composed = OfLinear(table.prepare_linear, table.linear, table.silu_mul)
-    by_linear = dict.fromkeys(("prepare_linear_heads", "linear_heads", "linear_silu_mul"), backends["linear"])
-    return replace(table, **operators_of(composed), backends=backends | by_linear)
+    return replace(base, **replaced, backends=backends)

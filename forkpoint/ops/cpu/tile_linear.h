@@ -21,4 +21,10 @@ inline bool in_tiles(const PackedWeight& w, int64_t m) {
 void tile_linear(const bf16* x, int64_t ldx, const int32_t* rows, const PackedWeight& w, bf16* y, int64_t ldy, int64_t m,
                  bool parallel);
 
+// Whether `tile_linear_silu_mul` takes a product of `m` rows in bf16 with [gate | up] as weights.
+inline bool in_gated_tiles(const PackedWeight& w, int64_t m) { return in_tiles(w, m) && w.n % (2 * PANEL) == 0; }
+
+// y[m, N / 2], dense = silu(gate) * up of what `tile_linear` stores, bit for bit.
+void tile_linear_silu_mul(const bf16* x, int64_t ldx, const PackedWeight& w, bf16* y, int64_t m);
+
 }  // namespace forkpoint
