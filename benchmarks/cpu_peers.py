@@ -99,6 +99,7 @@ def _without_paths(argv: Sequence[str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     work = Workload(repeats=args.repeats, prompt=args.prompt)
+    args.logs.mkdir(parents=True, exist_ok=True)
     names = [name for name in args.peers if args.vllm_python or not name.startswith("vllm")]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that stopped peers do not outlive this process
     with ExitStack() as stack:
