@@ -88,8 +88,8 @@ class CompletionOutput:
 class RequestOutput:
     """The output of a request so far. `finished`: nothing more will come. Log-probabilities may be None.
 
-    It belongs to the caller, lists included. Only `prompt_token_ids`, which may be long, is one list for all outputs of
-    a request.
+    It belongs to the caller, lists included. What all outputs of a request share is to be left as it is: the list
+    `prompt_token_ids`, which may be long, and the dicts of log-probabilities.
     """
 
     request_id: str

@@ -84,7 +84,10 @@ def with_image_settings(prompts: list[PromptInput], settings: Mapping[str, Any] 
     """Return the prompts, in which each dict without settings of images gets these."""
     if settings is None:
         return prompts
-    return [{"mm_processor_kwargs": settings, **each} if isinstance(each, Mapping) else each for each in prompts]
+    name = "mm_processor_kwargs"
+    return [
+        {**each, name: settings} if isinstance(each, Mapping) and each.get(name) is None else each for each in prompts
+    ]
 
 
 def bar_of(use_tqdm: bool | Callable[..., Any]) -> Callable[..., Any] | None:

@@ -72,7 +72,7 @@ class Prompt:
 
 
 class PromptOptions(TypedDict, total=False):
-    """What a prompt dict may have next to the prompt. Its `cache_salt` takes the place of that of the parameters."""
+    """Members that any prompt dict may have. `cache_salt` takes the place of the one of the parameters."""
 
     multi_modal_data: Mapping[str, Any] | None
     mm_processor_kwargs: Mapping[str, Any] | None
@@ -214,8 +214,10 @@ class InputProcessor:
         for name in given.keys() - allowed.keys() - NO_EFFECT:
             if given[name] is not None:
                 raise InvalidPromptError(f"a prompt dict has no member {shown(name)}; give {', '.join(allowed)}")
-        salt = Checker(InvalidPromptError).text("cache_salt", given.get("cache_salt") or "", MAX_SALT_CHARS)
-        prompt = replace(self._prompt_with_media(given[key], given, params), cache_salt=salt)
+        salt = given.get("cache_salt")
+        salt = Checker(InvalidPromptError).text("cache_salt", "" if salt is None else salt, MAX_SALT_CHARS)
+        prompt = self._prompt_with_media(given[key], given, params)
+        prompt = replace(prompt, cache_salt=salt or prompt.cache_salt)
         if isinstance(text := given.get("prompt"), str):
             prompt = replace(prompt, text=text)
         return prompt

@@ -187,12 +187,17 @@ class LLM:
         """Complete one prompt. After each step with news, yield its output so far, or as `output_kind` says.
 
         Ctrl-C during a step, or leaving the iteration, ends the request. After Ctrl-C the last output has
-        `finish_reason` ABORT. Other streams and calls may run at the same time. Raises a RequestError if the prompt or
+        `finish_reason` ABORT. Other streams and calls may run at the same time. The prompt and the parameters are read
+        at once, and the request begins with the first output that is asked for. Raises a RequestError if the prompt or
         a parameter is refused.
         """
         (params,) = self._params_of(sampling_params, 1)
         with self._shared.held() as engine:
             checked = engine.inputs.prompt(prompt, params=params)
+        return self._outputs(checked, params)
+
+    def _outputs(self, checked: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+        """Run one request, and yield its outputs."""
         caller = Caller()
         convert: Callable[[RequestState], RequestOutput | None] = RequestState.output
         if params.output_kind is RequestOutputKind.FINAL_ONLY:

@@ -108,6 +108,10 @@ def test_requests_bound_the_size_of_their_images(llm: LLM) -> None:
     given["prompt_token_ids"] = [5, PAD]
     output = llm.generate(given, SamplingParams(max_tokens=1), use_tqdm=False)[0]
     assert list(output.prompt_token_ids).count(PAD) == 64
+    options: Any = {"use_tqdm": False, "mm_processor_kwargs": given.pop("mm_processor_kwargs")}
+    for own in ({}, {"mm_processor_kwargs": None}):  # no settings of its own
+        (output,) = llm.generate({**given, **own}, SamplingParams(max_tokens=1), **options)
+        assert output.prompt_token_ids.count(PAD) == 64
     small = picture(1, 64, 64)
     assert sizes(url_part(small), mm_processor_kwargs={"min_pixels": 65536}) == [64]
     for wrong, says in [

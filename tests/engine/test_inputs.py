@@ -95,9 +95,16 @@ def test_members_of_a_prompt_dict_are_honoured_or_refused() -> None:
     (request,) = INPUTS.requests("r", prompt, SamplingParams(cache_salt="all"), priority=0, number=0, arrival_s=0.0)
     assert request.params.cache_salt == "mine"
     assert INPUTS.prompt({"prompt_token_ids": [5], "multi_modal_uuids": None, "prompt_embeds": None}).cache_salt == ""
-    for wrong in ({"prompt_embeds": [0.5]}, {"cache_salt": 5}, {"input_ids": [5]}):
+    for wrong in ({"prompt_embeds": [0.5]}, {"cache_salt": 5}, {"cache_salt": 0}, {"input_ids": [5]}):
         with pytest.raises(InvalidPromptError, match=f"{next(iter(wrong))}.*; give"):
             INPUTS.prompt({"prompt_token_ids": [5], **wrong})
+
+
+def test_a_prompt_within_a_dict_keeps_its_salt() -> None:
+    salted = {"prompt_token_ids": [5], "cache_salt": "mine"}
+    for inner in (salted, INPUTS.prompt(salted)):
+        assert INPUTS.prompt({"prompt": inner}).cache_salt == "mine"
+        assert INPUTS.prompt({"prompt": inner, "cache_salt": "other"}).cache_salt == "other"
 
 
 def test_what_a_tokenizer_returns_is_no_prompt_but_has_one() -> None:

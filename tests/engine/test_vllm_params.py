@@ -146,11 +146,14 @@ def test_parameters_may_be_changed_and_are_checked_when_used(llm: LLM) -> None:
     """vLLM's examples set fields of `get_default_sampling_params()`."""
     params = llm.get_default_sampling_params()
     params.temperature, params.max_tokens = 0, 3
-    outputs = llm.stream(PROMPT, params)
+    ids = [*PROMPT]
+    outputs = llm.stream(ids, params)
+    params.max_tokens = 1  # concerns later calls alone, although no output was asked for yet
+    ids.append(5)
     first = next(outputs)
-    params.max_tokens = 1  # concerns later calls alone
+    params.max_tokens = 2
     (*_, last) = [first, *outputs]
-    assert len(last.outputs[0].token_ids) == 3
+    assert len(last.outputs[0].token_ids) == 3 and last.prompt_token_ids == PROMPT
     copy = params.clone()
     copy.top_p = 2
     for given in (copy, [params, copy]):
