@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import os
 
@@ -32,6 +33,7 @@ def serve(options: argparse.Namespace) -> int:
         LOGGER.info(line)
     with collection_paused():
         from forkpoint.server.run import serve as run
+    gc.freeze()  # so that no collection of this process or its forks examines what was imported
     return run(config, server)
 
 
