@@ -8,6 +8,7 @@ closed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import tempfile
 import time
@@ -259,6 +260,7 @@ def serve_worker(config: EngineConfig, rank: int, place: Path | None, socket: Co
     try:
         with collection_paused():
             from forkpoint.worker.build import build_worker  # imports torch, which the engine does not need
+        gc.freeze()  # so that no collection, as at the end of a process, examines what was imported
 
         worker = build_worker(config, rank, place)
     except Exception as error:
