@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from forkpoint.models.moe import MoEConfig
 from forkpoint.models.registry import load_config
 from forkpoint.models.weights import FileWeights
 from forkpoint.ops.launch import AT_ONCE
+from forkpoint.ops.linear.scaled import ScaledExperts, ScaledMatrix
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe import order_kernel
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.parameters import GateLimits, RouteRule
 from forkpoint.ops.select import torch_table
+from forkpoint.platforms.platform import DeviceTraits
 from tests.checkpoints import write_checkpoint
 from tests.ops.triton_cases import DEVICE, IS_INTERPRETED, sized, triton_ops
 
@@ -27,6 +30,7 @@ OURS, TORCH = triton_ops(), torch_table()
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}  # of the result's scale; bf16: two intermediate roundings
 TILES = [(Tile(16, 16, 32, 4, 2), Tile(16, 32, 32, 4, 2)), (Tile(16, 64, 32, 4, 2, turned=True),) * 2]
+FEW_ROWS = (Tile(8, 64, 32, 4, 2, turned=True),) * 2  # fewer rows than the tokens of some batches without sorted pairs
 
 
 def case(tokens: int, experts: int, inner: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, PackedExperts]:
@@ -120,7 +124,7 @@ def test_pairs_are_ordered_by_expert(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tiles", [None, *TILES], ids=["paired", "left", "turned"])
+@pytest.mark.parametrize("tiles", [None, *TILES, FEW_ROWS], ids=["paired", "left", "turned", "few"])
 @pytest.mark.parametrize(
     ("tokens", "experts", "choices", "inner", "hidden"),
     sized(
@@ -202,6 +206,52 @@ def test_tokens_do_not_see_each_other(dtype: torch.dtype) -> None:
     for count in few:
         some = torch.randperm(tokens)[:count].to(DEVICE)
         assert torch.equal(fixed(x[some], packed, weights[some], ids[some]), whole[some])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("tiles", [*TILES, FEW_ROWS], ids=["left", "turned", "few"])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 17])
+def test_a_token_without_numbers_spoils_no_other(tokens: int, tiles: tuple[Tile, Tile]) -> None:
+    from forkpoint.ops.moe.kernel import grouped_experts
+
+    x, packed = case(tokens, 5, 24, 40, torch.bfloat16)
+    weights, ids = routing(tokens, 5, 2)
+    want = grouped_experts(x, packed, weights, ids, *tiles)
+    spoilt = x.clone()
+    spoilt[tokens // 2] = torch.nan
+    ids[tokens // 2] = ids[tokens // 2, 0]  # scores that are not numbers may choose an expert several times
+    found = grouped_experts(spoilt, packed, weights, ids, *tiles)
+    others = torch.arange(tokens) != tokens // 2
+    assert torch.equal(found[others], want[others]) and bool(found[~others].isnan().all())
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_bits_of_deterministic_experts_come_from_equal_tiles(is_scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter computes the same bits with any tile, and a GPU does not."""
+    from forkpoint.ops.moe import device_experts
+
+    gate_up, down = torch.zeros(16, 256, 128), torch.zeros(16, 128, 128)
+    packed: Any = PackedExperts(gate_up, down)
+    if is_scaled:
+        kind = (128, 128, torch.bfloat16)
+        gates = ScaledMatrix(gate_up.to(torch.float8_e4m3fn), torch.ones(16, 2, 1), *kind)
+        packed = ScaledExperts(gates, ScaledMatrix(down.to(torch.float8_e4m3fn), torch.ones(16, 1, 1), *kind))
+    found = list[tuple[Tile, Tile]]()
+
+    def grouped(x: Tensor, packed: Any, weights: Tensor, ids: Tensor, into: Tile, out_of: Tile, *_: Any) -> Tensor:
+        found.append((into, out_of))
+        return x
+
+    monkeypatch.setattr(device_experts, "grouped_experts", grouped)
+    monkeypatch.setattr(device_experts, "MAX_PAIRED", 0)
+    monkeypatch.setattr(device_experts, "traits_of", lambda device: DeviceTraits(multiplies_fp8=True))
+    for deterministic in (True, False):
+        for tokens in (1, 6, 12, 40):
+            x, ids = torch.zeros(tokens, 128, dtype=torch.bfloat16), torch.zeros(tokens, 4)
+            device_experts.DeviceExperts(deterministic)(x, packed, ids, ids)
+    fixed, free = found[:4], found[4:]
+    assert all(tile.rows >= 16 and not tile.narrows for pair in fixed for tile in pair)
+    assert free[0][0].rows == 8 and all(tile.narrows is is_scaled for pair in free for tile in pair)
 
 
 @pytest.mark.parametrize("tokens", sized([2, 7], [64, 700]))
