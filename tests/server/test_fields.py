@@ -294,6 +294,15 @@ def test_a_server_may_name_ids_unless_a_request_asks_for_texts(thinker: RunningS
     assert named == [asked is not False] * 2
 
 
+def test_a_server_names_ids_in_responses_too(thinker: RunningServer) -> None:
+    fields: dict[str, Any] = {"input": "hello", "max_output_tokens": 16, "top_logprobs": 1, "temperature": 0}
+    fields["reasoning"] = {"effort": "none"}
+    with thinker.client() as http:
+        reply = http.post("/v1/responses", json=fields, headers={"Authorization": "Bearer one"}).json()
+    entries = [entry for item in reply["output"] for part in item["content"] for entry in part["logprobs"]]
+    assert entries and all(one["token"].startswith("token_id:") for e in entries for one in (e, *e["top_logprobs"]))
+
+
 def test_no_functions_need_no_choice(http: httpx2.Client) -> None:
     assert ask(http, CHAT, functions=[], function_call="auto").status_code == 200
     assert "there are no functions" in ask(http, CHAT, functions=[], function_call={"name": "f"}).text

@@ -13,7 +13,7 @@ from forkpoint.checks import json_value
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.api_answer import ApiAnswer
 from forkpoint.server.errors import HTTPError, to_http
-from forkpoint.server.logprobs import chat_logprobs
+from forkpoint.server.logprobs import chat_logprobs, named_by_ids
 from forkpoint.server.protocol import ReplyModel
 from forkpoint.server.responses.client_tools import CLIENT_TOOLS, ClientTool
 from forkpoint.server.responses.event_log import EventLog
@@ -240,7 +240,10 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         """Return the log-probabilities of the tokens of `content`; [] if the request does not ask for them."""
         if self._num_top is None:
             return []
-        found: list[dict[str, Any]] = chat_logprobs(self._talk.logprobs(content), self._num_top)["content"]
+        entries = self._talk.logprobs(content)
+        if self.prepared.names_ids:
+            entries = [*map(named_by_ids, entries)]
+        found: list[dict[str, Any]] = chat_logprobs(entries, self._num_top)["content"]
         return found
 
     def _write_text(self) -> None:
