@@ -57,7 +57,7 @@ def transformers_delayed() -> Iterator[None]:
         finally:
             for package in delayed:
                 if isinstance(sys.modules.get(package), _DelayedPackage):
-                    del sys.modules[package]
+                    sys.modules.pop(package, None)  # another thread may have begun the real import
 
 
 def _import_validators() -> None:
@@ -94,7 +94,7 @@ class _DelayedPackage(ModuleType):
         if name in TOKENIZERS:
             return getattr(import_module(TOKENIZERS[name]), name)
         if sys.modules.get(package) is self:
-            del sys.modules[package]
+            sys.modules.pop(package, None)  # another thread may have done so
         return getattr(import_module(package), name)
 
 
