@@ -95,8 +95,11 @@ def relaxed(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     exclusive = Unions(found).exclusive
     for path, part in [*_parts(found, "")]:
         branches = listed(part.get("oneOf"))
-        if path not in exclusive and "anyOf" not in part and any(values_of(branch) is None for branch in branches):
-            part["anyOf"] = part.pop("oneOf")
+        if not branches or path in exclusive:
+            continue
+        _add(part, "anyOf", part.pop("oneOf"))
+        values = [value for branch in branches for value in listed(values_of(branch)) or [None]]
+        if not all(isinstance(value, str) for value in values) or len({*values}) < len(values):
             said.append(str(_Unenforceable("oneOf", path, "has branches that may overlap")))
     with suppress(InvalidParamsError, LookupError, ValueError, RecursionError):
         while len(said) < MAX_RELAXED:
@@ -104,7 +107,10 @@ def relaxed(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 _rewritten(json.dumps(found), compact=True)
                 break
             except _Unenforceable as error:
-                del _part_at(found, error.path)[error.keyword]
+                part = _part_at(found, error.path)
+                del part[error.keyword]
+                if error.keyword == "patternProperties":  # otherwise the names that they match would be refused
+                    part.pop("additionalProperties", None)
                 said.append(str(error))
     return found, said
 

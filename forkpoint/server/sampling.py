@@ -73,13 +73,18 @@ class SampledBody(RequestBody):
 class ResponseFormat(Body):
     """OpenAI's `response_format`. The type json_schema needs `json_schema: {"name", "schema"}`.
 
-    `schema` may stand in the format itself, also with the type json_object, because other servers take it there. The
-    type structural_tag has xgrammar's fields.
+    `schema` and `strict` may stand in the format itself, also with the type json_object, because other servers take
+    them there. The type structural_tag has xgrammar's fields.
     """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @property
+    def is_strict(self) -> bool:
+        return bool((self.json_schema or {}).get("strict", self.strict))
 
 
 class SamplingBody(SampledBody):
@@ -211,7 +216,7 @@ def sampling_params(
 def structured_outputs(texts: Texts, body: SamplingBody) -> StructuredOutputsParams | None:
     """Return the grammar that `body` asks for, or None.
 
-    Clients of several versions of vLLM give the same grammar under several names. A `json_schema` of OpenAI's is
+    Clients of several versions of vLLM give the same grammar under several names. The schema of a `response_format` is
     enforced as far as possible, unless it is strict. Raises HTTPError or InvalidParamsError if the body asks for two
     grammars or for an unknown kind.
     """
@@ -227,7 +232,7 @@ def structured_outputs(texts: Texts, body: SamplingBody) -> StructuredOutputsPar
         if other != wanted:
             raise HTTPError(400, f"{first} and {second} exclude each other; give one", param=second)
     form = body.response_format
-    if len(given) == 1 and form is not None and form.json_schema and form.json_schema.get("strict") is not True:
+    if [*given] == ["response_format"] and form is not None and "json" in wanted and not form.is_strict:
         wanted = {"json": texts.relaxed(wanted["json"], "answers with a response_format that is not strict")}
     return StructuredOutputsParams(**wanted)
 

@@ -191,6 +191,20 @@ def test_a_relaxed_schema_lacks_what_is_refused_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
+    ("schema", "taken", "num_said"),
+    [
+        ({"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]}, "2", 1),
+        ({"oneOf": [{"enum": ["a"]}, {"const": "b"}]}, '"b"', 0),
+        ({"anyOf": [{"const": 1}, {"const": 2}], "oneOf": [{"maximum": 2}, {"minimum": 2}]}, "2", 1),
+        ({"patternProperties": {"^(?=a)": {}}, "additionalProperties": False, "required": ["ab"]}, '{"ab": 1}', 1),
+    ],
+)
+def test_a_relaxed_schema_can_be_matched(schema: Any, taken: str, num_said: int) -> None:
+    found, said = SETUP.compiler.relaxed(schema)
+    assert len(said) == num_said and takes(found, taken)
+
+
+@pytest.mark.parametrize(
     "schema",
     [
         {"type": "string", "const": 1},

@@ -125,6 +125,22 @@ def test_a_format_that_is_not_strict_is_enforced_as_far_as_possible(
             assert "not strict may not match the whole schema: the JSON schema uses 'uniqueItems'" in server.log
 
 
+def test_every_place_of_a_format_is_read_for_what_is_strict(http: httpx2.Client) -> None:
+    days = {"type": "array", "items": {"enum": [1]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    form = {"name": "answer", "schema": days}
+
+    def status(**fields: Any) -> int:
+        return http.post("/v1/chat/completions", json={**ASK, **fields}).status_code
+
+    for kind in ("json_schema", "json_object"):
+        assert status(response_format={"type": kind, "schema": days}) == 200
+        assert status(response_format={"type": kind, "schema": days, "strict": True}) == 400
+    assert status(response_format={"type": "json_schema", "json_schema": {**form, "strict": "true"}}) == 400
+    unused = {"type": "text", "json_schema": form}
+    assert status(response_format=unused, guided_choice=["x"]) == 200
+    assert status(response_format=unused, guided_json=days) == 400
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
