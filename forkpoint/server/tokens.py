@@ -19,7 +19,8 @@ OWN_FIELDS: Final = {"model", "prompt", "add_special_tokens", "return_token_strs
 class TokenizeBody(Body):
     """A text (`prompt`) or a conversation (`messages`) to tokenise as the completion endpoints would.
 
-    With `messages` the other fields of a chat completion have their meaning, too.
+    With `messages` the other fields of a chat completion have their meaning, too. Only `truncate_prompt_tokens` has no
+    effect: the reply has all tokens, also of a prompt that does not fit the context.
     """
 
     model: str | None = None
