@@ -38,10 +38,10 @@ class OpenRequest:
         self._news.set()
 
     async def first_news(self) -> None:
-        """Wait until each prompt has an output token, or has ended without one. Raises what `deltas` raises."""
+        """Wait until a prompt has an output token, or has ended without one. Raises what `deltas` raises."""
         while True:
             await self._wait()
-            if all(state.has_begun for state in self.states):
+            if any(state.has_begun for state in self.states):
                 return
             self._news.clear()
 

@@ -39,7 +39,7 @@ class Generation:
             raise
 
     async def first_news(self) -> None:
-        """Wait until each prompt has an output token. Raises the error of a request that is refused or fails."""
+        """Wait until a prompt has an output token. Raises the error of a request that is refused or fails by then."""
         await self.opened.first_news()
         for state in self.states:
             for completion in state.completions:

@@ -110,6 +110,23 @@ def test_who_reads_slowly_is_told_why_the_engine_ended(tiny_model: Path) -> None
     asyncio.run(run())
 
 
+def test_the_first_news_do_not_wait_for_prompts_in_the_queue(tiny_model: Path) -> None:
+    async def run() -> None:
+        config = EngineConfig.from_flat(model=str(tiny_model), log_level="error", max_num_seqs=1)
+        engine = AsyncEngine(config, Fragile())
+        try:
+            await engine.start(tokenizer_of(tiny_model))
+            request, params = OpenRequest(), SamplingParams(max_tokens=400, ignore_eos=True)
+            for name in ("one", "two"):
+                engine.add(request, name, engine.inputs.prompt("tell me"), params)
+            await asyncio.wait_for(request.first_news(), 60)
+            assert [state.has_begun for state in request.states] == [True, False]
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
 def test_a_call_that_is_cancelled_while_its_answer_comes_stays_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the task that logs the load never ends, and neither does a server that is told to stop."""
 
