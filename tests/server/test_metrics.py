@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -22,6 +23,7 @@ from forkpoint.obs.logs import Reading, is_idle, load_line
 from forkpoint.server.metrics import CONTENT_TYPE, Metrics
 from forkpoint.server.run import log_load
 from tests.server.running import RunningServer
+from tests.server.test_readers import until
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "forkpoint.json"
 # Names that vLLM's dashboards query, after the prefix.
@@ -223,11 +225,12 @@ def test_a_log_line() -> None:
 
 def test_the_small_endpoints(http: httpx2.Client, tiny_model: Path) -> None:
     assert http.get("/version").json() == {"version": version("forkpoint")}
-    assert http.get("/load").json() == {"server_load": 0}
-    body = {"prompt": ["x"] * 64, "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with http.stream("POST", "/v1/completions", json=body) as stream:
-        next(stream.iter_bytes())
-        assert 0 < http.get("/load").json()["server_load"] <= 64
+    until(lambda: http.get("/load").json() == {"server_load": 0})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9"
+    with socket.create_connection((http.base_url.host, http.base_url.port or 80)) as slow:
+        slow.sendall(f"{head}\r\n\r\n{{".encode())  # open until the rest of the body comes
+        until(lambda: http.get("/load").json() == {"server_load": 1})
+    until(lambda: http.get("/load").json() == {"server_load": 0})
     assert http.get("/health").status_code == 200
     models = http.get("/v1/models").json()["data"]
     assert [card["id"] for card in models] == ["tiny", "alias"]
