@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +45,20 @@ class Fragile:
 async def tokenizer_of(model: Path) -> tuple[Tokenizer, frozenset[int]]:
     tokenizer = Tokenizer.load(str(model))
     return tokenizer, eos_token_ids(str(model), tokenizer)
+
+
+@asynccontextmanager
+async def two_prompts(folder: Path, **options: Any) -> AsyncIterator[tuple[AsyncEngine, OpenRequest]]:
+    """Start an engine, and open a request of two prompts with long answers."""
+    engine = AsyncEngine(EngineConfig.from_flat(model=str(folder), log_level="error", **options), Fragile())
+    try:
+        await engine.start(tokenizer_of(folder))
+        request, params = OpenRequest(), SamplingParams(max_tokens=1500, ignore_eos=True)
+        for name in ("one", "two"):
+            engine.add(request, name, engine.inputs.prompt("tell me"), params)
+        yield engine, request
+    finally:
+        await engine.close()
 
 
 def test_deltas_add_up_and_no_request_hangs_when_this_side_breaks(tiny_model: Path, llm: LLM) -> None:
@@ -89,13 +105,7 @@ def test_who_reads_slowly_is_told_why_the_engine_ended(tiny_model: Path) -> None
     """Not that the prompts behind the one that was read were aborted."""
 
     async def run() -> None:
-        config = EngineConfig.from_flat(model=str(tiny_model), log_level="error", seed=7)
-        engine = AsyncEngine(config, Fragile())
-        try:
-            await engine.start(tokenizer_of(tiny_model))
-            request, params = OpenRequest(), SamplingParams(max_tokens=1500, ignore_eos=True)
-            for name in ("one", "two"):
-                engine.add(request, name, engine.inputs.prompt("tell me"), params)
+        async with two_prompts(tiny_model, seed=7) as (engine, request):
             await request.first_news()
             deltas = request.deltas()
             await anext(deltas)
@@ -104,25 +114,15 @@ def test_who_reads_slowly_is_told_why_the_engine_ended(tiny_model: Path) -> None
             with pytest.raises(EngineStoppedError, match="SIGKILL"):
                 async for found in deltas:
                     assert all(delta.finish_reason is None for _, delta in found), "told as aborted"
-        finally:
-            await engine.close()
 
     asyncio.run(run())
 
 
 def test_the_first_news_do_not_wait_for_prompts_in_the_queue(tiny_model: Path) -> None:
     async def run() -> None:
-        config = EngineConfig.from_flat(model=str(tiny_model), log_level="error", max_num_seqs=1)
-        engine = AsyncEngine(config, Fragile())
-        try:
-            await engine.start(tokenizer_of(tiny_model))
-            request, params = OpenRequest(), SamplingParams(max_tokens=400, ignore_eos=True)
-            for name in ("one", "two"):
-                engine.add(request, name, engine.inputs.prompt("tell me"), params)
+        async with two_prompts(tiny_model, max_num_seqs=1) as (_, request):
             await asyncio.wait_for(request.first_news(), 60)
             assert [state.has_begun for state in request.states] == [True, False]
-        finally:
-            await engine.close()
 
     asyncio.run(run())
 
