@@ -4,8 +4,8 @@
 // One translation unit for all bindings: reading torch's headers costs more than compiling these.
 #include "bind_attention.h"
 #include "bind_recurrence.h"
-#include "bind_rows.h"
 #include "bind_linear.h"
+#include "bind_rows.h"
 #include "bind_scan.h"
 
 namespace {

@@ -2,8 +2,8 @@
 
 #include <limits>
 
+#include "bind_rows.h"
 #include "experts.h"
-#include "rows.h"
 #include "tensors.h"
 #include "tile_linear.h"
 

@@ -84,9 +84,9 @@ struct Problem {
           pairs[count] = panel_pairs(first + panel, wide + count * wide_panel);
         }
       }
-      const auto strip = [&](int64_t r, int64_t rows_count, int64_t depth) {
-        multiply_strip(strips + (r - m0) * w.padded_k, rows_count, pairs, count, depth, sums);
-        store_strip(r, rows_count, begin, end, sums);
+      const auto strip = [&](int64_t r, int64_t num_rows, int64_t depth) {
+        multiply_strip(strips + (r - m0) * w.padded_k, num_rows, pairs, count, depth, sums);
+        store_strip(r, num_rows, begin, end, sums);
       };
       if (m0 < whole) {
         const TileScope scope(STRIP);
@@ -102,19 +102,19 @@ struct Problem {
 
   // sums[i] = the products of a packed strip and panel i. All `count` panels use `depth` columns of it before any uses
   // the next ones.
-  void multiply_strip(const bf16* strip, int64_t rows_count, const uint32_t* const* pairs, int64_t count, int64_t depth,
+  void multiply_strip(const bf16* strip, int64_t num_rows, const uint32_t* const* pairs, int64_t count, int64_t depth,
                       float* sums) const {
     for (int64_t k = 0; k < w.padded_k; k += depth) {
       for (int64_t i = 0; i < count; ++i) {
-        multiply_rows(strip + k * rows_count, rows_count, pairs[i] + k / 2 * PANEL, std::min(depth, w.padded_k - k),
+        multiply_rows(strip + k * num_rows, num_rows, pairs[i] + k / 2 * PANEL, std::min(depth, w.padded_k - k),
                       sums + i * STRIP * PANEL, k > 0, depth < w.padded_k);
       }
     }
   }
 
   // Stores the panels [begin, end) of y's rows from r on.
-  void store_strip(int64_t r, int64_t rows_count, int64_t begin, int64_t end, const float* sums) const {
-    for (int64_t row = 0; row < rows_count; ++row) {
+  void store_strip(int64_t r, int64_t num_rows, int64_t begin, int64_t end, const float* sums) const {
+    for (int64_t row = 0; row < num_rows; ++row) {
       bf16* to = y + (r + row) * ldy;
       for (int64_t panel = begin; panel < end; ++panel) {
         const float* c = sums + ((panel - begin) * STRIP + row) * PANEL;
