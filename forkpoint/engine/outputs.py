@@ -390,5 +390,5 @@ def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int,
 def _logprob(token_id: int, value: float, rank: int, tokenizer: Tokenizer | None) -> Logprob:
     if tokenizer is None:
         return Logprob(value, rank)
-    text = tokenizer.decode([token_id], skip_special_tokens=False)
-    return Logprob(value, rank, text, tokenizer.token_bytes(token_id))
+    data = tokenizer.token_bytes(token_id)  # decoding one token may drop a space at its start
+    return Logprob(value, rank, data.decode(errors="replace"), data)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from forkpoint.engine.outputs import RequestState
@@ -81,19 +82,42 @@ def chat_logprobs(entries: Sequence[Mapping[int, Logprob]], num_top: int) -> dic
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(
-    entries: Sequence[tuple[str, Mapping[int, Logprob] | None]], num_top: int, offset: int
-) -> dict[str, Any]:
-    """Return the log-probabilities of a text completion.
+@dataclass(frozen=True, slots=True)
+class TextToken:
+    """A token of a text completion. Its alternatives are None if nothing predicts it."""
 
-    `entries` are (text of the token, its alternatives or None). The first token starts at character `offset`.
-    """
-    texts = [text for text, _ in entries]
+    text: str
+    token_bytes: bytes
+    alternatives: Mapping[int, Logprob] | None = None
+
+    @classmethod
+    def chosen(cls, entry: Mapping[int, Logprob]) -> TextToken:
+        one = next(iter(entry.values()))
+        return cls(one.decoded_token, one.token_bytes, entry)
+
+
+@dataclass(slots=True)
+class TokenStarts:
+    """Counts the characters of a text, token by token."""
+
+    _length: int = 0
+    _decoder: IncrementalDecoder = field(default_factory=partial(getincrementaldecoder("utf-8"), "replace"))
+
+    def next(self, token: TextToken) -> int:
+        """Return the character at which the next token starts, or of which it is a further part."""
+        start = self._length
+        self._length += len(self._decoder.decode(token.token_bytes))
+        return start
+
+
+def text_logprobs(tokens: Sequence[TextToken], num_top: int, starts: TokenStarts) -> dict[str, Any]:
+    """Return the log-probabilities of a text completion, or of its next part, which goes on after `starts`."""
+    entries = [token.alternatives for token in tokens]
     return {
-        "text_offset": list(accumulate(map(len, texts), initial=offset))[: len(texts)],
-        "token_logprobs": [_finite(next(iter(entry.values())).logprob) if entry else None for _, entry in entries],
-        "tokens": texts,
-        "top_logprobs": [_top(entry, num_top) if entry else None for _, entry in entries],
+        "text_offset": list(map(starts.next, tokens)),
+        "token_logprobs": [_finite(next(iter(entry.values())).logprob) if entry else None for entry in entries],
+        "tokens": [token.text for token in tokens],
+        "top_logprobs": [_top(entry, num_top) if entry else None for entry in entries],
     }
 
 

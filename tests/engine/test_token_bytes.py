@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from forkpoint.engine.outputs import logprob_dict
 from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.sched.plan import TokenLogprobs
 from tests.engine.tokenizers import byte_level, metaspace
 
 TEXTS = ["the quick brown fox", "naïve café \U0001f642 東京", "a\n\n\tb  c", "\x00\x7f­ÿ", "👩‍💻", "\ufffd"]
@@ -37,6 +39,13 @@ def test_bytes_of_every_token_are_its_text(tokenizer: Tokenizer) -> None:
         read = tokenizer.token_bytes(token).decode("utf-8", "replace")
         if "\ufffd" not in shown:
             assert read.removeprefix(" ") == shown.removeprefix(" "), token
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), metaspace()], ids=["byte level", "metaspace"])
+def test_texts_of_tokens_with_log_probabilities_are_the_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("café the dog", add_special_tokens=False)
+    told = [logprob_dict(TokenLogprobs(token, -1.0, 1, (), ()), tokenizer)[token].decoded_token for token in ids]
+    assert "".join(told).removeprefix(" ") == "café the dog"
 
 
 def test_an_id_without_a_token_has_no_bytes() -> None:

@@ -91,6 +91,22 @@ def test_a_stream_tells_where_each_token_starts(client: openai.OpenAI) -> None:
     assert [offset for part in parts for offset in part.text_offset or ()] == whole.logprobs.text_offset
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_one_character_start_where_it_starts(client: openai.OpenAI, stream: bool) -> None:
+    """A token is a byte here. Names of tokens are no part of the text."""
+    text = "ünï 😀."
+    starts = [at for at, char in enumerate(text) for _ in char.encode()]
+    ids = {"return_tokens_as_token_ids": True}
+    for extra in ({}, ids):
+        answer: Any = client.completions.create(
+            prompt=text, echo=True, logprobs=0, **GREEDY, stream=stream, extra_body={**extra, "allowed_token_ids": [65]}
+        )
+        parts = [choice.logprobs for chunk in (answer if stream else [answer]) for choice in chunk.choices]
+        offsets = [offset for part in parts if part for offset in part.text_offset]
+        assert offsets == [*starts, *range(len(text), len(text) + 8)]
+        assert (parts[0].tokens[2] == "n") == (extra != ids)
+
+
 def test_echo_repeats_the_prompt(client: openai.OpenAI, oracle: LLM) -> None:
     text = client.completions.create(prompt=LONG, **GREEDY).choices[0].text
     assert client.completions.create(prompt=LONG, echo=True, **GREEDY).choices[0].text == LONG + text

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.server.api_answer import CompletionAnswer, NewChoices
 from forkpoint.server.completions.body import NO_LIMIT, CompletionBody
-from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, named_by_ids, prompt_logprobs, text_logprobs
+from forkpoint.server.logprobs import (
+    PromptLogprobs,
+    TextLogprobs,
+    TextToken,
+    TokenStarts,
+    named_by_ids,
+    prompt_logprobs,
+    text_logprobs,
+)
 from forkpoint.server.protocol import CacheInfo, CompletionUsage, ReplyModel, SpeculationInfo
 from forkpoint.server.sampling import PreparedRequest, sampling_params, structured_outputs
 from forkpoint.server.texts import Texts
 
 DEFAULT_MAX_TOKENS: Final = 16  # as in OpenAI's API
-Entry: TypeAlias = tuple[str, dict[int, Logprob] | None]  # a token's text, and its alternatives if there are any
 
 
 class CompletionChoice(ReplyModel):
@@ -46,13 +53,13 @@ class CompletionReply(ReplyModel):
 class PreparedCompletion(PreparedRequest):
     """A prepared text completion.
 
-    `echoed`: the texts of the prompts if the answers begin with them. `first_texts`: the text of each prompt's first
-    token if prompts are echoed with log-probabilities. `drops_output`: the request is about the prompts alone
+    `echoed`: the texts of the prompts if the answers begin with them. `first_tokens`: the bytes of each prompt's
+    first token if prompts are echoed with log-probabilities. `drops_output`: the request is about the prompts alone
     (max_tokens 0); the engine still generates a token, which is dropped.
     """
 
     echoed: tuple[str, ...] | None
-    first_texts: tuple[str, ...]
+    first_tokens: tuple[bytes, ...]
     drops_output: bool
     reports_prompt_logprobs: bool
 
@@ -70,7 +77,7 @@ def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
     texts.room.check(len(split) * params.n)
     prompts = [texts.prompt(given, params, special=special) for given in split]
     echoed: tuple[str, ...] | None = None
-    first_texts: tuple[str, ...] = ()
+    first_tokens: tuple[bytes, ...] = ()
     if body.echo:
         all_ids = [prompt.token_ids.tolist() for prompt in prompts]
         echoed = tuple(
@@ -78,7 +85,8 @@ def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
             for prompt, ids in zip(prompts, all_ids, strict=True)
         )
         if body.logprobs is not None:
-            first_texts = tuple(texts.text_of(ids[:1]) for ids in all_ids)
+            tokenizer = texts.require_tokenizer()
+            first_tokens = tuple(tokenizer.token_bytes(ids[0]) for ids in all_ids)
     return PreparedCompletion.of(
         body,
         texts,
@@ -86,7 +94,7 @@ def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
         prompts=tuple(replace(prompt, text=None) for prompt in prompts),
         params=params,
         echoed=echoed,
-        first_texts=first_texts,
+        first_tokens=first_tokens,
         drops_output=body.max_tokens == 0,
         reports_prompt_logprobs=body.prompt_logprobs is not None,
     )
@@ -119,7 +127,7 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
     chunk_kind = "text_completion"
 
     def __post_init__(self) -> None:
-        self._offsets: dict[int, int] = {}  # by choice: characters of the tokens reported so far
+        self._starts: dict[int, TokenStarts] = {}  # by choice; text may be held back for a stop string, tokens are not
 
     async def choices(self) -> AsyncIterator[NewChoices]:
         async for deltas in self.generation.deltas():
@@ -144,20 +152,18 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
         if prepared.drops_output:
             delta = _without_output(delta)
         text = delta.text
-        entries = list(map(self._named, delta.logprobs or ()))
-        first = index not in self._offsets
+        tokens = list(map(self._token, delta.logprobs or ()))
+        first = index not in self._starts
+        starts = self._starts.setdefault(index, TokenStarts())
         num_top = prepared.params.logprobs
         if prepared.echoed is not None and first:
             text = prepared.echoed[number] + text
             if num_top is not None:
-                entries = [*self._prompt_entries(number), *entries]
-        offset = self._offsets.get(index, 0)
-        # not the text's length, as text may be held back for a stop string
-        self._offsets[index] = offset + sum(len(token) for token, _ in entries)
+                tokens = [*self._prompt_tokens(number), *tokens]
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": text_logprobs(entries, num_top, offset) if num_top is not None else None,
+            "logprobs": text_logprobs(tokens, num_top, starts) if num_top is not None else None,
             "finish_reason": delta.finish_reason and delta.finish_reason.value,
             "stop_reason": delta.stop_reason,
         }
@@ -169,18 +175,16 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
             choice["prompt_logprobs"] = prompt_logprobs(self.generation.states[number])
         return choice
 
-    def _prompt_entries(self, number: int) -> list[Entry]:
+    def _prompt_tokens(self, number: int) -> list[TextToken]:
         found = self.generation.states[number].all_prompt_logprobs() or ()
-        first = self.prepared.first_texts[number]
-        if self.prepared.names_ids:
-            first = f"token_id:{self.prepared.prompts[number].token_ids[0]}"
-        return [self._named(entry) if entry else (first, entry) for entry in found]
+        data = self.prepared.first_tokens[number]
+        named = self.prepared.names_ids
+        text = f"token_id:{self.prepared.prompts[number].token_ids[0]}" if named else data.decode(errors="replace")
+        return [self._token(entry) if entry else TextToken(text, data) for entry in found]
 
-    def _named(self, entry: dict[int, Logprob]) -> Entry:
-        """Return a token's alternatives with its text, or with its id if the request asks for that."""
-        if self.prepared.names_ids:
-            entry = named_by_ids(entry)
-        return next(iter(entry.values())).decoded_token, entry
+    def _token(self, entry: dict[int, Logprob]) -> TextToken:
+        """Return the chosen token, with its id in place of its text if the request asks for that."""
+        return TextToken.chosen(named_by_ids(entry) if self.prepared.names_ids else entry)
 
 
 def _without_output(delta: CompletionOutput) -> CompletionOutput:
