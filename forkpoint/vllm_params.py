@@ -32,12 +32,11 @@ OF_SAMPLING: Final[Mapping[str, AbsentField]] = {
     "skip_clone": AbsentField(),
     "output_text_buffer_length": AbsentField(),
     "routed_experts_prompt_start": AbsentField(),  # answers name no experts
+    "flat_logprobs": AbsentField(),  # one dict a token, as which vLLM's FlatLogprobs is read too
+    **dict.fromkeys(("early_stopping", "length_penalty"), AbsentField()),  # of beam search alone
     "best_of": AbsentField("give n", (1,)),
-    "early_stopping": AbsentField(BEAMS, (False,)),
     "extra_args": AbsentField("give kv_transfer_params, which is a field of its own here", ({},)),
-    "flat_logprobs": AbsentField("leave it out; log-probabilities come as one dict a token", (False,)),
     "guided_decoding": AbsentField("give structured_outputs=StructuredOutputsParams(...)"),
-    "length_penalty": AbsentField(BEAMS, (1.0,)),
     "logits_processors": AbsentField("give logit_bias, allowed_token_ids or bad_words", ([],)),
     "logprob_token_ids": AbsentField("give logprobs for the most likely tokens", ([],)),
     "prompt_logprob_start": AbsentField("give prompt_logprobs, which has all tokens of the prompt", (0,)),

@@ -38,14 +38,14 @@ def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptIn
 
 
 def split_conversations(messages: Conversations) -> list[Sequence[Message]]:
-    """Return one conversation, or a list of conversations, as a list. Messages are not checked.
+    """Return one conversation, or a list of conversations, as a list. An empty list has no conversations.
 
-    Raises InvalidPromptError for anything else.
+    Messages are not checked. Raises InvalidPromptError for anything else.
     """
     items = _listed(messages)
     if items is None or any(isinstance(item, str) for item in items):
         raise InvalidPromptError(f"messages={shown(messages)} is not allowed; give {MESSAGES}")
-    if not items or isinstance(items[0], Mapping):
+    if items and isinstance(items[0], Mapping):
         return [items]
     return items
 

@@ -52,7 +52,7 @@ class ServerConfig:
         True, "report in answers how much of a prompt was cached, and why not more"
     )
     scheduling_policy: Literal["fcfs", "priority"] = option(
-        "fcfs", "'priority': requests may name their priority, which 'fcfs' refuses"
+        "fcfs", "'priority': requests may name their priority, which 'fcfs' ignores"
     )
     served_model_name: tuple[str, ...] = option((), "names of the model in the API; default: as given to serve")
     ssl_certfile: str | None = option(None, "PEM file of a certificate: serve HTTPS", metavar="PATH", group=HTTPS)

@@ -113,8 +113,8 @@ class RequestBody(Body):
                 raise HTTPError(
                     400, f"{name} is another name of {own}, which is given too; give one of them", param=name
                 )
-        for name in _scalar_fields(cls) & fields.keys():
-            fields[name] = _scalar(fields[name])
+        for name in _scalar_fields(cls).keys() & fields.keys():
+            fields[name] = _scalar(fields[name], is_flag=_scalar_fields(cls)[name])
         for name in cls.other_values.keys() & fields.keys():
             if isinstance(value := fields[name], str | int) and not isinstance(value, bool):
                 fields[name] = cls.other_values[name].get(value, value)
@@ -165,10 +165,10 @@ class RequestBody(Body):
 
 
 @cache
-def _scalar_fields(body: type[BaseModel]) -> frozenset[str]:
-    """Return the names of the fields that take numbers or truth values and nothing else."""
-    scalars = {int, float, bool, NoneType}
-    return frozenset(name for name, field in body.model_fields.items() if _types(field.annotation) <= scalars)
+def _scalar_fields(body: type[BaseModel]) -> Mapping[str, bool]:
+    """Return the fields that take only numbers or truth values, and whether a field takes truth values alone."""
+    types = {name: _types(field.annotation) - {NoneType} for name, field in body.model_fields.items()}
+    return {name: found == {bool} for name, found in types.items() if found <= {int, float, bool}}
 
 
 def _types(annotation: Any) -> set[Any]:
@@ -182,15 +182,18 @@ def _also(schema: dict[str, Any], other: dict[str, Any]) -> None:
     schema.setdefault("anyOf", [described]).append(other)
 
 
-def _scalar(given: object) -> object:
+def _scalar(given: object, *, is_flag: bool) -> object:
     """Return the number or truth value that a text spells, and a whole number as an integer; else `given`.
 
+    `is_flag`: 0 and 1 are truth values.
     Clients that fill in forms or templates send texts, and some languages have no integers. vLLM takes them too.
     """
     if isinstance(given, str) and SCALAR.fullmatch(given):
         given = json.loads(given.lower())
     if isinstance(given, float) and given.is_integer() and abs(given) < MAX_WHOLE:
-        return int(given)
+        given = int(given)
+    if is_flag and type(given) is int and given in (0, 1):
+        return bool(given)
     return given
 
 

@@ -20,8 +20,19 @@ from forkpoint.params import (
     StructuredOutputsParams,
 )
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.protocol import Body, Many, RequestBody, Stops, TokenId, TransferParams, at_most
+from forkpoint.server.protocol import (
+    MAX_SHOWN,
+    MAX_UNUSED,
+    Body,
+    Many,
+    RequestBody,
+    Stops,
+    TokenId,
+    TransferParams,
+    at_most,
+)
 from forkpoint.server.texts import Texts
+from forkpoint.vllm_params import OF_STRUCTURED_OUTPUTS
 
 MAX_REQUEST_ID_LENGTH: Final = 128  # characters, as for the header X-Request-Id
 
@@ -168,7 +179,7 @@ class PreparedRequest:
         names_ids = body.return_tokens_as_token_ids
         asks_usage = bool(options and options.include_usage) or bool(body.usage and body.usage.include)
         return cls(
-            priority=body.priority or 0,
+            priority=_priority(body, texts),
             stream=bool(body.stream),
             include_usage=asks_usage or texts.config.enable_force_include_usage,
             continuous_usage=bool(options and options.continuous_usage_stats),
@@ -177,6 +188,13 @@ class PreparedRequest:
             request_id=body.request_id,
             **others,
         )
+
+
+def _priority(body: SamplingBody, texts: Texts) -> int:
+    if body.priority and texts.config.scheduling_policy != "priority":
+        texts.notices.add("requests have a priority, which --scheduling-policy fcfs ignores; 'priority' goes by it")
+        return 0
+    return body.priority or 0
 
 
 def sampling_params(
@@ -220,7 +238,7 @@ def structured_outputs(texts: Texts, body: SamplingBody) -> StructuredOutputsPar
     enforced as far as possible, unless it is strict. Raises HTTPError or InvalidParamsError if the body asks for two
     grammars or for an unknown kind.
     """
-    sources = {"response_format": _from_format(body.response_format), "structured_outputs": body.structured_outputs}
+    sources = {"response_format": _from_format(body.response_format), "structured_outputs": _known(body, texts)}
     for name in ("json", "regex", "choice", "grammar"):
         if (value := getattr(body, f"guided_{name}")) is not None:
             sources[f"guided_{name}"] = {name: value}
@@ -235,6 +253,22 @@ def structured_outputs(texts: Texts, body: SamplingBody) -> StructuredOutputsPar
     if [*given] == ["response_format"] and form is not None and "json" in wanted and not form.is_strict:
         wanted = {"json": texts.relaxed(wanted["json"], "answers with a response_format that is not strict")}
     return StructuredOutputsParams(**wanted)
+
+
+def _known(body: SamplingBody, texts: Texts) -> dict[str, Any] | None:
+    """Return `structured_outputs` without nulls, and without unknown fields next to known ones.
+
+    The class of that name in vLLM has private fields, which clients send too.
+    """
+    if body.structured_outputs is None:
+        return None
+    given = {name: value for name, value in body.structured_outputs.items() if value is not None}
+    unknown = given.keys() - StructuredOutputsParams.__dataclass_fields__.keys() - OF_STRUCTURED_OUTPUTS.keys()
+    if len(unknown) == len(given):
+        return given
+    for name in sorted(unknown)[:MAX_UNUSED]:
+        texts.notices.add(f"structured_outputs has the field {name[:MAX_SHOWN]!r}, which is unknown and ignored")
+    return {name: value for name, value in given.items() if name not in unknown}
 
 
 def _from_format(given: ResponseFormat | None) -> dict[str, Any] | None:

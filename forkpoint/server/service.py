@@ -165,8 +165,7 @@ class Service:
         """Send all prompts to the engine, or none if one is refused, and return their generation.
 
         `name` begins the ids of the engine's requests. Raises the errors of `AsyncEngine.add` and `Trials.check`,
-        QueueFullError if too many completions are open, and HTTPError for a priority under another policy than
-        `priority`.
+        and QueueFullError if too many completions are open.
         """
         try:
             return await self._open(name, prepared, receive)
@@ -175,20 +174,13 @@ class Service:
             raise
 
     async def _open(self, name: str, prepared: PreparedRequest, receive: Receive) -> Generation:
-        config, params, priority = self.config, prepared.params, prepared.priority
+        config, params = self.config, prepared.params
         with self.readers.counted():
             await self.trials.check(params.structured_outputs, receive)
             if params.calls is not None:
                 await self.trials.check(params.calls.structure, receive)
         self.check_healthy()
         self._check_room(len(prepared.prompts) * params.n)
-        if priority and config.scheduling_policy != "priority":
-            raise HTTPError(
-                400,
-                f"priority={priority} is not allowed; leave it out, or start the server with "
-                "--scheduling-policy priority",
-                param="priority",
-            )
         if config.salts_by_key:
             params = replace(params, cache_salt=own_salt(params.cache_salt))
         opened = OpenRequest()
@@ -197,7 +189,7 @@ class Service:
             for index, prompt in enumerate(prepared.prompts):
                 if index:
                     await asyncio.sleep(0)  # lets other streams go on between two prompts
-                self.engine.add(opened, f"{name}-{index}", prompt, params, priority=priority)
+                self.engine.add(opened, f"{name}-{index}", prompt, params, priority=prepared.priority)
                 if prompt.images:
                     self.metrics.images_read(prompt)
         return generation

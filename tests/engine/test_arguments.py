@@ -199,6 +199,7 @@ def test_messages_and_tools_may_be_arrays_and_iterators(llm: LLM) -> None:
     assert [list(output.prompt_token_ids) for output in found] == [list(want[0].prompt_token_ids)] * 3
     with pytest.raises(InvalidPromptError, match="the conversation is empty"):
         llm.chat([np.asarray([])], SHORT, use_tqdm=False)  # type: ignore[list-item]
+    assert llm.chat([], SHORT, use_tqdm=False) == llm.generate([], SHORT, use_tqdm=False) == []
 
 
 def test_ids_that_all_end_and_a_least_length_contradict_each_other(llm: LLM) -> None:

@@ -39,8 +39,6 @@ def ask(http: httpx2.Client, path: str, **fields: Any) -> httpx2.Response:
     ("fields", "said"),
     [
         ({"use_beam_search": True}, "give n for several"),
-        ({"length_penalty": 1.5}, "beam search"),
-        ({"early_stopping": True}, "beam search"),
         ({"best_of": 3}, "give n"),
         ({"logprob_token_ids": [1]}, "logprobs"),
         ({"guided_whitespace_pattern": " ?"}, "disable_any_whitespace"),
@@ -176,7 +174,7 @@ def test_usage_in_openrouters_form(http: httpx2.Client) -> None:
     [
         {"user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x"},
         {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "session_id": "s", "stream_interval": 2},
-        {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "do_sample": True},
+        {"best_of": 1, "use_beam_search": False, "length_penalty": 1.5, "early_stopping": True, "do_sample": True},
         {"guided_decoding_backend": "xgrammar", "spaces_between_special_tokens": False, "cache_prompt": True},
         {"return_weight_versions": False, "structured_outputs": {"regex": "aaa", "whitespace_pattern": None}},
         {
@@ -193,7 +191,8 @@ def test_usage_in_openrouters_form(http: httpx2.Client) -> None:
             "repetition_penalty": 1,
             "regex": None,
         },
-        {"n": 1, "stop": None, "seed": -5, "logit_bias": {}, "presence_penalty": 0, "stream": False},
+        {"n": 1, "stop": None, "seed": -5, "logit_bias": {}, "presence_penalty": 0, "stream": 0, "ignore_eos": 1},
+        {"structured_outputs": {"choice": ["aa"], "json": None, "_backend": None}, "guided_choice": ["aa"]},
     ],
 )
 def test_what_clients_send_is_taken(http: httpx2.Client, path: str, fields: dict[str, Any]) -> None:
@@ -207,7 +206,8 @@ def test_numbers_and_truth_values_may_be_texts(http: httpx2.Client, path: str) -
     spelled = {"max_tokens": "4", "temperature": "5e-1", "seed": "7", "n": 2.0, "top_k": "40.0", "ignore_eos": "True"}
     replies = [ask(http, path, **fields).json()["choices"] for fields in (plain, {**spelled, "stream": "false"})]
     assert replies[0] == replies[1] and len(replies[0]) == 2
-    for field in ({"temperature": "hot"}, {"max_tokens": "3.5"}, {"n": ""}, {"stream": "yes"}, {"seed": "0x7"}):
+    wrong = {"temperature": "hot", "max_tokens": "3.5", "n": "", "stream": "yes", "ignore_eos": 2, "seed": "0x7"}
+    for field in ({name: value} for name, value in wrong.items()):
         assert ask(http, path, **field).status_code == 400
     assert ask(http, path, stop="7").status_code == 200
 

@@ -180,7 +180,7 @@ def test_other_transfers_give_whole_answers(
 
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["asked before", "asked after"])
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"priority": 3}], ids=["malformed", "refused later"])
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"guided_regex": "("}], ids=["malformed", "refused later"])
 def test_a_decode_server_learns_that_a_prompt_is_refused(
     servers: list[httpx2.Client], wrong: dict[str, Any], is_first: bool
 ) -> None:

@@ -77,10 +77,12 @@ def test_answers_do_not_tell_what_was_cached(shared: RunningServer) -> None:
 
 def test_priorities_need_a_switch(server: RunningServer, shared: RunningServer) -> None:
     with server.client() as http:
-        refused = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "priority": -1})
-        assert refused.status_code == 400 and "--scheduling-policy priority" in refused.json()["error"]["message"]
-        assert http.post("/v1/completions", json={"prompt": "x", "priority": 0, "max_tokens": 1}).status_code == 200
+        for priority in (0, -1):
+            body = {"prompt": "x", "max_tokens": 1, "priority": priority}
+            assert http.post("/v1/completions", json=body).status_code == 200
+            assert ("requests have a priority, which --scheduling-policy fcfs ignores" in server.log) == (priority < 0)
     complete(shared, KEYS[0], priority=-1)
+    assert "which --scheduling-policy" not in shared.log
 
 
 @pytest.mark.parametrize(
