@@ -90,8 +90,8 @@ class NothingStandsIn(LearntPolicy):
 
 
 class NobodyAwaitsTools(LearntPolicy):
-    def left(self, checkpoint: Checkpoint, request_note: object, *, awaits_tool: bool) -> None:
-        super().left(checkpoint, request_note, awaits_tool=False)
+    def request_ended(self, checkpoint: Checkpoint, request_note: object, *, awaits_tool: bool) -> None:
+        super().request_ended(checkpoint, request_note, awaits_tool=False)
 
 
 class NothingSuperseded(LearntPolicy):
@@ -108,8 +108,8 @@ class Without(CapturePolicy):
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
         return ((kind, at) for kind, at in self._default.positions(context) if kind is not self._kind)
 
-    def displaces(self, origin: Origin) -> bool:
-        return self._default.displaces(origin)
+    def may_evict(self, origin: Origin) -> bool:
+        return self._default.may_evict(origin)
 
 
 class BlindCapture(DefaultCapture):

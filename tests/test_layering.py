@@ -206,10 +206,10 @@ def test_what_runs_a_step_knows_no_state_cell() -> None:
 WRITERS = {
     "children pins condemned": "tree",
     "checkpoint": "store fetched",  # fetched: of nodes that are in no tree
-    "dropped": "tree store",
+    "removed": "tree store",
     "last_used num_hits superseded num_readers": "store",
     "num_expected": "manager",
-    "queue_place": "eviction_queue",
+    "queue_number": "eviction_queue",
     "note": "manager eviction learnt",
     "num_planned num_sent_blocks num_survived_tokens hit read_from": "manager",
     "num_confirmed": "manager scheduler",

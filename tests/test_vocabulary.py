@@ -34,6 +34,8 @@ SYNONYMS = (
     (r"goes_ahead|planned ahead|plan(s|ning)? ahead|rows?\.ahead", "plans_early, planned early, optimistic", ()),
     (r"recurrence_settle|settle_leaving|settles? the lease", "recurrence_flush, release, DecodeBoundaries.resolve", ()),
     (r"lease\.frozen|frozen lease", "detached", ()),
+    (r"refile|file_due|queue_place", "requeue, push_due, queue_number", ()),
+    (r"unsaved", "skipped", ()),
     (r"WindowColumns|SyntheticWindows|windows? of drafts", "SpanColumns, span", ()),
 )
 

@@ -1,4 +1,4 @@
-"""Capture policies: which states of a chunk are worth a slot. They only decide; the cache finds the room."""
+"""Capture policies: which positions of a prompt are worth a state. They only decide; the cache finds the room."""
 
 from __future__ import annotations
 
@@ -11,46 +11,50 @@ from forkpoint.config import BLOCK_SIZE
 
 @dataclass(frozen=True, slots=True)
 class CaptureContext:
-    """Facts that a policy gets before tokens `[start, end)` of a request are computed. All numbers count tokens."""
+    """Facts about a chunk, the tokens `[start, end)` of a prompt, before it is computed. All numbers are in tokens."""
 
     start: int
     end: int
-    prompt_end: int  # prefill ends here
-    breakpoints: tuple[int, ...] = ()  # declared by the caller
-    junctions: frozenset[int] = frozenset()  # cached or lately evicted histories part from this one here
-    waiting_junctions: frozenset[int] = frozenset()  # waiting prompts part from this one here
-    fallback_step: int = 0  # whole blocks of keys and values that a conversation may lose at once; 0: no fallbacks
-    num_survived_tokens: int = 0  # tokens that were left of a conversation that lost its end; 0: it did not
-    interval: int = 0  # distance of periodic states, whole blocks; 0: there are none
+    prompt_end: int  # where prefill ends; after a preemption, earlier outputs are a part of the prompt
+    breakpoints: tuple[int, ...] = ()  # ends of messages and of the tool list, and positions that the caller named
+    junctions: frozenset[int] = frozenset()  # cached or lately evicted histories part from this prompt here
+    waiting_junctions: frozenset[int] = frozenset()  # waiting prompts part from this prompt here
+    fallback_step: int = 0  # distance of fallbacks, a multiple of 64; 0: there are none
+    num_survived_tokens: int = 0  # if the conversation's end was evicted: how far its keys and values reach; else 0
+    interval: int = 0  # distance of periodic states; 0: there are none
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A multiple of BLOCK_SIZE in `(start, end]`, and why it is worth a state. `displaces`: it may evict others."""
+    """A position in `(start, end]`, a multiple of BLOCK_SIZE, and why its state may be worth a slot.
+
+    `may_evict`: if no slot is free, entries with smaller keys are evicted.
+    """
 
     num_tokens: int
     origin: Origin
-    displaces: bool = True
+    may_evict: bool = True
 
 
 class CapturePolicy:
     """Names the positions of a prompt that are worth a state, the most valuable first.
 
-    The cache rounds them down to multiples of BLOCK_SIZE; the first reason for a position counts. A policy is made
-    without arguments and keeps nothing between chunks. The last boundary of an answer is always a candidate.
+    The cache rounds them down to multiples of BLOCK_SIZE; the first reason for a position counts. One object, created
+    without arguments, serves all requests and keeps nothing between chunks. The last boundary of an answer is always a
+    candidate, with `Origin.DECODE`.
     """
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
         """Yield reasons, each with its positions. Positions outside `(start, end]` are ignored."""
         raise NotImplementedError
 
-    def displaces(self, origin: Origin) -> bool:
-        """Return whether a state of that origin may evict others that are worth less."""
+    def may_evict(self, origin: Origin) -> bool:
+        """Return whether a state of that origin may evict entries with smaller keys. False: it takes free room only."""
         return True
 
 
 class PromptEndCapture(CapturePolicy):
-    """Keeps only the ends of prompts."""
+    """Names only the end of the prompt."""
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
         # The same prompt resumes before its last token, which it has to compute; its next turn resumes at the end.
@@ -58,14 +62,14 @@ class PromptEndCapture(CapturePolicy):
 
 
 class DenseCapture(CapturePolicy):
-    """Keeps every boundary."""
+    """Names every block boundary."""
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
         yield Origin.INTERVAL, _every(BLOCK_SIZE, context, context.end)
 
 
 class DefaultCapture(PromptEndCapture):
-    """Keeps all origins that a chunk can have. Periodic states take free room only; the others may evict."""
+    """Names positions of every origin that a prompt can have. Periodic states take free room only."""
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
         yield Origin.JUNCTION, (*context.junctions, *context.waiting_junctions)
@@ -82,7 +86,7 @@ class DefaultCapture(PromptEndCapture):
         if context.interval:
             yield Origin.INTERVAL, _every(context.interval, context, context.end)
 
-    def displaces(self, origin: Origin) -> bool:
+    def may_evict(self, origin: Origin) -> bool:
         return origin is not Origin.INTERVAL
 
 

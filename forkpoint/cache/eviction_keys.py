@@ -13,12 +13,13 @@ from forkpoint.cache.policy_answers import checked_key, checked_next_change
 from forkpoint.cache.tree import INSIDE_PROMPTS, Checkpoint, Entry, Origin, nearest_checkpoint
 from forkpoint.config import BLOCK_SIZE
 
-PROMPT_GOES_ON: Final = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # below such a state
+# Origins of candidates after which the same prompt goes on.
+PROMPT_GOES_ON: Final = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)
 Above: TypeAlias = Checkpoint | StateSave  # the nearest earlier state of the same history
 
 
 class EvictionKeys:
-    """Computes the keys of the entries of the arena or of one tier, by the turnover of that memory. Changes nothing."""
+    """Computes the keys of entries of one memory, the arena or a tier, and of candidates. Changes nothing."""
 
     def __init__(self, layout: CacheLayout, arena: Arena, policy: EvictionPolicy, cost: RecomputeCost) -> None:
         self._arena, self._policy, self._cost = arena, policy, cost
@@ -46,12 +47,12 @@ class EvictionKeys:
     def of_candidate(
         self, block_hash: BlockHash, num_tokens: int, origin: Origin, note: object, above: Above | None
     ) -> float:
-        """Return the key that a checkpoint after `num_tokens` tokens would get if it was saved now.
+        """Return the key that the state after `num_tokens` tokens would get as a checkpoint if it was saved now.
 
-        `block_hash` is the hash of its block, `note` its request's, `above` the nearest state before it.
+        `block_hash` is the hash of its block, `note` its request's note, `above` the nearest state before it.
         """
-        inside = origin in PROMPT_GOES_ON
-        cost, num_bytes, kv_bytes, above_origin = self._worth(above, num_tokens, inside)
+        has_children = origin in PROMPT_GOES_ON
+        cost, num_bytes, kv_bytes, above_origin = self._sizes(above, num_tokens, has_children)
         facts = EntryFacts(
             origin=origin,
             cost=cost,
@@ -60,30 +61,31 @@ class EvictionKeys:
             last_used=self._arena.turnover,
             age=0.0,
             block_hash=block_hash,
-            inside=inside,
+            has_children=has_children,
             above_origin=above_origin,
             note=note,
         )
         return checked_key(self._policy, facts)
 
-    def of_copy(self, source: Checkpoint, above: Checkpoint | None, inside: bool) -> float:
+    def of_copy(self, source: Checkpoint, above: Checkpoint | None, has_children: bool) -> float:
         """Return the key that a copy of a checkpoint from another memory (the arena or a tier) would get here.
 
-        `above` is the nearest checkpoint before it here; `inside` says whether the history goes on below it here.
+        `above` is the nearest checkpoint before it here. `has_children`: later blocks of its history are here.
         """
-        return self._of_checkpoint(source, above, inside, self._arena.turnover, 0)
+        return self._of_checkpoint(source, above, has_children, self._arena.turnover, 0)
 
     def freed_bytes(self, entry: Entry) -> int:
         """Return the bytes that the eviction of an entry frees, as long as no other entry holds them."""
         if not isinstance(entry, Checkpoint):
             return self._block_bytes
         above = nearest_checkpoint(entry.node.parent)
-        return self._worth(above, entry.num_tokens, bool(entry.node.children))[1]
+        _, num_bytes, _, _ = self._sizes(above, entry.num_tokens, bool(entry.node.children))
+        return num_bytes
 
     def _of_checkpoint(
-        self, checkpoint: Checkpoint, above: Checkpoint | None, inside: bool, last_used: float, num_expected: int
+        self, checkpoint: Checkpoint, above: Checkpoint | None, has_children: bool, last_used: float, num_expected: int
     ) -> float:
-        cost, num_bytes, kv_bytes, above_origin = self._worth(above, checkpoint.num_tokens, inside)
+        cost, num_bytes, kv_bytes, above_origin = self._sizes(above, checkpoint.num_tokens, has_children)
         facts = EntryFacts(
             origin=checkpoint.origin,
             cost=cost,
@@ -94,23 +96,19 @@ class EvictionKeys:
             block_hash=checkpoint.node.hash,
             uses=checkpoint.num_hits,
             num_expected=num_expected,
-            inside=inside,
+            has_children=has_children,
             superseded=checkpoint.superseded,
             above_origin=above_origin,
             note=checkpoint.note,
         )
         return checked_key(self._policy, facts)
 
-    def _worth(self, above: Above | None, end: int, inside: bool) -> tuple[float, int, int, Origin | None]:
-        """Return facts of a checkpoint at `end`.
-
-        The facts are the cost that a hit spares, the bytes that eviction frees, the bytes of its own keys and values,
-        and the origin of `above`.
-        """
+    def _sizes(self, above: Above | None, end: int, has_children: bool) -> tuple[float, int, int, Origin | None]:
+        """Return cost, num_bytes, kv_bytes and above_origin (as in EntryFacts) of a state after `end` tokens."""
         start, above_origin = (0, None) if above is None else (above.num_tokens, above.origin)
         kv_bytes = (end - start) // BLOCK_SIZE * self._block_bytes
         num_bytes = self._checkpoint_bytes
-        if not inside:
+        if not has_children:
             num_bytes += kv_bytes
         return self._cost(start, end), num_bytes, kv_bytes, above_origin
 

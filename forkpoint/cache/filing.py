@@ -53,14 +53,14 @@ class Filing:
 
     def _save_candidate(self, lease: Lease, candidate: Candidate, block_hash: BlockHash) -> None:
         save = StateSave(candidate.num_tokens, candidate.origin)
-        if candidate.displaces:
+        if candidate.may_evict:
             slot = self.take_slot(lease, save, block_hash, save)
         else:
             slot = self._store.arena.take_slot(save, compact=False)
         if slot is None:
             self._store.counters.checkpoints_skipped[candidate.origin] += 1
             if candidate.origin is Origin.PROMPT_END:
-                self._store.policy.unsaved(block_hash, lease.note, self._store.arena.turnover)
+                self._store.policy.skipped(block_hash, lease.note, self._store.arena.turnover)
             return
         self.plan_save(lease, save, slot)
         self.reusable_next[block_hash] = candidate.num_tokens

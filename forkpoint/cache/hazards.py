@@ -35,7 +35,7 @@ ROUNDING: Final = 1e-6  # arenas; an age this close below an edge counts as beyo
 MOST_USES: Final = 5  # entries with at least so many uses are one class: more are too rare to learn from apart
 NUM_TRACKED: Final = 4096  # entries of a kind whose next use is awaited; bounds memory
 FREE_PLACE: Final = -1  # instead of a number of uses: the place is free
-UPDATE_EVERY: Final = 1 / 8  # arenas; indices change slowly, and computing them costs milliseconds
+UPDATE_EVERY: Final = 1 / 8  # arenas, for each kind; indices change slowly, and computing them takes milliseconds
 HALF_FORGOTTEN: Final = 64.0  # arenas after which an observation counts half
 
 _LOW: Final = np.asarray(EDGES[:-1])
@@ -91,7 +91,7 @@ class KindHazards:
         self._last_used = array("d", bytes(8 * NUM_TRACKED))  # arrays: read one by one, and all at once by numpy
         self._uses_so_far = array("q", [FREE_PLACE]) * NUM_TRACKED
         self._free = list(range(NUM_TRACKED))
-        self._seen = 0.0
+        self._updated = 0.0  # turnover
         self.earnings: list[list[float]] = []  # Gittins indices, in uses an arena of new data
         self.update(0.0)
 
@@ -135,10 +135,14 @@ class KindHazards:
         return uses
 
     def update(self, now: float) -> None:
-        """Compute `earnings` again. Earlier observations lose weight by their age."""
-        kept = 0.5 ** ((now - self._seen) / HALF_FORGOTTEN)
-        self._seen = now
-        seen_uses, seen_time = np.asarray(self._uses) * kept, np.asarray(self._time) * kept
+        """Compute `earnings` again. Earlier observations lose weight by their age.
+
+        There are too few observations for each pair of uses so far and age. A hazard is the product of a factor of the
+        uses and a factor of the age.
+        """
+        weight = 0.5 ** ((now - self._updated) / HALF_FORGOTTEN)
+        self._updated = now
+        seen_uses, seen_time = np.asarray(self._uses) * weight, np.asarray(self._time) * weight
         self._uses, self._time = seen_uses.tolist(), seen_time.tolist()
         uses = seen_uses + self._assumed_uses
         time = seen_time + self._assumed_time + self._time_of_waiting(now)
@@ -162,9 +166,10 @@ class KindHazards:
 
 def gittins_indices(hazard: FloatArray) -> list[list[float]]:
     """Return the index of each class at the start of each bin. `hazard[classes, NUM_BINS]` is constant in a bin."""
-    passed = np.cumsum(hazard * _WIDTH, axis=1)
-    used = np.exp(hazard * _WIDTH - passed) - np.exp(-passed)  # the chance of use in each bin
-    held = used / hazard
+    at_end = np.cumsum(hazard * _WIDTH, axis=1)  # `H` at the end of each bin
+    at_start = at_end - hazard * _WIDTH
+    used = np.exp(-at_start) - np.exp(-at_end)  # the chance of a use in the bin
+    held = used / hazard  # the integral of the survival over the bin
     best = np.empty_like(hazard)
     for start in range(NUM_BINS):
         ratio = np.cumsum(used[:, start:], axis=1) / np.cumsum(held[:, start:], axis=1)
@@ -179,7 +184,7 @@ class HazardModel:
     def __init__(self, priors: Mapping[Kind, Prior]) -> None:
         self._hazards = {kind: KindHazards(prior) for kind, prior in priors.items()}
         self._kinds: dict[BlockHash, Kind] = {}
-        self._updated = 0.0
+        self._updated = 0.0  # turnover
         self._next_update = deque(priors)
 
     def track(self, block_hash: BlockHash, reuse_class: ReuseClass, last_used: float) -> None:
@@ -211,7 +216,7 @@ class HazardModel:
         return block_hash in self._kinds
 
     def advance(self, now: float) -> None:
-        """Update the hazards of one kind, if the last update of any kind is long enough ago."""
+        """Update the hazards of one kind, the kinds in turn, if the last update is long enough ago."""
         if now - self._updated >= UPDATE_EVERY / len(self._hazards):
             self._hazards[self._next_update[0]].update(now)
             self._next_update.rotate(-1)

@@ -93,7 +93,7 @@ class LearntPolicy(EvictionPolicy):
 
     def key(self, entry: EntryFacts) -> float:
         num_bytes = float(entry.num_bytes)
-        if entry.inside and entry.origin is Origin.FALLBACK:
+        if entry.has_children and entry.origin is Origin.FALLBACK:
             # Once everything below it is gone, it alone holds its keys and values.
             num_bytes += self._share_lost_below(entry) * entry.kv_bytes
         value = self.earnings(entry) * entry.cost / max(num_bytes, 1.0)
@@ -105,7 +105,7 @@ class LearntPolicy(EvictionPolicy):
     def earnings(self, entry: EntryFacts) -> float:
         """Return the expected uses per arena of new data that the entry is held."""
         turn = _turn(entry.note)
-        own = reuse_class(entry.origin, turn, entry.uses, inside=entry.inside, superseded=entry.superseded)
+        own = reuse_class(entry.origin, turn, entry.uses, has_children=entry.has_children, superseded=entry.superseded)
         if own.kind is Origin.NEAR_END:
             earnings = NEAR_END_SHARE * self.hazards.earnings(turn.end, entry.age)
         else:
@@ -119,6 +119,7 @@ class LearntPolicy(EvictionPolicy):
 
     def resumed(self, checkpoint: Checkpoint, request_note: object) -> object:
         turn = _turn(checkpoint.note)
+        # A return to a checkpoint that only stands in for an evicted end is counted by `missed`.
         if turn.stands_in_for is None or class_of(checkpoint).kind in CONVERSATION_ENDS:
             self._note_return(self.hazards.use(checkpoint.node.hash, checkpoint.last_used), lost=False)
         checkpoint.note = turn._replace(stands_in_for=None)
@@ -129,15 +130,15 @@ class LearntPolicy(EvictionPolicy):
             number = max(turn.number + 1, number)
         return number
 
-    def missed(self, gone: Sequence[BlockHash], request_note: object, now: float) -> tuple[object, BlockHash | None]:
+    def missed(self, blocks: Sequence[BlockHash], request_note: object, now: float) -> tuple[object, BlockHash | None]:
         self.hazards.advance(now)
-        index = next((i for i in reversed(range(len(gone))) if self.hazards.waits_for(gone[i])), None)
+        index = next((i for i in reversed(range(len(blocks))) if self.hazards.waits_for(blocks[i])), None)
         if index is None:
             return request_note, None
-        used = self._note_return(self.hazards.use(gone[index], now), lost=index >= LEAST_LOST_BLOCKS)
+        used = self._note_return(self.hazards.use(blocks[index], now), lost=index >= LEAST_LOST_BLOCKS)
         if used is None:
             return request_note, None
-        return max(used.uses + 1, _number(request_note)), gone[index]
+        return max(used.uses + 1, _number(request_note)), blocks[index]
 
     def saved(self, checkpoint: Checkpoint, above: Checkpoint | None, request_note: object) -> None:
         checkpoint.note = ConversationTurn(_number(request_note))
@@ -145,10 +146,10 @@ class LearntPolicy(EvictionPolicy):
         if above is not None and checkpoint.origin is above.origin is Origin.FALLBACK:
             above.note = _turn(above.note)._replace(fallback_below=True)
 
-    def unsaved(self, block_hash: BlockHash, request_note: object, now: float) -> None:
+    def skipped(self, block_hash: BlockHash, request_note: object, now: float) -> None:
         self.hazards.track(block_hash, ReuseClass(Origin.DECODE, _number(request_note)), now)
 
-    def left(self, checkpoint: Checkpoint, request_note: object, *, awaits_tool: bool) -> None:
+    def request_ended(self, checkpoint: Checkpoint, request_note: object, *, awaits_tool: bool) -> None:
         turn = _turn(checkpoint.note)
         if not checkpoint.superseded or checkpoint.origin not in OF_LAST_TURN:
             number = max(turn.number, _number(request_note))
@@ -200,7 +201,7 @@ class LearntPolicy(EvictionPolicy):
         if entry.origin not in OF_CONVERSATION:
             return 1.0
         share = 1.0
-        if entry.inside and entry.origin is Origin.FALLBACK:
+        if entry.has_children and entry.origin is Origin.FALLBACK:
             share = self._share_lost_below(entry)
         if entry.above_origin is Origin.FALLBACK:
             share *= 1 - self.lost.value
@@ -213,13 +214,15 @@ class LearntPolicy(EvictionPolicy):
         self.hazards.track(checkpoint.node.hash, own, checkpoint.last_used)
 
 
-def reuse_class(origin: Origin, turn: ConversationTurn, uses: int, *, inside: bool, superseded: bool) -> ReuseClass:
-    """Return the class whose hazards an entry follows. `inside`: its history goes on below it.
+def reuse_class(
+    origin: Origin, turn: ConversationTurn, uses: int, *, has_children: bool, superseded: bool
+) -> ReuseClass:
+    """Return the class whose hazards an entry follows. The last arguments are as in EntryFacts.
 
     The checkpoint that a conversation continues from counts the conversation's turns as its uses. The end of an earlier
     turn is hardly used, unless several conversations part there.
     """
-    if origin is Origin.FALLBACK or (origin in TURN_ENDS and not inside):
+    if origin is Origin.FALLBACK or (origin in TURN_ENDS and not has_children):
         return turn.end
     if origin in TURN_ENDS and not superseded:
         return ReuseClass(Origin.PROMPT_END, turn.number)
@@ -231,16 +234,16 @@ def reuse_class(origin: Origin, turn: ConversationTurn, uses: int, *, inside: bo
 
 def class_of(checkpoint: Checkpoint) -> ReuseClass:
     """Return the class of a checkpoint as it is now."""
-    inside, superseded = bool(checkpoint.node.children), checkpoint.superseded
+    has_children, superseded = bool(checkpoint.node.children), checkpoint.superseded
     return reuse_class(
-        checkpoint.origin, _turn(checkpoint.note), checkpoint.num_hits, inside=inside, superseded=superseded
+        checkpoint.origin, _turn(checkpoint.note), checkpoint.num_hits, has_children=has_children, superseded=superseded
     )
 
 
 def _turn(note: object) -> ConversationTurn:
-    """Return a checkpoint's note. A state that might be saved brings its request's note and counts as a first turn.
+    """Return a checkpoint's note. A candidate, which has its request's note, counts as a first turn.
 
-    Counting it by the request's turns instead lost 0.4 and 1.0 points of hits in two of six traces and won 0.6 in one.
+    Counting the request's turns instead lost 0.4 and 1.0 points of hits in two of six traces and won 0.6 in one.
     """
     return note if isinstance(note, ConversationTurn) else ConversationTurn()
 

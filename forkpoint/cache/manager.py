@@ -125,9 +125,9 @@ class CacheManager:
 
     def expect(self, checkpoint: Checkpoint | None, change: int) -> None:
         """Add `change` to the number of waiting requests that would resume from `checkpoint`."""
-        if checkpoint is not None and not checkpoint.dropped:
+        if checkpoint is not None and not checkpoint.removed:
             checkpoint.num_expected += change
-            self.store.refile(checkpoint)
+            self.store.requeue(checkpoint)
 
     # --- while it runs
 
@@ -301,7 +301,7 @@ class CacheManager:
         if lease.node is not None:
             self.store.unpin(lease.node)
         for checkpoint in lease.touched:
-            self.store.leave(checkpoint, lease.note, awaits_tool)
+            self.store.note_request_end(checkpoint, lease.note, awaits_tool)
         return Lease(lease.owner, lease.chain, filed=lease.filed, detached=not self.enabled)
 
     def _donate_state(self, lease: Lease) -> bool:

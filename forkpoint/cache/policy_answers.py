@@ -84,7 +84,7 @@ def _candidates(policy: CapturePolicy, context: CaptureContext) -> list[Candidat
                 said = f"gave the position {shown(position)}"
                 raise _wrong_answer(policy, POSITIONS_OF, said, INTEGERS) from None
             if context.start < floored <= context.end and floored not in chosen:
-                chosen[floored] = Candidate(floored, origin, policy.displaces(origin))
+                chosen[floored] = Candidate(floored, origin, policy.may_evict(origin))
     return list(chosen.values())
 
 

@@ -20,8 +20,8 @@ from forkpoint.cache.tree import Checkpoint, Entry, Node, Origin, PrefixTree, ne
 from forkpoint.cache.windows import WindowBlocks, WindowRuns
 from forkpoint.config import BLOCK_SIZE
 
-# Entries refiled for each unit that is taken. An entry falls due about five times per arena of new data.
-FILED_AT_ONCE: Final = 8
+# Entries whose keys are computed again for each unit taken. A key may fall about five times per arena of new data.
+PUSHED_PER_UNIT: Final = 8
 
 
 class PrefixStore:
@@ -58,7 +58,7 @@ class PrefixStore:
         With `below`, evict only entries whose key is smaller.
         """
         taken = self.arena.take_blocks(owner, count)
-        self._queue.file_due(self.arena.turnover, FILED_AT_ONCE * count)
+        self._queue.push_due(self.arena.turnover, PUSHED_PER_UNIT * count)
         while len(taken) < count:
             if dead := self._evict_dead(count - len(taken)):
                 blocks = [node.block for node in dead]
@@ -79,7 +79,7 @@ class PrefixStore:
         return self._take_unit(lambda: self.arena.take_window_block(window, owner), None)
 
     def _take_unit(self, take: Callable[[], int | None], below: float | None) -> int | None:
-        self._queue.file_due(self.arena.turnover, FILED_AT_ONCE)
+        self._queue.push_due(self.arena.turnover, PUSHED_PER_UNIT)
         while (unit := take()) is None:
             most = self.arena.num_blocks_until_page if self.layout.has_kv else len(self._dead)
             if dead := self._evict_dead(most):
@@ -109,7 +109,7 @@ class PrefixStore:
         self._remove_checkpoint(entry)
         if above is not None and stands_in:
             above.last_used = max(above.last_used, entry.last_used)
-            self.refile(above)
+            self.requeue(above)
         return True
 
     def next_victims(self, most: int) -> list[Entry]:
@@ -143,21 +143,21 @@ class PrefixStore:
             self.counters.blocks_evicted += len(gone)
         parent = gone[-1].parent
         assert parent is not None
-        self._note_leaf(parent, first=True)
+        self._queue_leaf(parent, first=True)
         return gone
 
     def _give_blocks(self, nodes: Sequence[Node]) -> None:
         if self.layout.has_kv:
             self.arena.give_blocks([node.block for node in nodes])
 
-    def _note_leaf(self, node: Node, first: bool = False) -> None:
-        """Queue a node for eviction if it has become an unpinned leaf, or remove it if it is condemned.
+    def _queue_leaf(self, node: Node, first: bool = False) -> None:
+        """Queue a node for eviction if it is a leaf, or else its checkpoint. Remove the node if it is condemned.
 
-        With `first` it is the next dead leaf to go.
+        With `first` it is the next dead leaf to be evicted.
         """
         if node.checkpoint is not None and not node.children:
             self._queue.push(node.checkpoint)  # it alone now holds its keys and values, so it is worth less per byte
-        if node.depth == 0 or node.dropped or not node.is_evictable:
+        if node.depth == 0 or not node.is_evictable:
             return
         if node.condemned:
             self._sweep(node)
@@ -169,7 +169,7 @@ class PrefixStore:
             self._queue.push(node)
 
     def by_worth(self) -> list[Entry]:
-        """Return the checkpoints (without states: the leaves) that nobody uses now, by falling key."""
+        """Return the checkpoints (without states: the leaves) that can be evicted, the largest key first."""
         entries: list[Entry] = []
         for node in self.tree.nodes():
             entry = node.checkpoint if self.layout.has_states else node
@@ -244,7 +244,7 @@ class PrefixStore:
         copy.last_used = self.arena.turnover
         copy.num_hits, copy.superseded = source.num_hits, source.superseded
         self.policy.copied(source, copy)
-        self.refile(copy)
+        self.requeue(copy)
 
     def _enter(self, checkpoint: Checkpoint) -> Checkpoint:
         """Attach a checkpoint to its node, as its slot's owner and as used now, and return it.
@@ -263,13 +263,13 @@ class PrefixStore:
         return checkpoint
 
     def drop_checkpoint(self, checkpoint: Checkpoint, keep_slot: bool = False) -> None:
-        """Remove a checkpoint that nobody reads; with `keep_slot` the caller takes its slot over."""
+        """Remove a checkpoint that nobody reads or would use. With `keep_slot` the caller takes over its slot."""
         self.policy.dropped(checkpoint)
         self._remove_checkpoint(checkpoint, keep_slot)
 
     def _remove_checkpoint(self, checkpoint: Checkpoint, keep_slot: bool = False) -> None:
-        assert checkpoint.num_readers == 0 and not checkpoint.dropped
-        checkpoint.dropped = True
+        assert checkpoint.is_evictable
+        checkpoint.removed = True
         checkpoint.node.checkpoint = None
         if self.restorable is not None:
             self.restorable.lost(checkpoint.node)
@@ -277,7 +277,7 @@ class PrefixStore:
         if not keep_slot:
             self.arena.give_slot(checkpoint.slot)
         self.windows.let_go(checkpoint.windows)
-        self._note_leaf(checkpoint.node)
+        self._queue_leaf(checkpoint.node)
 
     def start_reading(self, checkpoint: Checkpoint) -> None:
         """Count one reader of the checkpoint more. It cannot be evicted before `done_reading`."""
@@ -296,13 +296,13 @@ class PrefixStore:
         if not checkpoint.num_readers:
             self.num_read -= 1
             self.windows.let_go(checkpoint.windows, busy=True)
-            self.refile(checkpoint)
+            self.requeue(checkpoint)
 
-    def refile(self, checkpoint: Checkpoint) -> None:
-        """Requeue a checkpoint after a change of what its key depends on; drop it if it is condemned."""
-        if checkpoint.dropped:
+    def requeue(self, checkpoint: Checkpoint) -> None:
+        """Queue a checkpoint again after a change of what its key depends on. Drop it if it is condemned."""
+        if checkpoint.removed:
             return
-        if checkpoint.node.condemned and checkpoint.num_readers == 0:
+        if checkpoint.node.condemned and checkpoint.is_evictable:
             self.drop_checkpoint(checkpoint)
         else:
             self._queue.push(checkpoint)
@@ -313,21 +313,21 @@ class PrefixStore:
         checkpoint.num_hits += 1
         self.counters.checkpoint_hits[checkpoint.origin] += 1
         note = self.policy.resumed(checkpoint, note)
-        self.refile(checkpoint)
+        self.requeue(checkpoint)
         return note
 
-    def leave(self, checkpoint: Checkpoint, note: object, awaits_tool: bool) -> None:
-        """Note the end of a request, with its note, that used or saved the checkpoint; it counts as used now."""
-        if not checkpoint.dropped:
+    def note_request_end(self, checkpoint: Checkpoint, note: object, awaits_tool: bool) -> None:
+        """Note that a request that used or saved the checkpoint has ended. The checkpoint counts as used now."""
+        if not checkpoint.removed:
             checkpoint.last_used = self.arena.turnover
-            self.policy.left(checkpoint, note, awaits_tool=awaits_tool)
-            self.refile(checkpoint)
+            self.policy.request_ended(checkpoint, note, awaits_tool=awaits_tool)
+            self.requeue(checkpoint)
 
     def supersede(self, checkpoint: Checkpoint) -> None:
         """Note that the conversation has a later checkpoint."""
         checkpoint.superseded = True
         self.policy.superseded(checkpoint)
-        self.refile(checkpoint)
+        self.requeue(checkpoint)
 
     def count_hit(self, node: Node) -> None:
         """Count a hit in a layout without states: a request resumes at the node."""
@@ -336,7 +336,7 @@ class PrefixStore:
     def touch(self, node: Node) -> None:
         """Note that a node was in use until now. Eviction may take it if it is a leaf that nothing holds."""
         node.last_used = self.arena.turnover
-        self._note_leaf(node)
+        self._queue_leaf(node)
 
     def unpin(self, node: Node) -> None:
         self.tree.unpin(node)
@@ -356,7 +356,7 @@ class PrefixStore:
     def condemn_all(self, items: Iterable[Entry]) -> None:
         """Condemn the nodes still in the tree, with all below them, and drop the checkpoints still there."""
         for item in items:
-            if item.dropped:
+            if item.removed:
                 continue
             if isinstance(item, Node):
                 self.condemn(item)
@@ -367,7 +367,7 @@ class PrefixStore:
 
     def _sweep(self, node: Node) -> None:
         """Remove a condemned node that nothing holds, and the condemned ancestors that become leaves."""
-        if node.condemned and not node.dropped and node.is_evictable:
+        if node.condemned and node.is_evictable:
             self._give_blocks(self._evict_leaves(node, node.depth))
 
     def reset(self) -> None:

@@ -176,8 +176,8 @@ class Tier(RestoreSource):
         if not self.may_store(num_bytes):
             return False
         if isinstance(entry, Checkpoint):
-            inside = not missing and bool(top.children)
-            below = self.store.keys.of_copy(entry, nearest_checkpoint(top), inside)
+            has_children = not missing and bool(top.children)
+            below = self.store.keys.of_copy(entry, nearest_checkpoint(top), has_children)
         if checkpoint is not None:
             owner = StateSave(checkpoint.num_tokens, checkpoint.origin)
             slot = self.store.take_slot(owner, below)

@@ -186,7 +186,7 @@ class Tiers:
                 tier.condemn(hashes)
             if self.peers is not None:
                 self.peers.withdraw(hashes)
-            copies = [self._store.tree.find(each) for each, item in zip(hashes, items, strict=True) if item.dropped]
+            copies = [self._store.tree.find(each) for each, item in zip(hashes, items, strict=True) if item.removed]
             items += [node for node in copies if node is not None]
         self._store.condemn_all(items)
 

@@ -39,13 +39,14 @@ OF_LAST_TURN = (*TURN_ENDS, Origin.NEAR_END)  # hardly useful once their convers
 class Evictable:
     """An entry that the eviction queue orders: a checkpoint, or in a layout without states a node.
 
-    PrefixStore writes how it was used, the queue writes its current place (`queue_place`).
+    PrefixStore writes how it was used, EvictionQueue the number of its last push (`queue_number`). It is `removed` once
+    it was evicted or dropped.
     """
 
     num_hits: int = 0
     last_used: float = 0.0
-    dropped: bool = False
-    queue_place: int = -1
+    removed: bool = False
+    queue_number: int = -1
 
     @property
     def is_evictable(self) -> bool:
@@ -77,8 +78,8 @@ class Node(Evictable):
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it is a leaf without a checkpoint that no request holds."""
-        return not (self.children or self.pins or self.checkpoint)
+        """Whether it is a leaf of the tree without a checkpoint, and no request holds it."""
+        return not (self.removed or self.children or self.pins or self.checkpoint)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -104,7 +105,7 @@ class Checkpoint(Evictable):
     @property
     def is_spare(self) -> bool:
         """Whether nobody has used the checkpoint, or is about to."""
-        return not (self.dropped or self.num_readers or self.num_hits or self.num_expected)
+        return not (self.removed or self.num_readers or self.num_hits or self.num_expected)
 
     @property
     def is_provisional(self) -> bool:
@@ -116,7 +117,7 @@ class Checkpoint(Evictable):
 
     @property
     def is_evictable(self) -> bool:
-        return self.num_readers == 0
+        return not (self.removed or self.num_readers)
 
     def rebind(self, move: Move) -> None:
         assert self.slot == move.src
@@ -240,7 +241,7 @@ class PrefixTree:
             del node.parent.children[node]
             node = node.parent
         for gone in removed:
-            gone.dropped = True
+            gone.removed = True
         if not leaf.condemned:
             self._forget(removed)
         self.num_nodes -= len(removed)
@@ -303,7 +304,7 @@ class PrefixTree:
             assert node.pins >= sum(child.pins > 0 for child in node.children)
             assert node.condemned == (self._by_hash.get(node.hash) is not node)
             if node.checkpoint is not None:
-                assert node.checkpoint.node is node and not node.checkpoint.dropped
+                assert node.checkpoint.node is node and not node.checkpoint.removed
         assert count == self.num_nodes and pinned == self.num_pinned
         assert all(root.children or root.pins for root in self._roots.values()), "an empty root was left behind"
 

@@ -94,7 +94,7 @@ def test_policies_by_name(name: str, positions: set[int]) -> None:
     candidates = checked_candidates(CAPTURE.find(name)(), context)
     assert {candidate.num_tokens for candidate in candidates} == positions
     periodic = [c for c in candidates if c.origin is Origin.INTERVAL]
-    assert all(c.displaces == (name != "default") for c in periodic)
+    assert all(c.may_evict == (name != "default") for c in periodic)
 
 
 def test_fallbacks_inside_prompts_that_fill_much_of_the_arena() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forkpoint.cache.eviction import EntryFacts, LRUPolicy, RecomputeCost
-from forkpoint.cache.eviction_queue import LEAST_COMPACTED, LOOKED_AT, EvictionQueue
+from forkpoint.cache.eviction_queue import ITEMS_PER_ENTRY, MIN_COMPACTED, EvictionQueue
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.learnt import ConversationTurn, LearntPolicy
 from forkpoint.cache.policies import EVICTION
@@ -51,10 +51,10 @@ def test_cost_prefers(better: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "worse",
     [
-        {"inside": True},
-        {"inside": True, "superseded": True},
-        {"origin": Origin.NEAR_END, "inside": True},
-        {"origin": Origin.FALLBACK, "inside": True},
+        {"has_children": True},
+        {"has_children": True, "superseded": True},
+        {"origin": Origin.NEAR_END, "has_children": True},
+        {"origin": Origin.FALLBACK, "has_children": True},
         {"age": 3.0},
     ],
     ids=str,
@@ -84,7 +84,7 @@ class Item(Evictable):
 
     @property
     def is_evictable(self) -> bool:
-        return self.evictable
+        return self.evictable and not self.removed
 
 
 class Clock:
@@ -105,7 +105,9 @@ def make_queue(clock: Clock) -> EvictionQueue[Item]:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["push", "raise", "lower", "drop", "pin", "unpin", "wait", "will_change", "file", "take"]),
+            st.sampled_from(
+                ["push", "raise", "lower", "remove", "pin", "unpin", "wait", "will_change", "push_due", "take"]
+            ),
             st.integers(0, 7),
             st.integers(0, 99),
         ),
@@ -117,13 +119,13 @@ def test_the_lowest_evictable_entry_comes_first(ops: list[tuple[str, int, int]])
     entry freed, is pushed again."""
     clock = Clock()
     queue, entries = make_queue(clock), [Item(float(index)) for index in range(8)]
-    filed: set[int] = set()
+    pushed: set[int] = set()
     for op, index, value in ops:
         entry = entries[index]
         if op == "push" or (op == "unpin" and not entry.evictable):
-            entry.evictable, entry.dropped = True, False
+            entry.evictable, entry.removed = True, False
             queue.push(entry)
-            filed.add(index)
+            pushed.add(index)
         elif op == "raise":
             entry.key += value
             entry.later += value
@@ -131,23 +133,23 @@ def test_the_lowest_evictable_entry_comes_first(ops: list[tuple[str, int, int]])
             entry.key -= value
             entry.later -= value
             queue.push(entry)
-            filed.add(index)
+            pushed.add(index)
         elif op == "will_change":
             entry.key, entry.due, entry.later = clock.key(entry), clock.now + 1 + value % 7, float(value)
             queue.push(entry)
-            filed.add(index)
+            pushed.add(index)
         elif op == "wait":
             clock.now += value / 25
-        elif op == "file":
-            queue.file_due(clock.now, value % 3)
-        elif op == "drop":
-            entry.dropped = True
+        elif op == "push_due":
+            queue.push_due(clock.now, value % 3)
+        elif op == "remove":
+            entry.removed = True
         elif op == "pin":
             entry.evictable = False
         elif op == "take":
             found = queue.lowest(clock.now)
-            gone = {i for i in filed if entries[i].dropped or not entries[i].evictable}
-            candidates = [clock.key(entries[i]) for i in filed - gone]
+            gone = {i for i in pushed if not entries[i].is_evictable}
+            candidates = [clock.key(entries[i]) for i in pushed - gone]
             assert (found[0] if found else None) == min(candidates, default=None)
             if found:
                 assert clock.key(found[1]) == found[0]
@@ -166,7 +168,7 @@ def test_the_first_entries_are_those_of_the_lowest_keys(keys: list[float], pinne
     found = [entry.key for entry in queue.first(0.0, most)]
     assert found == evictable[: len(found)]
     num_pinned = len(entries) - len(evictable)
-    assert len(found) == min(most, len(evictable)) or len(found) + num_pinned >= LOOKED_AT * most
+    assert len(found) == min(most, len(evictable)) or len(found) + num_pinned >= ITEMS_PER_ENTRY * most
 
 
 def test_an_empty_queue() -> None:
@@ -174,24 +176,24 @@ def test_an_empty_queue() -> None:
 
 
 def test_an_entry_that_leaves_before_its_due_time_stays_away() -> None:
-    """Pinned entries leave the queue; the due time of an older ticket does not bring them back."""
+    """Pinned entries leave the queue; the due time of an older push does not bring them back."""
     clock = Clock()
     queue, entry = make_queue(clock), Item(1.0, due=2.0, later=0.5, evictable=False)
     queue.push(entry)
     assert queue.lowest(0.0) is None
     clock.now, entry.evictable = 3.0, True
-    entry.dropped = True
+    entry.removed = True
     assert queue.lowest(3.0) is None
 
 
-def test_entries_filed_over_and_over_take_no_more_room() -> None:
-    """A shared prefix that every request uses never gives way; its former places in the queue have to go, though."""
+def test_entries_pushed_over_and_over_take_no_more_room() -> None:
+    """A shared prefix that every request uses never gives way; its outdated items in the queue have to go, though."""
     clock = Clock()
     queue, entries = make_queue(clock), [Item(float(index)) for index in range(8)]
     for _ in range(5000):
         for entry in entries:
             entry.key, entry.due = entry.key + 1.0, clock.now + 1e9
             queue.push(entry)
-    assert queue.num_filed <= LEAST_COMPACTED
+    assert queue.num_items <= MIN_COMPACTED
     lowest = queue.lowest(clock.now)
     assert lowest is not None and lowest[1] is entries[0]

@@ -54,6 +54,6 @@ def test_a_prefilled_state_replaces_a_decoded_one_that_nobody_reads(store: Prefi
     assert read is not None and save(store, node, False) is None and node.checkpoint is read
     read.num_readers = 0
     better = save(store, node, False)
-    assert better is not None and node.checkpoint is better and read.dropped
+    assert better is not None and node.checkpoint is better and read.removed
     assert save(store, node, True) is None
     assert store.num_checkpoints == store.arena.slots.num_used == 1

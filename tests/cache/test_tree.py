@@ -111,7 +111,7 @@ def test_a_leaf_goes_with_the_ancestors_that_nothing_else_needs() -> None:
     nodes[0].checkpoint = Checkpoint(nodes[0], 1, SIZE, Origin.JUNCTION, False)
     other = chain(2, 1)
     (branch,) = tree.extend(nodes[1], other.hashes, other.blocks, [9])
-    assert tree.remove(nodes[5], most=2) == [nodes[5], nodes[4]] and all(node.dropped for node in nodes[4:])
+    assert tree.remove(nodes[5], most=2) == [nodes[5], nodes[4]] and all(node.removed for node in nodes[4:])
     tree.check_integrity()
     assert tree.remove(nodes[3], most=9) == [nodes[3], nodes[2]], "another history goes on from the next"
     assert tree.remove(branch, most=9) == [branch, nodes[1]], "the next has a checkpoint"

@@ -188,14 +188,14 @@ class Harness:
         """Whatever was cached before this plan must not be written by it; `filed` are the blocks."""
         windows: list[set[int]] = [set() for _ in self.layout.windows]
         for checkpoint in kept:
-            for window, run in enumerate(checkpoint.windows if not checkpoint.dropped else ()):
+            for window, run in enumerate(checkpoint.windows if not checkpoint.removed else ()):
                 windows[window].update(block.block for block in run)
         self.runner.protected_window_blocks = windows
         saved = set(plan.rows.save_slots.tolist())
         store = self.sched.cache.store
         checkpoints = [node.checkpoint for node in store.tree.nodes() if node.checkpoint is not None]
         self.runner.protected_slots = {c.slot for c in checkpoints} - saved
-        self.runner.protected_blocks = {node.block for node in filed if not node.dropped}
+        self.runner.protected_blocks = {node.block for node in filed if not node.removed}
 
     def run(self, limit: int = 100_000) -> None:
         for _ in range(limit):

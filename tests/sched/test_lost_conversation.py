@@ -70,9 +70,9 @@ def test_what_is_left_stands_in_for_the_end(name: str) -> None:
     end, near_end = (harness.checkpoints(prompt)[position] for position in (2944, 2880))
     assert near_end.origin is Origin.NEAR_END and near_end.note == ConversationTurn()
     harness.ask("unrelated", tokens(5000, LENGTH), 4)
-    while not end.dropped:
+    while not end.removed:
         assert store.evict_least()
-    assert not near_end.dropped and near_end.note == ConversationTurn(stands_in_for=class_of(end))
+    assert not near_end.removed and near_end.note == ConversationTurn(stands_in_for=class_of(end))
     worth = store.keys.of(near_end)
     turn_2 = np.concatenate([prompt, np.asarray(harness.output("turn 1"), np.int32), tokens(2, 300)])
     assert harness.ask("turn 2", turn_2).cache.num_cached_tokens == 2880
