@@ -176,8 +176,8 @@ def test_keys_of_numpy_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         ("next_change", None, "return a number above the age"),
         ("next_change", math.nan, "return a number above the age"),
         ("next_change", 0.0, "return a number above the age"),
-        ("missed", None, "return the request's note, and a block of `gone` or None"),
-        ("missed", (None, b"other"), "return the request's note, and a block of `gone` or None"),
+        ("missed", None, "return the request's note, and one of the blocks or None"),
+        ("missed", (None, b"other"), "return the request's note, and one of the blocks or None"),
     ],
 )
 def test_other_answers_of_eviction_policies_are_checked(
