@@ -122,7 +122,7 @@ class UnitPool:
             if free:
                 self.num_free_in_partial += len(free)
                 self._free[page] = free
-                self._list(page, len(free))
+                self._add_partial(page, len(free))
 
     def transfer(self, units: Sequence[int], owners: Iterable[UnitOwner]) -> None:
         """Give units in use to other owners, one for each. AssertionError if a unit had no owner."""
@@ -135,13 +135,13 @@ class UnitPool:
         emptied = []
         for page, group in itertools.groupby(units, lambda unit: unit // self.per_page):
             free = self._free.setdefault(page, [])
-            self._unlist(page, len(free))
+            self._remove_partial(page, len(free))
             for unit in group:
                 del self.owners[unit]
                 free.append(unit)
                 self.num_free_in_partial += 1
             if len(free) < self.per_page:
-                self._list(page, len(free))
+                self._add_partial(page, len(free))
                 continue
             del self._free[page]
             self.num_free_in_partial -= self.per_page
@@ -157,7 +157,7 @@ class UnitPool:
             return None
         page = next(iter(self._by_free[self._nonempty.bit_length() - 1]))
         free = self._free.pop(page)
-        self._unlist(page, len(free))
+        self._remove_partial(page, len(free))
         self.num_free_in_partial -= len(free)
         first, gone, moves = page * self.per_page, set(free), list[Move]()
         for old in range(first, first + self.per_page):
@@ -178,21 +178,23 @@ class UnitPool:
         """Take up to `most` units of the fullest partly used page, which must exist. The caller sets their owner."""
         page = next(iter(self._by_free[(self._nonempty & -self._nonempty).bit_length() - 1]))
         free = self._free[page]
-        self._unlist(page, len(free))
+        self._remove_partial(page, len(free))
         units = free[: -most - 1 : -1]
         del free[-most:]
         self.num_free_in_partial -= len(units)
         if free:
-            self._list(page, len(free))
+            self._add_partial(page, len(free))
         else:
             del self._free[page]
         return units
 
-    def _list(self, page: int, num_free: int) -> None:
+    def _add_partial(self, page: int, num_free: int) -> None:
+        """Enter a partly used page under the number of its free units."""
         self._by_free[num_free][page] = None
         self._nonempty |= 1 << num_free
 
-    def _unlist(self, page: int, num_free: int) -> None:
+    def _remove_partial(self, page: int, num_free: int) -> None:
+        """Undo `_add_partial`. Does nothing for a full page, which was not entered."""
         if num_free:
             bucket = self._by_free[num_free]
             del bucket[page]

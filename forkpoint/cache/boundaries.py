@@ -20,12 +20,12 @@ class DecodeBoundaries:
         self._filing = filing
 
     def cross(self, lease: Lease) -> bool:
-        """Keep the state at the newest block boundary of a decoding row, which starts there or has just passed it.
+        """Keep the state at the newest block boundary of a decoding row, and file the block before the boundary.
 
-        `lease.chain` must have all known tokens of the row up to those planned. The block that they complete is filed.
-        A boundary beyond the known tokens is in reach. If the row starts at a boundary that is not in reach, its
-        running slot becomes the checkpoint, and it gets another one. Otherwise the next plan saves the state. Returns
-        False if the boundary is in reach and its state gets no slot; then plan the row once the result is back.
+        The row starts its next step at the boundary or has just passed it. `lease.chain` must have the planned tokens
+        that are known; a boundary beyond them is in reach. If the row starts at a boundary that is not in reach, its
+        running slot becomes the checkpoint, and it gets another slot. In all other cases the next plan saves the state.
+        Returns False if the boundary is in reach and there is no slot: then plan the row once the result is back.
         """
         self._filing.publish(lease, lease.num_planned)
         if lease.detached:
@@ -46,7 +46,7 @@ class DecodeBoundaries:
             return not lease.in_reach
         if switches:
             save.slot = lease.slot
-            lease.switch_slot(fresh, self._filing.file_checkpoint(lease, node, save, num_readers=1))
+            lease.switch_slot(fresh, self._filing.file_checkpoint(lease, node, save, is_read=True))
         else:
             self._filing.plan_save(lease, save, fresh)
         return True
@@ -67,7 +67,8 @@ class DecodeBoundaries:
     def _fresh_slot(self, lease: Lease, save: StateSave, owner: Lease | StateSave) -> int | None:
         """Return a slot for the next decode checkpoint, owned by `owner`; None if there is no room.
 
-        The request's previous one gives up its slot, unless it is in use or the row may not reach the next one.
+        The request's previous decode checkpoint gives up its slot, unless it is used or the row may not come to the
+        next boundary.
         """
         previous, node = lease.decode_checkpoint, lease.node
         assert node is not None

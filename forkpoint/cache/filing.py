@@ -153,14 +153,16 @@ class Filing:
         lease.filed += items
         self.filed += items
 
-    def file_checkpoint(self, lease: Lease, node: Node, save: StateSave, num_readers: int = 0) -> Checkpoint | None:
+    def file_checkpoint(self, lease: Lease, node: Node, save: StateSave, is_read: bool = False) -> Checkpoint | None:
         """Make the saved state the checkpoint of `node`, and return it; None if the present checkpoint stays.
+
+        `is_read`: the checkpoint has its first reader.
 
         The end of a turn supersedes the checkpoint that the turn went on from.
         """
         windows = self._store.windows.run(lease.windows, node.depth, save.num_tokens)
         checkpoint = self._store.add_checkpoint(
-            node, save.slot, save.origin, lease.decoded, lease.note, num_readers, windows
+            node, save.slot, save.origin, lease.decoded, lease.note, is_read, windows
         )
         if checkpoint is None:
             return None

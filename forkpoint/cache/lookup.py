@@ -49,9 +49,9 @@ def find_prefix(chain: HashChain, length: int, store: PrefixStore) -> PrefixHit:
     ghost_blocks = len(path)
     while ghost_blocks < usable // BLOCK_SIZE and ghosts.get(chain.hashes[ghost_blocks]) is GhostKind.KV:
         ghost_blocks += 1
-    ends = {ghost_blocks * BLOCK_SIZE}
+    junctions = {ghost_blocks * BLOCK_SIZE}  # an earlier history reached to here at least
     if path and path[-1].children:  # another history parts here, even if more of this one was evicted
-        ends.add(kv_num_tokens)
+        junctions.add(kv_num_tokens)
     lost = path[num_tokens // BLOCK_SIZE :]
     return PrefixHit(
         num_tokens=num_tokens,
@@ -59,7 +59,7 @@ def find_prefix(chain: HashChain, length: int, store: PrefixStore) -> PrefixHit:
         checkpoint=checkpoint,
         kv_num_tokens=kv_num_tokens,
         miss=_explain(lost, num_tokens, usable, ghost_blocks > len(path), ghosts),
-        junctions=frozenset(end for end in ends if num_tokens < end < usable) if layout.has_states else frozenset(),
+        junctions=frozenset(each for each in junctions if layout.has_states and num_tokens < each < usable),
         num_ever_cached=ghost_blocks * BLOCK_SIZE,
     )
 

@@ -140,8 +140,8 @@ class CacheManager:
         self._start_from(lease, hit)
         self.tiers.stop_waiting(lease)
 
-    def continues(self, lease: Lease) -> bool:
-        """Return whether the tree has the block after the lease's deepest node: another request went further."""
+    def has_next_block(self, lease: Lease) -> bool:
+        """Return whether the tree has the block after the lease's deepest node, because another request filed it."""
         assert lease.node is not None
         depth, hashes = lease.node.depth, lease.chain.hashes
         return depth < len(hashes) and self.store.tree.find(hashes[depth]) is not None
@@ -338,16 +338,17 @@ class CacheManager:
     ) -> frozenset[int]:
         """Count a prompt of `num_tokens` tokens and its hit, of which `num_restored` were restored from that source.
 
-        The eviction policy learns of the blocks to compute again. Returns the junctions that the lookup saw. A
-        conversation that goes on after it lost its end shows none there.
+        The eviction policy learns which blocks the request computes. Returns the junctions that the lookup saw. If the
+        request continues a conversation whose end was evicted, no other history parts from it at that end or later:
+        then only junctions before the end are returned.
         """
         self.store.counters.count_query(num_tokens, hit.num_tokens, min(num_restored, hit.num_tokens), source)
         if hit.miss is not None:
             self.store.counters.lost_tokens[hit.miss] += hit.num_ever_cached - hit.num_tokens
-        gone = lease.chain.hashes[hit.num_tokens // BLOCK_SIZE : self.layout.usable_prefix(num_tokens) // BLOCK_SIZE]
-        lease.note, ended = checked_missed(self.store.policy, gone, lease.note, self.arena.turnover)
-        if ended is None:
+        missed = lease.chain.hashes[hit.num_tokens // BLOCK_SIZE : self.layout.usable_prefix(num_tokens) // BLOCK_SIZE]
+        lease.note, lost_end = checked_missed(self.store.policy, missed, lease.note, self.arena.turnover)
+        if lost_end is None:
             return hit.junctions
         lease.num_survived_tokens = hit.kv_num_tokens
-        end = hit.num_tokens + (gone.index(ended) + 1) * BLOCK_SIZE
+        end = hit.num_tokens + (missed.index(lost_end) + 1) * BLOCK_SIZE
         return frozenset(junction for junction in hit.junctions if junction < end)

@@ -201,13 +201,14 @@ class PrefixStore:
         origin: Origin,
         decoded: bool,
         note: object = None,
-        num_readers: int = 0,
+        is_read: bool = False,
         windows: WindowRuns = (),
     ) -> Checkpoint | None:
         """Make `slot`, with its blocks of windows, the checkpoint of `node`, saved by a request with that note.
 
-        None: `node` keeps its present checkpoint, and the slot is freed. A checkpoint is replaced only if decode
-        kernels computed it, nobody reads it, and prefill kernels computed the new one.
+        `is_read`: it has its first reader. Returns None if `node` keeps its present checkpoint; the slot is then freed.
+        A checkpoint is replaced only if decode kernels computed it, nobody reads it, and prefill kernels computed the
+        new one.
         """
         present = node.checkpoint
         if present is not None and (present.decoded <= decoded or present.num_readers):
@@ -216,7 +217,7 @@ class PrefixStore:
         if present is not None:
             self.drop_checkpoint(present)
         checkpoint = self._enter(Checkpoint(node, slot, node.depth * BLOCK_SIZE, origin, decoded, windows))
-        for _ in range(num_readers):
+        if is_read:
             self.start_reading(checkpoint)
         self.counters.checkpoints_saved[origin] += 1
         self.policy.saved(checkpoint, nearest_checkpoint(node.parent), note)

@@ -15,7 +15,7 @@ from forkpoint.cache.windows import WindowRuns
 
 @enum.unique
 class Origin(enum.StrEnum):
-    """Why an entry is kept: why a checkpoint was saved, the most valuable reason first, or that it is a block."""
+    """Why a checkpoint was saved, the most valuable reason first. BLOCK stands for a block, which has no reason."""
 
     JUNCTION = "junction"  # other histories, cached or waiting, part from this one here
     PROMPT_END = "prompt_end"
@@ -134,7 +134,7 @@ class PrefixTree:
         self._roots: dict[BlockHash, Node] = {}
         self._by_hash: dict[BlockHash, Node] = {}
         self.num_nodes = 0
-        self.num_pinned = 0
+        self.num_pinned = 0  # without roots
 
     def root(self, root_hash: BlockHash) -> Node:
         """Return the root of a salt; the first call creates it."""
@@ -258,31 +258,27 @@ class PrefixTree:
         return below
 
     def pin(self, node: Node) -> None:
+        """Hold a node. If nothing held it before, it holds its parent, and so on up to the root."""
         item: Node | None = node
         while item is not None:
-            if item.pins:
-                item.pins += 1
-                break
-            item.pins = 1
-            self.num_pinned += 1
+            item.pins += 1
+            if item.pins > 1:
+                return
+            self.num_pinned += item.depth > 0
             item = item.parent
-        else:
-            self.num_pinned -= 1  # the root does not count
 
     def unpin(self, node: Node) -> None:
+        """Undo `pin`. A root that has no children and is no longer held is removed."""
         item: Node | None = node
         while item is not None:
-            if item.pins != 1:
-                assert item.pins > 1
-                item.pins -= 1
-                break
-            item.pins = 0
-            self.num_pinned -= 1
+            assert item.pins > 0
+            item.pins -= 1
+            if item.pins:
+                return
+            self.num_pinned -= item.depth > 0
             item = item.parent
-        else:
-            self.num_pinned += 1  # the root did not count
-            if node.depth == 0 and not node.children:
-                self._roots.pop(node.hash, None)
+        if node.depth == 0 and not node.children:
+            self._roots.pop(node.hash, None)
 
     def nodes(self) -> Iterator[Node]:
         """Yield all nodes except roots, parents first."""

@@ -90,6 +90,7 @@ class Admission:
         usable = self._cache.layout.usable_prefix(request.num_tokens)
         if builder.budget < BLOCK_SIZE and not self._may_end(builder, scheduled, usable):
             return AdmissionOutcome.PASSED_OVER
+        # A state that this plan saves may serve the request in the next step.
         num_soon = self._cache.filing.longest_reusable_next(lease, usable)
         fits = num_soon >= MIN_GAIN_TO_WAIT or self._may_fit(builder, scheduled)
         if not fits and not (self._drop_later_restore(scheduled) and self._may_fit(builder, scheduled)):
@@ -113,7 +114,7 @@ class Admission:
         The plan then resends the row's block table, and the request's cache report grows.
         """
         lease, request = scheduled.lease, scheduled.request
-        if lease.detached or not request.reads_cache or not self._cache.continues(lease):
+        if lease.detached or not request.reads_cache or not self._cache.has_next_block(lease):
             return
         hit = self._cache.lookup(lease, scheduled.prefill_end)
         start = lease.num_planned

@@ -51,10 +51,10 @@ class EngineReplica:
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
         self._now = 0.0
-        given = dict(vars(options))
-        self._disk = SimulatedDisk(options.layout.in_tiers(), given.pop("disk_rate"))
-        given["tiers"] = replace(options.tiers, wall_clock=lambda: self._now)
-        self.sched = Scheduler(**given, clock=lambda: self._now)
+        self._disk = SimulatedDisk(options.layout.in_tiers(), options.disk_rate)
+        arguments = vars(options) | {"tiers": replace(options.tiers, wall_clock=lambda: self._now)}
+        del arguments["disk_rate"]  # the other options are arguments of Scheduler
+        self.sched = Scheduler(**arguments, clock=lambda: self._now)
         self._requests: dict[str, Request] = {}
         self._outputs: dict[str, list[int]] = {}  # the outputs that the trace gives, by request id
         self._row_ids: dict[int, str] = {}

@@ -132,19 +132,22 @@ class _MooncakeTokens:
             yield TraceRequest(f"mooncake-{index}", session, prompts[index], output, record.arrival_s)
 
     def _place(self, index: int, record: _MooncakeRecord) -> int | None:
-        """Assign tokens to the record's new blocks. Returns the record that it continues, or None."""
+        """Assign tokens to the record's new blocks. Returns the record that it continues, or None.
+
+        If it continues a record, its first new block begins with the tokens of that record's partial block.
+        """
         ids, length = record.hash_ids, record.length
-        known = next((i for i, block in enumerate(ids) if block not in self._blocks), len(ids))
-        before, tail = self._ends.get(ids[known - 1], (None, TokenSpans())) if known else (None, TokenSpans())
-        if before is None or known * MOONCAKE_BLOCK + tail.num_tokens >= length:
-            before, tail = None, TokenSpans()
-        else:
+        num_shared = next((i for i, block in enumerate(ids) if block not in self._blocks), len(ids))
+        before, partial_block = None, TokenSpans()
+        end = self._ends.get(ids[num_shared - 1]) if num_shared else None
+        if end is not None and num_shared * MOONCAKE_BLOCK + end[1].num_tokens < length:
+            before, partial_block = end
             self._of_record[index] = self._of_record[before]
-        for block in ids[known:]:
+        for block in ids[num_shared:]:
             own = self._mint.fresh(MOONCAKE_BLOCK)
-            self._blocks[block] = TokenSpans.join([tail, own.part(tail.num_tokens, MOONCAKE_BLOCK)])
+            self._blocks[block] = TokenSpans.join([partial_block, own.part(partial_block.num_tokens, MOONCAKE_BLOCK)])
             self._conversation[block] = self._of_record[index]
-            tail = TokenSpans()
+            partial_block = TokenSpans()
         full, rest = divmod(length, MOONCAKE_BLOCK)
         if full and self._conversation[ids[full - 1]] == self._of_record[index]:
             self._ends[ids[full - 1]] = (index, self._blocks[ids[full]].part(0, rest) if rest else TokenSpans())

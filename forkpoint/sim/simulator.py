@@ -70,7 +70,7 @@ class Simulator:
         self._on_finish = on_finish or (lambda count: None)
         self._order = itertools.count()
         self._arrivals: list[tuple[float, int, TraceRequest]] = []
-        self._steps: list[tuple[float, int]] = []  # (end, replica) of running steps, one per replica
+        self._steps: list[tuple[float, int]] = []  # (end, number of the replica), at most one for each replica
         self._records: dict[str, RequestRecord] = {}
         self._followers: dict[str, list[TraceRequest]] = {}
         self._busy_s, self._num_steps = 0.0, 0
@@ -88,10 +88,10 @@ class Simulator:
                 now, _, request = heapq.heappop(self._arrivals)
                 self._admit(now, request)
             else:
-                now, replica = heapq.heappop(self._steps)
-                self._finish_step(now, replica)
+                now, number = heapq.heappop(self._steps)
+                self._finish_step(now, number)
             if not self._arrivals or self._arrivals[0][0] > now:  # requests that arrive at the same moment share steps
-                self._wake_all(now)
+                self._start_steps(now)
         counters = tuple(replica.counters() for replica in self._replicas)
         return SimulationResult(tuple(self._records.values()), counters, now, self._busy_s, self._num_steps)
 
@@ -99,26 +99,27 @@ class Simulator:
         heapq.heappush(self._arrivals, (when, next(self._order), request))
 
     def _admit(self, now: float, request: TraceRequest) -> None:
-        loads = [system.num_unfinished() for system in self._replicas]
-        replica = self._router.choose(loads, lambda index: self._replicas[index].restorable(request))
-        self._records[request.id] = RequestRecord(request, now, replica)
-        if not self._replicas[replica].add(request):
-            self._follow_up(now, request)
+        num_unfinished = [replica.num_unfinished() for replica in self._replicas]
+        number = self._router.choose(num_unfinished, lambda number: self._replicas[number].restorable(request))
+        self._records[request.id] = RequestRecord(request, now, number)
+        if not self._replicas[number].add(request):
+            self._start_followers(now, request)
 
-    def _wake_all(self, now: float) -> None:
-        stepping = {replica for _, replica in self._steps}
-        for replica, system in enumerate(self._replicas):
-            if replica in stepping or not system.num_unfinished():
+    def _start_steps(self, now: float) -> None:
+        """Start a step of every replica that is idle and has requests."""
+        stepping = {number for _, number in self._steps}
+        for number, replica in enumerate(self._replicas):
+            if number in stepping or not replica.num_unfinished():
                 continue
-            load = system.plan(now)
+            load = replica.plan(now)
             if load is not None:
                 seconds = self._cost.step_s(load)
                 self._busy_s += seconds
                 self._num_steps += 1
-                heapq.heappush(self._steps, (now + seconds, replica))
+                heapq.heappush(self._steps, (now + seconds, number))
 
-    def _finish_step(self, now: float, replica: int) -> None:
-        news = self._replicas[replica].finish(now)
+    def _finish_step(self, now: float, number: int) -> None:
+        news = self._replicas[number].finish(now)
         for name in news.first_tokens:
             record = self._records[name]
             if record.first_token_s is None:
@@ -126,10 +127,11 @@ class Simulator:
         for name, report in news.finished.items():
             record = self._records[name]
             record.finished_s, record.cache = now, report
-            self._follow_up(now, record.request)
+            self._start_followers(now, record.request)
         if news.finished:
             self._on_finish(len(news.finished))
 
-    def _follow_up(self, now: float, request: TraceRequest) -> None:
+    def _start_followers(self, now: float, request: TraceRequest) -> None:
+        """Let the requests that follow an ended or refused one arrive after their think times."""
         for follower in self._followers.pop(request.id, ()):
             self._arrive_at(max(now + follower.think_s, follower.arrival_s), follower)

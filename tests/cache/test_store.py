@@ -29,11 +29,11 @@ def add_block(store: PrefixStore) -> Node:
     return node
 
 
-def save(store: PrefixStore, node: Node, decoded: bool, num_readers: int = 0) -> Checkpoint | None:
+def save(store: PrefixStore, node: Node, decoded: bool, is_read: bool = False) -> Checkpoint | None:
     owner = StateSave(64, Origin.PROMPT_END)
     slot = store.take_slot(owner)
     assert slot is not None
-    return store.add_checkpoint(node, slot, Origin.PROMPT_END, decoded, num_readers=num_readers)
+    return store.add_checkpoint(node, slot, Origin.PROMPT_END, decoded, is_read=is_read)
 
 
 @pytest.mark.parametrize("decoded", [False, True])
@@ -50,7 +50,7 @@ def test_a_second_state_of_the_same_kind_is_given_back(store: PrefixStore, decod
 
 def test_a_prefilled_state_replaces_a_decoded_one_that_nobody_reads(store: PrefixStore) -> None:
     node = add_block(store)
-    read = save(store, node, True, num_readers=1)
+    read = save(store, node, True, is_read=True)
     assert read is not None and save(store, node, False) is None and node.checkpoint is read
     read.num_readers = 0
     better = save(store, node, False)
