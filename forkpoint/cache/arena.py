@@ -256,7 +256,7 @@ class Arena:
         return next(iter(self._take(self.windows[window], owner, 1)), None)
 
     def occupy(self, kind: MoveKind, owners: Mapping[int, UnitOwner]) -> None:
-        """Give units to owners, given by unit, before anything else is taken. No page may get blocks and slots."""
+        """Take these units for their owners, before any other unit is taken. No page may get blocks and slots."""
         pool = self.blocks if kind is MoveKind.BLOCK else self.slots
         pages = {unit // pool.per_page for unit in owners}
         self._free_pages = [page for page in self._free_pages if page not in pages]
@@ -304,7 +304,7 @@ class Arena:
         return units
 
     def _compact(self, wanted: UnitPool) -> bool:
-        """Free a page of another pool than `wanted`, and append the moves that does to `moves`. False: none can."""
+        """Empty a page of another pool than `wanted` into that pool's other pages. False: no pool can spare a page."""
         for pool in self._pools:
             emptied = pool.empty_one_page() if pool is not wanted else None
             if emptied is not None:

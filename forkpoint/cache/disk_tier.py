@@ -23,7 +23,7 @@ from forkpoint.quick_imports import collection_paused
 
 READ_AT_ONCE: Final = 128 * 2**20  # bytes that the worker reads ahead into buffers; a larger state is read alone
 UNWRITTEN_AT_ONCE: Final = 256 * 2**20  # bytes that wait to be written; what is evicted meanwhile is not stored
-STALLED_S: Final = 20.0  # if a read has no answer for so long, nothing is read for TRY_AGAIN_S
+STALLED_S: Final = 20.0  # seconds without an answer to a read, after which nothing is read for TRY_AGAIN_S
 ORIGINS: Final = tuple(Origin)  # a record's `origin` is an index of it
 LOGGER: Final = logging.getLogger("forkpoint")
 

@@ -30,8 +30,8 @@ class RecomputeCost:
 class EntryFacts(NamedTuple):
     """Facts about an entry that eviction can take, or about a candidate: a state that is saved if it is worth a slot.
 
-    In a model with states the entry is a checkpoint, otherwise a block. Times are turnovers: the bytes that the arena
-    (or the entry's tier) has handed out, divided by its size.
+    In a model with states the entry is a checkpoint, otherwise a block. Times are turnovers: the bytes that the entry's
+    room (the arena or a tier) has handed out, divided by its size.
     """
 
     origin: Origin
@@ -107,7 +107,7 @@ class EvictionPolicy:
         return False
 
     def copied(self, source: Checkpoint, copy: Checkpoint) -> None:
-        """Note that `copy` was made here from the checkpoint `source` of another memory, or follows its changes."""
+        """Note that `copy` was made here from the checkpoint `source` of another room, or follows its changes."""
         copy.note = source.note
 
     def dropped(self, checkpoint: Checkpoint) -> None:

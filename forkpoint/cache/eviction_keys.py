@@ -19,7 +19,7 @@ Above: TypeAlias = Checkpoint | StateSave  # the nearest earlier state of the sa
 
 
 class EvictionKeys:
-    """Computes the keys of entries of one memory, the arena or a tier, and of candidates. Changes nothing."""
+    """Computes the keys of the entries of one room and of candidates. Changes nothing."""
 
     def __init__(self, layout: CacheLayout, arena: Arena, policy: EvictionPolicy, cost: RecomputeCost) -> None:
         self._arena, self._policy, self._cost = arena, policy, cost
@@ -68,7 +68,7 @@ class EvictionKeys:
         return checked_key(self._policy, facts)
 
     def of_copy(self, source: Checkpoint, above: Checkpoint | None, has_children: bool) -> float:
-        """Return the key that a copy of a checkpoint from another memory (the arena or a tier) would get here.
+        """Return the key that a copy of a checkpoint from another room would get here.
 
         `above` is the nearest checkpoint before it here. `has_children`: later blocks of its history are here.
         """

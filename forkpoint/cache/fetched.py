@@ -25,9 +25,9 @@ from forkpoint.cache.windows import WindowRuns, ids_of
 from forkpoint.checks import is_loopback
 from forkpoint.config import BLOCK_SIZE
 
-AVOIDED_S: Final = 30.0  # a peer that did not answer is not asked again for so long
-COMPUTING_S: Final = 50.0  # a request waits so much longer while the other engine computes its prompt
-LATE_S: Final = 1.0  # the worker is not waited for any more so long after its own deadline
+AVOIDED_S: Final = 30.0  # seconds for which a peer that did not answer is not asked again
+COMPUTING_S: Final = 50.0  # seconds that a request waits longer while the other engine computes its prompt
+LATE_S: Final = 1.0  # seconds after the worker's own deadline for which its report is still awaited
 LOGGER: Final = logging.getLogger("forkpoint")
 _Key: TypeAlias = tuple[str, int, str, int, bytes]
 
@@ -180,30 +180,30 @@ class FetchedPrompts(RestoreSource):
         return FetchedPrompt(offer, node, places, num_bytes, self._clock() + wait_s)
 
     def is_waiting(self, lease: Lease) -> bool:
-        """Return whether what a request waits for may still come."""
+        """Return whether the prompt that a request waits for may still arrive."""
         prompt = self._of.get(lease)
         return prompt is not None and not prompt.has_arrived
 
     def begin_landing(self, lease: Lease, num_tokens: int) -> None:
-        """Note what a lookup finds for a request before blocks of its prompt are copied to the arena, once."""
+        """Note the tokens that a lookup found for a request before blocks of its prompt were copied to the arena."""
         self._of[lease].num_tokens_before.setdefault(lease, num_tokens)
 
     def num_tokens_before(self, lease: Lease) -> int | None:
-        """Return what a lookup found before blocks of a request's prompt were copied; None if none were."""
+        """Return the tokens that a lookup found before blocks of a request's prompt were copied; None if none were."""
         prompt = self._of.get(lease)
         return None if prompt is None else prompt.num_tokens_before.get(lease)
 
     def arriving(self, lease: Lease) -> Node | None:
-        """Return the end of a request's prompt of which the first blocks have arrived; None if none have."""
+        """Return the last node of a request's prompt if its first blocks, but not all, have arrived; otherwise None."""
         prompt = self._of.get(lease)
         if prompt is None or prompt.has_arrived or not prompt.num_arrived or not self._layout.has_kv:
             return None
         return prompt.end
 
     def give_up_late(self) -> list[Node]:
-        """Give up the fetches whose time is up. Their requests compute.
+        """Give up the fetches whose time is up. Their requests compute their prompts.
 
-        Returns, once, the nodes of the arena with blocks of prompts that did not come to their end.
+        Returns, once, the nodes of the arena with blocks of prompts that did not arrive as a whole.
         """
         now = self._clock()
         for prompt in list(self._prompts.values()):

@@ -32,7 +32,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 EDGES: Final = (0.0, *(2.0**power for power in range(-4, 5)))  # ages, in arenas; bin k is [EDGES[k], EDGES[k + 1])
 NUM_BINS: Final = len(EDGES) - 1
 ROUNDING: Final = 1e-6  # arenas; an age this close below an edge counts as beyond it
-MOST_USES: Final = 5  # entries with at least so many uses are one class: more are too rare to learn from apart
+MOST_USES: Final = 5  # entries with this many uses or more are one class: there are too few of each to learn from
 NUM_TRACKED: Final = 4096  # entries of a kind whose next use is awaited; bounds memory
 FREE_PLACE: Final = -1  # instead of a number of uses: the place is free
 UPDATE_EVERY: Final = 1 / 8  # arenas, for each kind; indices change slowly, and computing them takes milliseconds
@@ -44,7 +44,7 @@ _WIDTH: Final = np.diff(np.asarray(EDGES))
 
 @enum.unique
 class EndKind(enum.StrEnum):
-    """Kinds of checkpoints that no origin tells apart."""
+    """Kinds of checkpoints that have no origin of their own."""
 
     TOOL_CALL = "tool_call"  # the end of a conversation whose answer calls a tool
     SUPERSEDED = "superseded"  # the end of an earlier turn

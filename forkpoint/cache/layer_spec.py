@@ -73,7 +73,7 @@ class KVSpec:
 
     @classmethod
     def of(cls, num_heads: int, key_dim: int, value_dim: int, dtype: str, takes_fp8: bool = False) -> KVSpec:
-        """Return the spec of softmax attention: tensors `k` and `v` with so many heads, whose dims may differ."""
+        """Return the spec of softmax attention: tensors `k` and `v` with `num_heads` heads, whose dims may differ."""
         kept = (TensorSpec("k", (num_heads, key_dim), dtype), TensorSpec("v", (num_heads, value_dim), dtype))
         return cls(kept, takes_fp8)
 

@@ -14,8 +14,8 @@ from forkpoint.errors import ConfigError
 
 NO_BLOCK: Final = -1
 NO_SLOT: Final = -1  # as a source it stands for the zero state
-FALLBACKS_PER_ARENA: Final = 4  # at least so many in a conversation that fills the arena
-# Tokens of the widest window whose blocks are given back next to a tier, which stores a window with each state.
+FALLBACKS_PER_ARENA: Final = 4  # the least number in a conversation that fills the arena
+# Tokens. With a tier, layers with a wider window keep all blocks, because the tier stores the window with each state.
 WIDEST_STORED: Final = 1024
 SMALL_SLOT: Final = 0.25  # share of a block up to which a slot is cheap enough to save every boundary
 
@@ -103,7 +103,8 @@ class CacheLayout:
 
         Kernels read blocks of the first of `kernel_block_sizes` that divides what a rank keeps of a block. Raises
         ConfigError if none does, or if the layers keep nothing. Without sizes they read all of it. Layers with a window
-        of `longest` tokens or more keep all blocks; None: only those without a window do. `dealt_to` divides a block.
+        of `longest` tokens or more keep all blocks; None: only those without a window do. Each block is dealt to
+        `dealt_to` ranks, a divisor of BLOCK_SIZE.
         """
         if longest is not None:
             layers = [tuple(_without_wide_window(spec, longest) for spec in layer) for layer in layers]

@@ -62,7 +62,7 @@ class ConversationTurn(NamedTuple):
 
 
 class LostShare:
-    """The share of conversations, among those that came back lately, that found their end evicted."""
+    """The share of conversations that found their end evicted, among those that came back lately."""
 
     def __init__(self) -> None:
         self.value = LOST_SHARE_START

@@ -68,7 +68,7 @@ class Lease:
     saves: list[StateSave] = field(default_factory=list)
     hit: Checkpoint | None = None
     note: object = None  # the eviction policy's note
-    num_survived_tokens: int = 0  # how far keys and values reached where the conversation had lost its end
+    num_survived_tokens: int = 0  # if the conversation's end was evicted: how far its keys and values reached; else 0
     decode_checkpoint: Checkpoint | None = None  # the newest one at a boundary that the row decoded past
     touched: list[Checkpoint] = field(default_factory=list)  # checkpoints that this request hit or saved
     filed: list[Entry] = field(default_factory=list)  # entries that this request filed or fetched
@@ -104,7 +104,7 @@ class Lease:
         return reading
 
     def switch_slot(self, slot: int, checkpoint: Checkpoint | None) -> None:
-        """Run in another slot from now on. The next step reads `checkpoint`, which the slot before has become."""
+        """Run in another slot from now on. The next step reads `checkpoint`, which the old slot has become."""
         self.slot, self.read_from = slot, checkpoint
 
     def confirm(self, end: int) -> None:

@@ -11,13 +11,13 @@ from typing import Final
 from forkpoint.cache.eviction import RecomputeCost
 
 ASSUMED_RATE: Final = 10e9  # bytes per second, before a load was timed
-LEAST_BYTES: Final = 8 * 2**20  # the least load whose time counts; fewer bytes say little about the rate
+LEAST_BYTES: Final = 8 * 2**20  # loads of fewer bytes are not timed: they say little about the rate
 NUM_RATES: Final = 8  # number of timed loads; the fastest counts, because steps delay the others
 NUM_STEPS: Final = 8  # number of timed steps after which the weight of earlier ones is halved
-TRY_AGAIN_S: Final = 60.0  # a tier that was too slow is timed again after so long
-LATE_FACTOR: Final = 2.0  # a read is late if it takes so many times as long as estimated
-SLACK_S: Final = 0.25  # a late read takes so much longer, too: a copy may have to wait for a step
-BUSY_FACTOR: Final = 4.0  # a load may take so many times as long as computing if it leaves the device to other requests
+TRY_AGAIN_S: Final = 60.0  # seconds after which a tier that was too slow is timed again
+LATE_FACTOR: Final = 2.0  # factor on the estimated time of a read, after which it is late
+SLACK_S: Final = 0.25  # seconds added to that: a copy may have to wait for a step
+BUSY_FACTOR: Final = 4.0  # a load may be slower than computing by this factor if it leaves the device to other requests
 PATIENCE: Final = 0.02  # share of the time of computing for which a load goes on before it is judged
 
 
@@ -45,7 +45,7 @@ class LoadChoice:
         self._computed_cost = self._computed_s = self._num_steps = 0.0
 
     def pays(self, num_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
-        """Return whether loading so many bytes takes less time than computing tokens `[start, end)`.
+        """Return whether loading `num_bytes` takes less time than computing tokens `[start, end)`.
 
         If other requests run (`is_busy`), a load may take BUSY_FACTOR times as long. False while `is_closed`, and
         otherwise True without measurements.
@@ -106,7 +106,7 @@ class LoadChoice:
         return True
 
     def note_load(self, num_bytes: int, seconds: float) -> None:
-        """Take in that so many bytes arrived in that time. Ignores loads of less than LEAST_BYTES."""
+        """Take in that `num_bytes` arrived in `seconds`. Ignores loads of less than LEAST_BYTES."""
         if num_bytes >= LEAST_BYTES and seconds > 0:
             self._note_rate(num_bytes / seconds)
 

@@ -140,9 +140,9 @@ def asked_lease(params: Mapping[str, Any]) -> int | None:
 
 
 def chosen_lease(params: object) -> int | None:
-    """Return the lease that a proxy chose in `kv_transfer_params` that ask for an offer; None if it chose none.
+    """Return the lease that a proxy chose in the `kv_transfer_params` of a request for an offer.
 
-    They may be malformed. A proxy that chooses a lease may ask the other engine early.
+    None if it chose none, or they are malformed. A proxy that chooses a lease may ask the other engine early.
     """
     if not isinstance(params, Mapping) or params.get(WANTS_OFFER) is not True:
         return None

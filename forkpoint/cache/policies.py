@@ -24,12 +24,12 @@ CAPTURE: Final = Registry[type[CapturePolicy]](
 
 
 def new_eviction_policy(name: str) -> EvictionPolicy:
-    """Return a new eviction policy of that name. Raises ConfigError if there is none, or it cannot be made."""
+    """Return a new eviction policy of that name. Raises ConfigError if there is none, or it cannot be created."""
     return _new(EVICTION.find(name), f"the eviction policy {name!r}", "key", EvictionPolicy.key)
 
 
 def new_capture_policy(name: str) -> CapturePolicy:
-    """Return a new capture policy of that name. Raises ConfigError if there is none, or it cannot be made."""
+    """Return a new capture policy of that name. Raises ConfigError if there is none, or it cannot be created."""
     return _new(CAPTURE.find(name), f"the capture policy {name!r}", "positions", CapturePolicy.positions)
 
 
@@ -39,7 +39,7 @@ def _new(policy: type[Policy], what: str, method: str, unwritten: object) -> Pol
     try:
         return policy()
     except TypeError as error:
-        raise ConfigError(f"{what} cannot be made without arguments: {error}") from error
+        raise ConfigError(f"{what} cannot be created without arguments: {error}; give them defaults") from error
 
 
 def register_eviction_policy(name: str, policy: type[EvictionPolicy]) -> None:

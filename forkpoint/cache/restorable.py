@@ -41,10 +41,10 @@ Change: TypeAlias = BlocksStored | BlocksRemoved | AllCleared
 
 
 class Restorable:
-    """Tracks a room's blocks that have an end, a block where a lookup may end, at or below them.
+    """Tracks the blocks of a room at or below which a lookup may end.
 
-    PrefixStore reports ends. While the room is not `is_open`, requests cannot resume there, whatever it has: all its
-    blocks are reported as removed, and reported as stored when it opens again.
+    PrefixStore reports the blocks where a lookup may end, the ends. While the room is not `is_open`, requests cannot
+    resume there, whatever it has: all its blocks are reported as removed, and as stored when it opens again.
 
     Blocks that only their owner can find are left out: those under a salt and, with `has_private`, those that decode
     kernels computed. Nobody could tell from a prompt's tokens that they are there.

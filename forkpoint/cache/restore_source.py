@@ -56,14 +56,14 @@ class RestoreSource(ABC):
         return False
 
     def pays(self, num_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
-        """Return whether to load so many bytes rather than to compute tokens `[start, end)`.
+        """Return whether to load `num_bytes` rather than to compute tokens `[start, end)`.
 
         `is_busy`: other requests run, too.
         """
         return True
 
     def goes_on(self, left_bytes: int, start: int, end: int, *, is_busy: bool) -> bool:
-        """Return whether to go on with a load of which so many bytes are left. The rest is as in `pays`."""
+        """Return whether to go on with a load of which `left_bytes` are left. The other arguments are as in `pays`."""
         return True
 
     @abstractmethod

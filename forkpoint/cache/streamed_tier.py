@@ -20,8 +20,9 @@ from forkpoint.cache.windows import WindowRuns
 
 AHEAD_AT_ONCE: Final = 64 * 2**20  # bytes that a plan stores before eviction asks for it
 LOOKED_AHEAD: Final = 8  # entries that a plan looks at
-# An entry is stored ahead once no more pages are free, or will be when the entries before it are evicted, than its path
-# takes and 1 / 50 of the arena has. With more than 1 / 8 of the arena free, nothing is stored ahead.
+# Count the pages that are free, and those that will be free once the entries before an entry are evicted. The entry is
+# stored ahead if they are at most the pages of its path and 1 / 50 of the arena. While more than 1 / 8 of the arena is
+# free, nothing is stored ahead.
 RESERVE_SHARE, LARGEST_SHARE = 50, 8
 
 

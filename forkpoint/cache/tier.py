@@ -21,7 +21,7 @@ from forkpoint.cache.tier_reads import TierReads
 from forkpoint.cache.tree import Checkpoint, Entry, Node, nearest_checkpoint, node_of
 from forkpoint.cache.windows import WindowRuns, ids_of
 
-NEAR_BLOCKS: Final = 8  # a state at most so many blocks before another one counts as near
+NEAR_BLOCKS: Final = 8  # blocks; an earlier state at most this far away counts as near
 
 
 class Tier(RestoreSource):
@@ -43,7 +43,7 @@ class Tier(RestoreSource):
         *,
         has_private: bool,
     ) -> None:
-        """`layout` is that of tiers. `has_private`: some entries can be found by one request alone; it keeps none."""
+        """`layout` is that of tiers. `has_private`: the arena has entries that only one request finds. None is kept."""
         self.layout = layout
         self.arena = arena
         self.store = PrefixStore(layout, arena, policy, cost, num_ghosts=0)
@@ -60,7 +60,7 @@ class Tier(RestoreSource):
         """Count an entry that is not stored."""
 
     def may_store(self, num_bytes: int) -> bool:
-        """Return whether the tier takes so many bytes more now."""
+        """Return whether the tier takes `num_bytes` more now."""
         return True
 
     @property
@@ -154,7 +154,7 @@ class Tier(RestoreSource):
         return top or tree.root(node.hash), missing[::-1]
 
     def _touch(self, node: Node, source: Entry) -> None:
-        """Note that a tier's node was in use in the room above, as `source`, until now."""
+        """Note that `source`, an entry of the room above, was in use until now. The tier has it at `node`."""
         self.store.touch(node)
         if isinstance(source, Checkpoint) and node.checkpoint is not None:
             self.store.copy_use(source, node.checkpoint)
@@ -184,7 +184,7 @@ class Tier(RestoreSource):
             if slot is None:
                 return False
             owner.slot = slot
-        # Taking blocks may move the slot, of which its owner learns, but no blocks.
+        # Taking blocks may compact slots, which their owners follow, but moves no blocks.
         blocks = [NO_BLOCK] * len(missing)
         if self.layout.has_kv:
             blocks = self.store.take_blocks(owner or top, len(missing), below)

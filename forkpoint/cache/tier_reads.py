@@ -15,8 +15,8 @@ from forkpoint.cache.tree import Entry, Node
 from forkpoint.cache.windows import WindowRuns, ids_of
 
 PROBE_BYTES: Final = 4 * 2**20  # size of the first reads of a prefix, whose time shows early that a tier is slow
-PROBE_GROWTH: Final = 4  # times the bytes that have arrived may be read next
-AWAITED_BYTES: Final = 32 * 2**20  # the most that a worker reports together
+PROBE_GROWTH: Final = 4  # factor on the bytes that have arrived: that many are read next
+AWAITED_BYTES: Final = 32 * 2**20  # the most bytes that a worker reports together
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ class Tiers:
         has_private: bool,
         clock: Callable[[], float],
     ) -> None:
-        """`store` is the arena's. `has_private`: some of its entries can be found by one request alone."""
+        """`store` is the arena's. `has_private`: it has entries that only one request finds."""
         self._store = store
         layout, moves, counters = store.layout.in_tiers(), store.arena.moves, store.counters
         tickets = itertools.count(FIRST_TICKET)  # for all copies that end later than their plan
@@ -127,7 +127,7 @@ class Tiers:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the disk or other engines are to learn something that no plan has said yet."""
+        """Whether there is an order to the disk or to other engines that no plan has carried yet."""
         return (self.disk is not None and self.disk.has_unsent) or (self.peers is not None and self.peers.has_unsent)
 
     @property

@@ -16,7 +16,7 @@ from forkpoint.grammar.budget import ThinkingBudget
 from forkpoint.grammar.calls import HeldCalls
 from forkpoint.grammar.schema import complaint_in_a_line
 from forkpoint.sched.plan import IntArray
-from forkpoint.sched.request import MOST_AHEAD
+from forkpoint.sched.request import MOST_IN_FLIGHT
 
 MAX_TOKEN_S = 2.0  # limit in seconds for following one token; ambiguous grammars take longer with every token
 Bits = npt.NDArray[np.uint32]
@@ -76,7 +76,7 @@ class TokenRules:
     def is_free(self) -> bool:
         if self._excludes_ids or self._matcher is not None:
             return False
-        return self._budget is None or self._budget.is_far(MOST_AHEAD)
+        return self._budget is None or self._budget.is_far(MOST_IN_FLIGHT)
 
     def accept(self, token_id: int) -> None:
         """Follow one more token, after which `mask` has changed. One of `ends` completes the output.

@@ -104,7 +104,7 @@ class Admission:
         return AdmissionOutcome.STARTED if self._admit(builder, scheduled, hit) else AdmissionOutcome.NO_MEMORY
 
     def lookup(self, scheduled: ScheduledRequest) -> PrefixHit:
-        """Return the longest prefix that the arena has of a request that waits. Changes nothing."""
+        """Return the longest prefix of a waiting request that the arena has. Changes nothing."""
         request = scheduled.request
         return self._cache.lookup(scheduled.lease, request.num_tokens, request.reads_cache)
 

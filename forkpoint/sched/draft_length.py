@@ -19,7 +19,7 @@ MOST_WAIT = 64  # steps, at most, between two tries of a row whose drafts do not
 
 
 class StepTimes:
-    """Tells what one more token costs, from a line through the seconds of decode steps and from their throughput."""
+    """Estimates the cost of one more token, from a line through the seconds of decode steps and their throughput."""
 
     def __init__(self) -> None:
         self._line = StepLine(TIME_MEMORY, MOST_STEPS_WITHOUT_FIT)

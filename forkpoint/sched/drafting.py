@@ -148,7 +148,7 @@ class DraftPlanner:
         self._is_blocked = bool(self._waiting.requests) and plan.num_decodes == len(plan.rows)
 
     def count_accepted(self, issued: IssuedStep, result: StepResult, seconds: float) -> None:
-        """Count the drafts of a step whose result is there after so many seconds, accepted or not.
+        """Count the accepted and the rejected drafts of a step that took `seconds`.
 
         The requests' counters grow, and the drafter learns how many were accepted and how long the step took.
         """

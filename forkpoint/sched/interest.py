@@ -35,7 +35,7 @@ class PrefixInterest:
                 self._rests[rest[common]] = rest
 
     def remove(self, history: History) -> None:
-        """Take away a history that was added. KeyError if it was not."""
+        """Remove a history that was added. KeyError if it was not."""
         counts = self._counts
         for block_hash in history:
             count = counts.get(block_hash)

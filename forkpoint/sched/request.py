@@ -14,7 +14,7 @@ from forkpoint.outputs import CacheReport
 from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.sched.plan import IntArray, TokenLogprobs
 
-MOST_AHEAD: Final = 64  # outputs; no more are in flight, drafts included, when a step is planned
+MOST_IN_FLIGHT: Final = 64  # the most outputs, drafts included, that are in flight when a step is planned
 
 
 class Grammar(Protocol):
@@ -26,7 +26,7 @@ class Grammar(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether the next outputs, up to MOST_AHEAD, may be sampled without masks, before earlier ones are known."""
+        """Whether the next MOST_IN_FLIGHT outputs may be sampled without masks, before earlier ones are known."""
 
     def accept(self, token_id: int) -> None:
         """Follow one more output, after which `mask` and `is_free` change. Not called once the mask is None.
@@ -43,7 +43,7 @@ class Request:
     """A sequence: `n` completions of one prompt are `n` requests. Only the scheduler writes it.
 
     It ends with `max_tokens` outputs, or with one of `stop_token_ids` once `min_tokens` are out; the end-of-sequence
-    ids are among them unless `ignore_eos` is set. The caller declares the `breakpoints`, in tokens. An answer with one
+    ids are among them unless `ignore_eos` is set. `breakpoints` are in tokens. An answer with one
     of `tool_call_token_ids` contains a tool call. Requests of a smaller `priority` run first. A request with a
     `grammar` that is not free samples only once its earlier outputs are known.
     """

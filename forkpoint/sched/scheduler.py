@@ -62,7 +62,7 @@ class Scheduler:
         state_write_interval: int = 1,
         has_images: bool = True,
     ) -> None:
-        """`state_write_interval`: the runner writes states that allow it every so many tokens.
+        """`state_write_interval`: tokens between two writes of a state, if its layers allow more than one.
 
         `has_images`: the runner has a vision tower, so that requests may have images.
         """

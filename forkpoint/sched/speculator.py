@@ -72,8 +72,9 @@ class Speculator(Drafter):
     def _following(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         """Return up to `most` ids that follow the request's tokens and those that its step in flight confirms.
 
-        Lookups guess the latter: the step confirms the drafts that agree with them, and one more token. Empty: they are
-        not likely right about that step, or do not reach past it. None: no source matches.
+        The step is taken to confirm the drafts that agree with the guess of the best source, and one more token. The
+        result is empty if the guess is not likely right about the step, or does not reach past it. None: no source
+        matches.
         """
         in_flight = lease.num_planned + 1 - request.num_tokens
         guess = _best(self._sources, request, lease, in_flight + most)

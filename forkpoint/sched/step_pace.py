@@ -31,8 +31,8 @@ class StepPace:
         """The prompt tokens that the next step may compute next to decode rows, at least a block of them."""
         line, slope = self._line, self._line.slope
         if line.num_tokens:
-            # No step takes less than no time without prompts. A slope kept from a step that something held up would
-            # otherwise allow a block a step, and steps of a block each would keep it.
+            # With a steeper slope, steps without prompts would take less than no time. Such a slope, of a step that was
+            # held up, would allow only a block a step. Steps of a block each would then never change the slope.
             steepest = line.seconds / line.num_tokens
             slope = min(slope or steepest, steepest)
         if not slope:

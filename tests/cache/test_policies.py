@@ -196,7 +196,7 @@ def test_other_answers_of_eviction_policies_are_checked(
     [
         ("eviction", "Misspelled", "has no method key(); write it as docs/extending.md says"),
         ("capture", "CapturePolicy", "has no method positions(); write it"),
-        ("capture", "WithArguments", "cannot be made without arguments: "),
+        ("capture", "WithArguments", "cannot be created without arguments: "),
     ],
 )
 def test_a_policy_that_cannot_be_made_is_named(kind: str, policy: str, shown: str) -> None:

@@ -14,7 +14,7 @@ from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.grammar.masks import TokenRules
 from forkpoint.params import SamplingParams, StructuredOutputsParams, Thinking
-from forkpoint.sched.request import MOST_AHEAD
+from forkpoint.sched.request import MOST_IN_FLIGHT
 from tests.grammar.test_thinking import TOKENIZERS, spell
 
 END = "\n</think>\n\n"
@@ -140,13 +140,13 @@ def test_a_call_is_not_torn() -> None:
 
 
 def test_rules_are_free_while_the_end_is_far() -> None:
-    tokenizer, num = TOKENIZERS["plain"], MOST_AHEAD + 5
+    tokenizer, num = TOKENIZERS["plain"], MOST_IN_FLIGHT + 5
     rules = start(tokenizer, num)
     free = []
     for _ in range(num):
         free.append(rules.is_free)
         accept(tokenizer, rules, "x")
-    assert free == [True] * 5 + [False] * MOST_AHEAD
+    assert free == [True] * 5 + [False] * MOST_IN_FLIGHT
     forced_text(tokenizer, rules)
     assert rules.is_free
     assert not start(tokenizer, num, bad_words=["zzz"]).is_free
