@@ -217,14 +217,14 @@ class Scheduler:
                 self._departures.preempt_all()
                 builder = PlanBuilder(step, budget, self.cache, self._interval)
                 self._plan_alone(builder, suspect)
-        waits = False
         # A step in flight may fail. Copies of what it computes have to reach the runner before that is known.
-        if builder.budget == budget and not (self._tiers.has_copies or (self._issued and self.cache.arena.moves)):
-            waits = not self._issued and self._tiers.is_reading
-            is_stuck = not self._issued and bool(self._running.requests or self._waiting.requests)
-            assert waits or not is_stuck, "nothing can run, yet requests wait"
-            if not waits:
-                return None
+        has_copies = self._tiers.has_copies or bool(self._issued and self.cache.arena.moves)
+        is_empty = builder.budget == budget and not has_copies
+        waits = is_empty and not self._issued and self._tiers.is_reading
+        if is_empty and not waits:
+            has_requests = bool(self._running.requests or self._waiting.requests)
+            assert self._issued or not has_requests, "nothing can run, yet requests wait"
+            return None
         dropped_images: tuple[bytes, ...] = ()
         if self._encoder is not None:
             dropped_images = self._encoder.drain_dropped()
