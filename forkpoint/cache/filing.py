@@ -156,7 +156,7 @@ class Filing:
     def file_checkpoint(self, lease: Lease, node: Node, save: StateSave, is_read: bool = False) -> Checkpoint | None:
         """Make the saved state the checkpoint of `node`, and return it; None if the present checkpoint stays.
 
-        `is_read`: the checkpoint has its first reader.
+        `is_read`: the next plan reads it.
 
         The end of a turn supersedes the checkpoint that the turn went on from.
         """

@@ -151,7 +151,7 @@ class PrefixStore:
             self.arena.give_blocks([node.block for node in nodes])
 
     def _queue_leaf(self, node: Node, first: bool = False) -> None:
-        """Queue a node for eviction if it is a leaf, or else its checkpoint. Remove the node if it is condemned.
+        """Queue a leaf for eviction: its checkpoint if it has one, or else the node. A condemned node is removed.
 
         With `first` it is the next dead leaf to be evicted.
         """
@@ -206,7 +206,7 @@ class PrefixStore:
     ) -> Checkpoint | None:
         """Make `slot`, with its blocks of windows, the checkpoint of `node`, saved by a request with that note.
 
-        `is_read`: it has its first reader. Returns None if `node` keeps its present checkpoint; the slot is then freed.
+        `is_read`: the next plan reads it. Returns None if `node` keeps its present checkpoint; the slot is then freed.
         A checkpoint is replaced only if decode kernels computed it, nobody reads it, and prefill kernels computed the
         new one.
         """
