@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from forkpoint.params import FinishReason
@@ -65,6 +66,13 @@ class RequestTimings:
     def time_to_first_token_s(self) -> float | None:
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
+    # vLLM's names
+    queued_ts = property(attrgetter("arrival_s"))
+    scheduled_ts = property(attrgetter("first_scheduled_s"))
+    first_token_ts = property(attrgetter("first_token_s"))
+    last_token_ts = property(attrgetter("finished_s"))
+    first_token_latency = property(attrgetter("time_to_first_token_s"))
+
 
 @dataclass(slots=True)
 class CompletionOutput:
@@ -82,6 +90,10 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+
+    def finished(self) -> bool:
+        """Return whether the completion has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)

@@ -138,6 +138,7 @@ class Metrics:
         self._inference = histogram("request_inference_time_seconds", "From first step to last token.", REQUEST_SECONDS)
         self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens per request.", TOKENS)
         self._output_length = histogram("request_generation_tokens", "Tokens per completion.", TOKENS)
+        self._longest_output = histogram("request_max_num_generation_tokens", "Longest output per request.", TOKENS)
         self._step_tokens = histogram("iteration_tokens_total", "Tokens per step.", STEP_TOKENS)
 
     def step(self, num_tokens: int) -> None:
@@ -179,6 +180,8 @@ class Metrics:
             self._output_length.observe(completion.num_tokens)
             if completion.finish_reason is not None:
                 self._success.labels(*self._labels, completion.finish_reason.value).inc()
+        longest = max(completion.num_tokens for completion in state.completions)
+        self._longest_output.observe(longest)
         times = state.metrics
         if times.finished_s is None:
             return
@@ -189,7 +192,6 @@ class Metrics:
         self._prefill.observe(times.first_token_s - times.first_scheduled_s)
         self._decode.observe(times.finished_s - times.first_token_s)
         self._inference.observe(times.finished_s - times.first_scheduled_s)
-        longest = max(completion.num_tokens for completion in state.completions)
         if longest > 1:
             self._per_token.observe((times.finished_s - times.first_token_s) / (longest - 1))
 

@@ -71,7 +71,10 @@ def test_a_second_sighting_is_served_from_the_cache(llm: LLM) -> None:
     assert cold.num_cached_tokens == 0
     assert warm.num_cached_tokens == (len(LONG) - 1) // 64 * 64
     assert warm.outputs == cold.outputs
-    assert warm.metrics.time_to_first_token_s is not None and warm.metrics.finished_s is not None
+    times = warm.metrics
+    assert times.queued_ts == times.arrival_s < times.scheduled_ts < times.first_token_ts < times.last_token_ts
+    assert times.first_token_latency == times.first_token_ts - times.arrival_s
+    assert warm.outputs[0].finished()
 
 
 def test_reset_forgets(llm: LLM) -> None:

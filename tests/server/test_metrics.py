@@ -49,6 +49,7 @@ VLLM_NAMES = {
     "request_inference_time_seconds_bucket",
     "request_prompt_tokens_bucket",
     "request_generation_tokens_bucket",
+    "request_max_num_generation_tokens_bucket",
     "iteration_tokens_total_bucket",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
@@ -101,6 +102,7 @@ def test_what_requests_do_is_counted(http: httpx2.Client) -> None:
         assert grown(before, after, f"{name}_count") == 2
     assert grown(before, after, "inter_token_latency_seconds_count") == 8
     assert grown(before, after, "request_generation_tokens_sum") == 10
+    assert grown(before, after, "request_max_num_generation_tokens_sum") == 10
     assert (
         grown(before, after, "iteration_tokens_total_sum")
         == grown(before, after, "model_tokens_total")

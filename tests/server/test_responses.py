@@ -51,6 +51,18 @@ def test_answers_are_those_of_the_engine(client: openai.OpenAI, oracle: LLM) -> 
         assert answer.temperature == 0 and answer.max_output_tokens == 12
 
 
+def test_a_response_says_how_it_was_sampled(http: httpx2.Client) -> None:
+    """Clients of Open Responses expect all of these fields, and numbers in them."""
+    given = {"top_p": 0.5, "presence_penalty": 1.5, "max_tool_calls": 3, "prompt_cache_key": "k"}
+    body = {"input": "x", "structured_outputs": {"choice": ["ab"]}}
+    plain, asked = (http.post("/v1/responses", json={**body, **fields}).json() for fields in ({}, given))
+    assert plain["status"] == "completed" and plain["completed_at"] >= plain["created_at"]
+    neutral = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    absent = dict.fromkeys(("max_tool_calls", "prompt_cache_key", "safety_identifier"))
+    assert {name: plain[name] for name in neutral | absent} == neutral | absent
+    assert {name: asked[name] for name in given} == given
+
+
 def test_a_stream_says_the_same_in_order(client: openai.OpenAI) -> None:
     whole = client.responses.create(**GREEDY, input="Stream this")
     events = list(client.responses.create(**GREEDY, input="Stream this", stream=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -22,6 +23,8 @@ from forkpoint.server.responses.tools import CalledTool
 from forkpoint.server.seal import sealed
 from forkpoint.server.sse import encode, named_event
 from forkpoint.server.talk import Change, PreparedTurn, Talk
+
+SAMPLING: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # what a response says of it
 
 
 class ResponseReply(ReplyModel):
@@ -121,12 +124,14 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
             "id": self.name,
             "object": "response",
             "created_at": self.created_s,
+            "completed_at": None,
             "status": "in_progress",
             "model": self.prepared.model,
             "output": [],
             "error": None,
             "incomplete_details": None,
             "usage": None,
+            **{name: getattr(self.prepared.params, name) for name in SAMPLING},
             **self.prepared.echo,
         }
 
@@ -303,6 +308,8 @@ class ResponseAnswer(ApiAnswer[PreparedResponse]):
         self._write_text()
         if self._items and self._items[-1]["status"] == "in_progress":
             self._items[-1]["status"] = "incomplete"  # the response failed or was cancelled within this item
+        if status == "completed":
+            self._reply["completed_at"] = int(time.time())
         self._reply |= {"status": status, "output": self._items, "usage": counts, **details, **fields}
         self._keep()
 

@@ -159,7 +159,8 @@ def chat_fields(body: CountBody, conversation: Sequence[dict[str, Any]], tools: 
 
 
 def echo(body: ResponsesBody) -> dict[str, Any]:
-    """Return the request's fields that a response repeats. OpenAI's client expects all of them."""
+    """Return the request's fields that a response repeats. Some clients expect all of them."""
+    unread = body.model_extra or {}
     dumped = body.model_dump(exclude_none=True, by_alias=True, include={"metadata", "text", "reasoning", "tool_choice"})
     absent = dict.fromkeys(("description", "parameters", "strict"))
     tools = [
@@ -175,13 +176,12 @@ def echo(body: ResponsesBody) -> dict[str, Any]:
         "reasoning": {"effort": None, "summary": None},
         "service_tier": "default",
         "store": body.store is not False,
-        "temperature": body.temperature,
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": body.top_p,
         "truncation": "disabled",
         "user": body.user,
+        **{name: unread.get(name) for name in ("max_tool_calls", "prompt_cache_key", "safety_identifier")},
         **dumped,
         "background": bool(body.background),
         "tools": tools,
