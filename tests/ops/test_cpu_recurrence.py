@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs
+from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.select import torch_table
 from tests.ops.cpu_table import cpp
 from tests.ops.recurrence_cases import padded_pool, recurrence_by_token, recurrence_case, rows, segments
@@ -122,6 +122,36 @@ def test_cuts_on_the_grid_and_neighbours_leave_the_bits_alone(dtype: torch.dtype
     second = CPP.recurrence_prefill(RecurrenceInputs(*mixed), case.params, other, segments([70, 138], [-1, 3], [4, 3]))
     assert torch.equal(torch.cat((first, second[70:])), whole)
     assert torch.equal(other[3], pool[1])
+
+
+@pytest.mark.parametrize("shape", [Recurrence(1, 5, 32, 32, delta=False), Recurrence(2, 10, 32, 32)], ids=str)
+def test_heads_that_share_keys_have_the_same_bits_on_any_number_of_threads(shape: Recurrence) -> None:
+    case = recurrence_case(100, shape, dtype=torch.bfloat16)
+    pool = padded_pool(4, (shape.num_v_heads, 32, 32))
+    before, answers = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            out = CPP.recurrence_prefill(case.inputs, case.params, pool, segments([100], [3], [threads - 1]))
+            answers.append(out)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(out, answers[0]) for out in answers)
+    assert all(torch.equal(pool[slot], pool[0]) for slot in (1, 2))
+
+
+def test_steps_of_any_size_are_exact() -> None:
+    """The state of a token of ones from zero is its step, softplus(a + dt_bias)."""
+    a = torch.tensor([-1e30, -100.0, -87.0, -20.0, -1.0, -1e-3, 0.0, 0.5, 3.0, 19.9, 20.1, 87.0, 90.0, 1e30])
+    spec = Recurrence(1, len(a), 16, 16, delta=False)
+    zeros = torch.zeros(len(a))
+    params = RecurrenceParams(spec, zeros, zeros)
+    inputs = RecurrenceInputs(torch.ones(1, spec.mixed_dim), a[None], None)
+    wanted = torch.nn.functional.softplus(a.double())
+    for run, index in ((CPP.recurrence_prefill, segments([1], [-1], [0])), (CPP.recurrence_decode, rows([-1], [0]))):
+        pool = torch.zeros(1, len(a), 16, 16)
+        run(inputs, params, pool, index)
+        assert torch.allclose(pool[0, :, 0, 0].double(), wanted, rtol=5e-7, atol=1e-37)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

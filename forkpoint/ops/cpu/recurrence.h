@@ -70,22 +70,23 @@ void recurrence_verify(const Recurrence& shape, const RecurrenceInput<T>& in, co
 template <class S>
 void recurrence_fold(const StatePool<S>& pool, const Records& records, const VerifyRows& rows);
 
+// beta of up to LANES heads of one token.
 template <class T>
-inline float beta_of(const Recurrence& s, const RecurrenceInput<T>& in, int64_t token, int64_t head) {
-  const float beta = 1.0f / (1.0f + std::exp(-to_float(in.b[token * in.b_stride + head])));
-  return s.double_beta ? 2 * beta : beta;
+inline vf betas(const Recurrence& s, const RecurrenceInput<T>& in, int64_t token, int64_t head, int64_t count) {
+  const vf beta = sigmoid(load_n(in.b + token * in.b_stride + head, count));
+  return s.double_beta ? beta + beta : beta;
 }
 
-// (log of the decay, beta) of one token and head.
-struct Gate {
-  float g, beta;
-};
-
+// Of up to LANES heads of one token: g = the logs of the decays, beta = beta, or the steps without the delta rule.
 template <class T>
-inline Gate gate(const Recurrence& s, const RecurrenceInput<T>& in, int64_t token, int64_t head) {
-  const float raw = softplus(to_float(in.a[token * in.a_stride + head]) + s.dt_bias[head]);
-  const float step = std::min(std::max(raw, s.shortest), s.longest), g = -std::exp(s.A_log[head]) * step;
-  return {g, s.delta ? beta_of(s, in, token, head) : step};
+inline void gates(const Recurrence& s, const RecurrenceInput<T>& in, int64_t token, int64_t head, int64_t count, vf* g,
+                  vf* beta) {
+  const vf shortest = splat(s.shortest), longest = splat(s.longest);
+  vf step = softplus(load_n(in.a + token * in.a_stride + head, count) + load_n(s.dt_bias + head, count));
+  step = step < shortest ? shortest : step;
+  step = step > longest ? longest : step;
+  *g = -exp(load_n(s.A_log + head, count)) * step;
+  *beta = s.delta ? betas(s, in, token, head, count) : step;
 }
 
 // g[0, round_up(K)): the logs of the decays of one token's keys, zeros behind K.
@@ -93,10 +94,12 @@ template <class T>
 inline void key_decays(const Recurrence& s, const RecurrenceInput<T>& in, int64_t token, int64_t head, float* g) {
   const int64_t K = s.key_dim;
   const T* a = in.a + token * in.a_stride + head * K;
-  const float rate = std::exp(s.A_log[head]);
-  for (int64_t i = 0; i < round_up(K); ++i) {
-    const float raw = i < K ? to_float(a[i]) + s.dt_bias[head * K + i] : 0.0f;
-    g[i] = i >= K ? 0.0f : s.bound ? s.bound / (1.0f + std::exp(-rate * raw)) : -rate * softplus(raw);
+  const vf rate = exp(splat(s.A_log[head]));
+  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int64_t i = 0; i < K; i += LANES) {
+    const vf raw = load_n(a + i, K - i) + load_n(s.dt_bias + head * K + i, K - i);
+    const vf decay = s.bound ? s.bound * sigmoid(rate * raw) : -rate * softplus(raw);
+    store(g + i, lane < int32_t(K - i) ? decay : (vf){});
   }
 }
 

@@ -107,11 +107,12 @@ void advance(const Recurrence& s, const RecurrenceInput<T>& in, int64_t token, i
   if (KEYED) {
     key_decays(s, in, token, head, x.decay);
     for (int64_t i = 0; i < K; i += LANES) store(x.decay + i, exp(load(x.decay + i)));
-    beta = beta_of(s, in, token, head);
+    beta = betas(s, in, token, head, 1)[0];
   } else {
-    const Gate gates = gate(s, in, token, head);
-    x.decay[0] = std::exp(gates.g);
-    beta = gates.beta;
+    vf g, step;
+    gates(s, in, token, head, 1, &g, &step);
+    x.decay[0] = exp(g)[0];
+    beta = step[0];
   }
   const auto fn = K == 128 ? step<8, KEYED, S> : K == 64 ? step<4, KEYED, S> : step<0, KEYED, S>;
   fn(source, state, K, V, x.q, x.k, x.decay, beta, s.delta, x.value, x.out, x.update);

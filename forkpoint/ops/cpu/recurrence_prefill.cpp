@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t CHUNK = 64;
 constexpr int64_t STEP = 16;  // rows of one step of the substitution
+constexpr int64_t MOST_STATE_BYTES = 512 * 1024;  // of the states of a task, which stay in L2
 
 // The halves of x^T for a triangle x[j][i], which is zero for i < j. Blocks of STEP rows and columns below the diagonal
 // stay zero, and with `strict` those on it as well. Only the rows i < n of x^T are split.
@@ -45,16 +46,16 @@ struct Tiles {
 };
 
 // Scratch of one task; kp and vp are K and V rounded up to 16, with zeros behind. `tiles` is for inputs of bf16 alone,
-// whose rounding is far larger than that of halves.
+// whose rounding is far larger than that of halves. g and beta are those of the value heads [first, last), `heads` apart.
 struct Scratch {
-  int64_t kp, vp;
-  Buffer<float> k, kt, qt, rows, kk, kq, na, p, state, flip, u, o, c, near;
+  int64_t first, last, heads, kp, vp;
+  Buffer<float> k, kt, qt, rows, kk, kq, na, p, state, flip, u, o, g, beta, c, near;
   std::optional<Tiles> tiles;
-  Scratch(const Recurrence& s, bool is_rounded)
-      : kp(round_up(s.key_dim)), vp(round_up(s.value_dim)),
+  Scratch(const Recurrence& s, int64_t first, int64_t last, bool is_rounded)
+      : first(first), last(last), heads(round_up(last - first)), kp(round_up(s.key_dim)), vp(round_up(s.value_dim)),
         k(CHUNK * kp), kt(CHUNK * kp), qt(CHUNK * kp), rows(CHUNK * kp), kk(CHUNK * CHUNK), kq(CHUNK * CHUNK),
         na(CHUNK * CHUNK), p(CHUNK * CHUNK), state(kp * vp), flip(kp * vp), u(CHUNK * vp), o(CHUNK * vp),
-        c(s.per_key ? CHUNK * kp : 0), near(s.per_key ? CHUNK * kp : 0) {
+        g(CHUNK * heads), beta(CHUNK * heads), c(s.per_key ? CHUNK * kp : 0), near(s.per_key ? CHUNK * kp : 0) {
     std::fill(p.memory.get(), p + CHUNK * CHUNK, 0.0f);  // rows behind n of a block are multiplied by zeros
     const bool whole = s.key_dim % TILE_DEPTH == 0 && s.value_dim % TILE_DEPTH == 0;
     if (is_rounded && whole && has_matrix_tiles()) tiles.emplace(s);
@@ -84,6 +85,12 @@ void store_state(S* target, const Recurrence& s, Scratch& w, const float* state)
   }
 }
 
+// The halves of k^T, with the K values of a row of k every kp.
+void turn_keys(int64_t n, int64_t K, const float* k, Scratch& w) {
+  split_right(k, w.kp, 0, K, 0, round_up(n, TILE_DEPTH), w.tiles->columns);
+  transpose_halves(w.tiles->columns, w.tiles->rows);
+}
+
 // k, k^T, q^T and the raw products of one key head; columns behind n are zero.
 template <class T>
 void load_keys(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, int64_t t0, int64_t n, Scratch& w) {
@@ -99,6 +106,7 @@ void load_keys(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, 
   if (s.per_key) return;
   if (w.tiles) {
     Tiles& t = *w.tiles;
+    turn_keys(n, K, w.k, w);
     split_rows(w.k, w.kp, CHUNK, t.k);
     split_rows(w.rows, w.kp, CHUNK, t.q);
     if (s.delta) {
@@ -113,6 +121,18 @@ void load_keys(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, 
   transpose(w.k, w.kp, w.kt, CHUNK, CHUNK, w.kp);
   if (s.delta) matmul_columns(n, CHUNK, K, w.kt, CHUNK, w.kt, CHUNK, w.kk, CHUNK, false);
   matmul_columns(n, CHUNK, K, w.kt, CHUNK, w.qt, CHUNK, w.kq, CHUNK, false);
+}
+
+template <class T>
+void load_gates(const Recurrence& s, const RecurrenceInput<T>& in, int64_t t0, int64_t n, Scratch& w) {
+  for (int64_t t = 0; t < n; ++t) {
+    for (int64_t h = 0; h < w.heads; h += LANES) {
+      vf g, beta;
+      gates(s, in, t0 + t, w.first + h, w.last - w.first - h, &g, &beta);
+      store(w.g + t * w.heads + h, g);
+      store(w.beta + t * w.heads + h, beta);
+    }
+  }
 }
 
 // na[j][i] = -A_ij and p[j][i] = (q_i . k_j) e^(c_i - c_j), both zero for i < j (na also for i = j).
@@ -148,15 +168,10 @@ void read_state(int64_t n, int64_t K, bool wants_k, const float* state, Scratch&
   matmul_columns(n, w.vp, K, w.qt, CHUNK, state, w.vp, w.o, w.vp, false);
 }
 
-// state += rows^T V', with the K values of a row every kp.
-void write_state(int64_t n, int64_t K, const float* rows, float* state, Scratch& w) {
-  if (w.tiles) {
-    Tiles& t = *w.tiles;
-    split_right(rows, w.kp, 0, K, 0, round_up(n, TILE_DEPTH), t.columns);
-    transpose_halves(t.columns, t.rows);
-    return multiply(t.rows, 0, K, t.u, w.vp, n, state, w.vp, true);
-  }
-  matmul_columns(K, w.vp, n, rows, w.kp, w.u, w.vp, state, w.vp, true);
+// state += k^T V', with the K values of a row of k every kp. With tiles, `turn_keys` has run for k.
+void write_state(int64_t n, int64_t K, const float* k, float* state, Scratch& w) {
+  if (w.tiles) return multiply(w.tiles->rows, 0, K, w.tiles->u, w.vp, n, state, w.vp, true);
+  matmul_columns(K, w.vp, n, k, w.kp, w.u, w.vp, state, w.vp, true);
 }
 
 // u = V' in place of beta (V - e^c K S0^T), and its halves. The rows of u behind n are zero.
@@ -211,16 +226,16 @@ void answer(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, int
   }
 }
 
-// One chunk of one value head: writes out rows and moves `state` on. load_keys has run for its key head.
+// One chunk of one value head: writes out rows and moves `state` on. load_gates has run for its chunk, and load_keys for
+// its key head.
 template <class T>
 void chunk(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, int64_t t0, int64_t n, Scratch& w, float* state) {
   const int64_t V = s.value_dim;
   const T* values = in.mixed + t0 * in.mixed_stride + 2 * s.num_k_heads * s.key_dim + head * V;
   alignas(64) float c[CHUNK] = {}, beta[CHUNK] = {}, growth[CHUNK];
   for (int64_t t = 0; t < n; ++t) {
-    const Gate gates = gate(s, in, t0 + t, head);
-    c[t] = (t ? c[t - 1] : 0.0f) + gates.g;
-    beta[t] = gates.beta;
+    c[t] = (t ? c[t - 1] : 0.0f) + w.g[t * w.heads + head - w.first];
+    beta[t] = w.beta[t * w.heads + head - w.first];
   }
   for (int64_t i = 0; i < CHUNK; i += LANES) store(growth + i, exp(load(c + i)));
   decay_products(n, c, beta, s.delta, w);
@@ -236,13 +251,15 @@ void chunk(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, int6
   }
   substitute(n, s.delta, w);
   answer(s, in, head, t0, n, w);
+  // V' takes the decay up to the chunk's end, so that the heads of a key head share its keys.
   for (int64_t t = 0; t < n; ++t) {
     const vf left = exp(splat(c[n - 1] - c[t]));
-    for (int64_t k = 0; k < w.kp; k += LANES) store(w.rows + t * w.kp + k, load(w.k + t * w.kp + k) * left);
+    for (int64_t v = 0; v < w.vp; v += LANES) store(w.u + t * w.vp + v, load(w.u + t * w.vp + v) * left);
   }
+  if (w.tiles) split_right(w.u, w.vp, 0, w.vp, 0, CHUNK, w.tiles->u);
   const float kept = growth[n - 1];
   for (int64_t i = 0; i < w.kp * w.vp; i += LANES) store(state + i, load(state + i) * kept);
-  write_state(n, s.key_dim, w.rows, state, w);
+  write_state(n, s.key_dim, w.k, state, w);
 }
 
 // near[t] = x[t] * e^(sign (c[t] - at)) for rows [first, last), where `at` is null for zero.
@@ -300,7 +317,7 @@ void key_chunk(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, 
     float* c = w.c + t * w.kp;
     if (t < n) {
       key_decays(s, in, t0 + t, head, c);
-      beta[t] = beta_of(s, in, t0 + t, head);
+      beta[t] = betas(s, in, t0 + t, head, 1)[0];
     } else {
       std::fill(c, c + w.kp, 0.0f);
     }
@@ -329,6 +346,7 @@ void key_chunk(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, 
     const vf kept = exp(splat(last[k]));
     for (int64_t v = 0; v < w.vp; v += LANES) store(state + k * w.vp + v, load(state + k * w.vp + v) * kept);
   }
+  if (w.tiles) turn_keys(n, K, w.near, w);
   write_state(n, K, w.near, state, w);
 }
 
@@ -338,7 +356,7 @@ void run(const Recurrence& s, const RecurrenceInput<T>& in, const StatePool<S>& 
          int64_t first, int64_t last) {
   const int64_t begin = seg.cu_seqlens[n], length = seg.cu_seqlens[n + 1] - begin, count = last - first;
   const int64_t head_size = s.value_dim * s.key_dim, key_head = first / (s.num_v_heads / s.num_k_heads);
-  Scratch w(s, std::is_same_v<T, bf16>);
+  Scratch w(s, first, last, std::is_same_v<T, bf16>);
   Buffer<float> states(count * w.kp * w.vp);
   const auto state_of = [&](int64_t h) { return states + (h - first) * w.kp * w.vp; };
   const auto slot = [&](int32_t index, int64_t h) {
@@ -354,6 +372,7 @@ void run(const Recurrence& s, const RecurrenceInput<T>& in, const StatePool<S>& 
   for (int64_t t = 0; t < length; t += CHUNK) {
     const int64_t rows = std::min(CHUNK, length - t);
     load_keys(s, in, key_head, begin + t, rows, w);
+    if (!s.per_key) load_gates(s, in, begin + t, rows, w);
     for (int64_t h = first; h < last; ++h) {
       (s.per_key ? key_chunk<T> : chunk<T>)(s, in, h, begin + t, rows, w, state_of(h));
       pass_through<S>(state_of(h), w.kp * w.vp);  // as if it were stored and resumed from here
@@ -367,13 +386,14 @@ void run(const Recurrence& s, const RecurrenceInput<T>& in, const StatePool<S>& 
 
 template <class T, class S>
 void recurrence_prefill(const Recurrence& s, const RecurrenceInput<T>& in, const StatePool<S>& pool, const Segments& seg) {
-  const int64_t ratio = s.num_v_heads / s.num_k_heads;
-  // Sibling value heads share the products of their key head, unless that leaves threads without work.
-  const int64_t group = seg.count * s.num_k_heads >= 2 * num_threads() ? ratio : 1;
-  const int64_t per_segment = s.num_v_heads / group;
-  parallel_tasks(seg.count * per_segment, [&](int64_t task) {
-    const int64_t first = task % per_segment * group;
-    run(s, in, pool, seg, task / per_segment, first, first + group);
+  const int64_t ratio = s.num_v_heads / s.num_k_heads, key_heads = seg.count * s.num_k_heads;
+  // The value heads of a key head share its products, unless threads had no work or states left the cache.
+  const int64_t state_bytes = ratio * s.key_dim * s.value_dim * int64_t(sizeof(float));
+  const int64_t busy = ceil_div(2 * num_threads(), std::max<int64_t>(1, key_heads)), cached = ceil_div(state_bytes, MOST_STATE_BYTES);
+  const int64_t parts = std::min(ratio, std::max(busy, cached));
+  parallel_tasks(key_heads * parts, [&](int64_t task) {
+    const int64_t part = task % parts, key_head = task / parts % s.num_k_heads, from = key_head * ratio;
+    run(s, in, pool, seg, task / parts / s.num_k_heads, from + ratio * part / parts, from + ratio * (part + 1) / parts);
   });
 }
 

@@ -78,9 +78,11 @@ template <class T, class S>
 void advance(const ScanRates& rates, const T* x, const T* dt, const T* b, Piece<S>& p) {
   const int64_t first = p.first, values = p.pool.values;
   for (int64_t i = 0; i < values; i += LANES) store(p.b + i, load_n(b + i, values - i));
-  for (int64_t d = 0; d < p.count(); ++d) {
-    p.steps[d] = softplus(to_float(dt[first + d]) + rates.dt_bias[first + d]);
-    p.amounts[d] = p.steps[d] * to_float(x[first + d]);
+  for (int64_t d = 0; d < p.count(); d += LANES) {
+    const int64_t left = p.count() - d;
+    const vf steps = softplus(load_n(dt + first + d, left) + load_n(rates.dt_bias + first + d, left));
+    store_n(p.steps + d, steps, left);
+    store_n(p.amounts + d, steps * load_n(x + first + d, left), left);
   }
   carry(rates.A + first * values, p.steps, p.amounts, p.b, p.count(), values, p.state);
 }

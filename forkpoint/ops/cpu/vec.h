@@ -163,7 +163,8 @@ inline void transpose(const float* in, int64_t ldi, float* out, int64_t ldo, int
   }
 }
 
-inline int64_t round_up(int64_t n, int64_t to = LANES) { return (n + to - 1) / to * to; }
+inline int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
+inline int64_t round_up(int64_t n, int64_t to = LANES) { return ceil_div(n, to) * to; }
 
 // e^x to about 1 ulp: 2^n * p(r) with |r| <= ln(2)/2. Below -87.3 it is 0, above 88.3 about 2.3e38; NaN stays.
 inline vf exp(vf x) {
@@ -189,6 +190,15 @@ inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 
 inline vf silu(vf x) { return x * sigmoid(x); }
 
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+// log(1 + e^x) to about 2 ulp: max(x, 0) + log(1 + y) with y = e^-|x|, as 2 artanh(r) with r = y / (2 + y) <= 1/3.
+inline vf softplus(vf x) {
+  const vf y = exp(x > 0.0f ? -x : x), r = y / (2.0f + y), z = r * r;
+  vf p = z * (1.0f / 13) + 1.0f / 11;
+  p = p * z + 1.0f / 9;
+  p = p * z + 1.0f / 7;
+  p = p * z + 1.0f / 5;
+  p = p * z + 1.0f / 3;
+  return (x > 0.0f ? x : (vf){}) + (r + r + (r + r) * (p * z));
+}
 
 }  // namespace forkpoint
