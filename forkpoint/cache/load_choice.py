@@ -12,6 +12,7 @@ from forkpoint.cache.eviction import RecomputeCost
 
 ASSUMED_RATE: Final = 10e9  # bytes per second, before a load was timed
 LEAST_BYTES: Final = 8 * 2**20  # loads of fewer bytes are not timed: they say little about the rate
+LEAST_TOKENS: Final = 1024  # steps of fewer prompt tokens are not timed: they say little about the rate
 NUM_RATES: Final = 8  # number of timed loads; the fastest counts, because steps delay the others
 NUM_STEPS: Final = 8  # number of timed steps after which the weight of earlier ones is halved
 TRY_AGAIN_S: Final = 60.0  # seconds after which a tier that was too slow is timed again
@@ -115,7 +116,12 @@ class LoadChoice:
         self._loaded_s = self._clock()
 
     def note_step(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
-        """Take in a step that computed prompts: its tokens, and its pairs of a query and a key."""
+        """Take in a step that computed prompts: its tokens, and its pairs of a query and a key.
+
+        Ignores steps of less than LEAST_TOKENS.
+        """
+        if num_tokens < LEAST_TOKENS:
+            return
         if self._num_steps >= NUM_STEPS:
             self._computed_cost, self._computed_s = self._computed_cost / 2, self._computed_s / 2
             self._num_steps /= 2

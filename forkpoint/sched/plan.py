@@ -170,6 +170,11 @@ class StepPlan:
     waits_for_tiers: bool = False  # whether the result of a plan without work waits briefly for tiers or fetches
     fetches: tuple[Fetch, ...] = ()  # orders to get prompts from other engines
 
+    def prefill_work(self) -> tuple[int, float]:
+        """Return the tokens of the rows in prefill, and their pairs of a query and a key."""
+        start, lens = self.rows.start[self.num_decodes :].astype(np.int64), self.rows.num_tokens[self.num_decodes :]
+        return int(lens.sum()), float((lens * (2 * start + lens)).sum() / 2)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

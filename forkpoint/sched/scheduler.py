@@ -27,7 +27,6 @@ from forkpoint.sched.encoder_budget import EncoderBudget
 from forkpoint.sched.handover import Handover
 from forkpoint.sched.issued_step import IssuedStep
 from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult, TokenLogprobs
-from forkpoint.sched.prefill_times import note_prefill
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestUpdate, follow
 from forkpoint.sched.retries import Retries
@@ -359,10 +358,11 @@ class Scheduler:
         assert issued.plan.step == result.step, f"result of step {result.step}, expected {issued.plan.step}"
         began_s, self._ended_s = max(self._ended_s, issued.planned_s), self._clock()
         seconds = self._ended_s - began_s  # for which the device worked on the step
-        if self._pace is not None:
-            self._pace.add(issued.plan, seconds)
-        if self._tiers.load_choices:
-            note_prefill(issued.plan, seconds, self._tiers.load_choices)
+        if self._pace is not None and issued.plan.num_tokens:  # other steps only wait or copy
+            num_prompt_tokens, _ = issued.plan.prefill_work()
+            self._pace.add(num_prompt_tokens, seconds)
+        for choice in self._tiers.load_choices:
+            choice.note_step(*issued.plan.prefill_work(), seconds)
         if result.tier_report is not None or result.fetch_report is not None:
             self._tiers.apply_reports(result.tier_report, result.fetch_report)
         for checkpoint in issued.readers:

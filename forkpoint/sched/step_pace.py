@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from forkpoint.config import BLOCK_SIZE
-from forkpoint.sched.plan import StepPlan
 from forkpoint.sched.step_line import StepLine
 
 MARGIN: Final = 0.8  # share of the limit that steps are planned for, because durations vary
@@ -21,10 +20,9 @@ class StepPace:
         self._limit_s = MARGIN * limit_s
         self._line = StepLine(MEMORY)
 
-    def add(self, plan: StepPlan, seconds: float) -> None:
-        """Take in the duration of a step that has ended. Steps that only wait or copy are ignored."""
-        if plan.num_tokens:
-            self._line.add(float(plan.rows.num_tokens[plan.num_decodes :].sum()), seconds)
+    def add(self, num_prompt_tokens: int, seconds: float) -> None:
+        """Take in the duration of a step that computed this many prompt tokens, or only decode rows."""
+        self._line.add(num_prompt_tokens, seconds)
 
     @property
     def num_tokens(self) -> int:

@@ -158,13 +158,13 @@ class EngineReplica:
 def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
     """Return the work of a plan, as the cost model counts it."""
     rows, num_decodes = plan.rows, plan.num_decodes
-    start, lens = rows.start[num_decodes:].astype(np.int64), rows.num_tokens[num_decodes:]
+    prefill_tokens, prefill_pairs = plan.prefill_work()
     decoded, ends = rows.num_tokens[:num_decodes], (rows.start + rows.num_tokens)[:num_decodes].astype(np.int64)
     num_drafts = int(rows.num_drafts.sum())
     return StepLoad(
-        prefill_tokens=int(lens.sum()),
-        prefill_pairs=float((lens * (2 * start + lens)).sum() / 2),
-        num_segments=len(lens),
+        prefill_tokens=prefill_tokens,
+        prefill_pairs=prefill_pairs,
+        num_segments=len(rows) - num_decodes,
         num_decodes=num_decodes,
         decode_kv_tokens=int((decoded * (2 * ends - decoded + 1)).sum()) // 2,
         num_saves=len(rows.save_slots),

@@ -25,7 +25,7 @@ def test_a_load_that_is_slower_than_computing_is_given_up(layout: str, monkeypat
     prompt, tier, now = evicted(harness), harness.sched.cache.tiers.host, [100.0]
     assert isinstance(tier, StreamedHostTier)
     tier._clock = tier._reader._clock = tier._choice._clock = lambda: now[0]
-    tier._choice.note_step(640, 0.0, 1.0)  # how long the prompt takes to compute
+    tier._choice.note_step(1280, 0.0, 2.0)  # how long the prompt takes to compute
     for wait_s, gives_up in ((5.0, True), (0.0, True), (60.0, False)):
         name = f"after {wait_s} s"
         now[0] += wait_s

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
 import pytest
 
 from forkpoint.sched.step_pace import StepPace
@@ -24,9 +20,7 @@ class Steps:
         """Return the tokens that the next step may compute."""
         for _ in range(count):
             tokens = self.pace.num_tokens
-            rows = SimpleNamespace(num_tokens=np.array([1, tokens]))
-            plan: Any = SimpleNamespace(num_tokens=1 + tokens, num_decodes=1, rows=rows)
-            self.pace.add(plan, BASE_S + self._token_s * tokens + held_up_s)
+            self.pace.add(tokens, BASE_S + self._token_s * tokens + held_up_s)
         return self.pace.num_tokens
 
 
