@@ -125,7 +125,7 @@ class LearntPolicy(EvictionPolicy):
         checkpoint.note = turn._replace(stands_in_for=None)
         self._track(checkpoint)
         goes_on = checkpoint.origin in OF_CONVERSATION or checkpoint.origin is Origin.NEAR_END
-        number = _number(request_note)
+        number = _turn_number(request_note)
         if goes_on:
             number = max(turn.number + 1, number)
         return number
@@ -138,21 +138,21 @@ class LearntPolicy(EvictionPolicy):
         used = self._note_return(self.hazards.use(blocks[index], now), lost=index >= LEAST_LOST_BLOCKS)
         if used is None:
             return request_note, None
-        return max(used.uses + 1, _number(request_note)), blocks[index]
+        return max(used.uses + 1, _turn_number(request_note)), blocks[index]
 
     def saved(self, checkpoint: Checkpoint, above: Checkpoint | None, request_note: object) -> None:
-        checkpoint.note = ConversationTurn(_number(request_note))
+        checkpoint.note = ConversationTurn(_turn_number(request_note))
         self._track(checkpoint)
         if above is not None and checkpoint.origin is above.origin is Origin.FALLBACK:
             above.note = _turn(above.note)._replace(fallback_below=True)
 
     def skipped(self, block_hash: BlockHash, request_note: object, now: float) -> None:
-        self.hazards.track(block_hash, ReuseClass(Origin.DECODE, _number(request_note)), now)
+        self.hazards.track(block_hash, ReuseClass(Origin.DECODE, _turn_number(request_note)), now)
 
     def request_ended(self, checkpoint: Checkpoint, request_note: object, *, awaits_tool: bool) -> None:
         turn = _turn(checkpoint.note)
         if not checkpoint.superseded or checkpoint.origin not in OF_LAST_TURN:
-            number = max(turn.number, _number(request_note))
+            number = max(turn.number, _turn_number(request_note))
             checkpoint.note = turn._replace(number=number, awaits_tool=awaits_tool)
         self._track(checkpoint)
 
@@ -248,5 +248,6 @@ def _turn(note: object) -> ConversationTurn:
     return note if isinstance(note, ConversationTurn) else ConversationTurn()
 
 
-def _number(request_note: object) -> int:
+def _turn_number(request_note: object) -> int:
+    """Return a request's note, the number of its turn in its conversation; 0 before the note is set."""
     return request_note if isinstance(request_note, int) else 0
