@@ -75,6 +75,11 @@ class RunningServer:
             raise AssertionError(f"the server does not stop:\n{self.log}") from None
 
 
+def to_read(seconds: float) -> httpx2.Timeout:
+    """A time limit for the answer alone: on a slow machine, connecting may take longer."""
+    return httpx2.Timeout(240, read=seconds)
+
+
 def children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 

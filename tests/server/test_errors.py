@@ -16,6 +16,8 @@ import openai
 import pytest
 
 from tests.server.running import RunningServer, start_server
+from tests.server.test_connections import connect, read_all
+from tests.server.test_lifecycle import wait_for
 
 KEY = "a secret"
 MAX_BODY_BYTES = 20_000
@@ -31,8 +33,29 @@ def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     running = start_server(tiny_model, tmp_path_factory.mktemp("guarded"), *flags)
     try:
         yield running.wait_ready()
+        check_that_what_does_not_end_in_time_is_cut_off(running)
     finally:
         assert running.stop() == 0, running.log
+
+
+def check_that_what_does_not_end_in_time_is_cut_off(guarded: RunningServer) -> None:
+    """An answer, and a body that does not come."""
+    body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    head = f"POST /tokenize HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    with guarded.client() as http, connect(guarded) as slow:
+        slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        wait_for(http, "forkpoint_num_requests_open{", 1)
+        with http.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            guarded.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        answer = read_all(slow)
+    assert rest[-1] == "data: [DONE]" and "the server is shutting down" in rest[-2]
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"the server is shutting down" in answer
+    assert guarded.process.wait(120) == 0, guarded.log
+    assert "stopping: 2 open requests cut off" in guarded.log and "Traceback" not in guarded.log, guarded.log
 
 
 def chat(http: httpx2.Client, **fields: Any) -> httpx2.Response:
@@ -250,7 +273,7 @@ def test_large_bodies_are_refused_with_and_without_a_length(guarded: RunningServ
 
 
 def test_beyond_the_limits_requests_are_told_to_come_back(guarded: RunningServer) -> None:
-    body = {"prompt": "x", "max_tokens": 700, "ignore_eos": True}
+    body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {KEY}"}
 
     def ask(_: int) -> httpx2.Response:
@@ -265,7 +288,7 @@ def test_beyond_the_limits_requests_are_told_to_come_back(guarded: RunningServer
     assert all(int(reply.headers["Retry-After"]) >= 1 for reply in refused)
     said = " ".join(reply.json()["error"]["message"] for reply in refused)
     assert "max_open_requests=4" in said or "max_queue_len=1" in said
-    assert all(reply.json()["usage"]["completion_tokens"] == 700 for reply in served)
+    assert all(reply.json()["usage"]["completion_tokens"] == 300 for reply in served)
 
 
 def test_requests_for_several_prompts_are_refused_as_a_whole(guarded: RunningServer) -> None:
@@ -280,20 +303,6 @@ def test_requests_for_several_prompts_are_refused_as_a_whole(guarded: RunningSer
         assert reply.status_code == 400 and "1300 completions, more than" in reply.text
         assert "forkpoint_num_requests_open{" in http.get("/metrics").text
         assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=headers).status_code == 200
-
-
-def test_what_does_not_end_in_time_is_cut_off(guarded: RunningServer) -> None:
-    """The last test with this server, which it stops."""
-    body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    headers = {"Authorization": f"Bearer {KEY}"}
-    with guarded.client() as http, http.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
-        lines = reply.iter_lines()
-        next(lines)
-        guarded.process.send_signal(signal.SIGTERM)
-        rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]" and "the server is shutting down" in rest[-2]
-    assert guarded.process.wait(120) == 0, guarded.log
-    assert "stopping: 1 open request cut off" in guarded.log
 
 
 def test_a_conversation_of_unknown_items_alone_is_refused_by_their_types(client: openai.OpenAI) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from forkpoint.server.lanes import Lane
 from forkpoint.server.reader_process import HEAD, MAX_GROWTH_BYTES, RETIRE_BYTES
 from forkpoint.server.readers import LARGE_BYTES, Readers
 from forkpoint.server.texts import Facts
-from tests.server.running import RunningServer, start_server
+from tests.server.running import RunningServer, start_server, to_read
 from tests.server.test_connections import connect
 from tests.server.test_lifecycle import gone, metric, wait_for
 
@@ -56,7 +57,7 @@ def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def chat(server: RunningServer, timeout_s: float = 60, padding: int = 0) -> httpx2.Response:
     body = json.dumps(ENDLESS).encode() + b" " * padding
     with server.client() as http:
-        return http.post("/v1/chat/completions", content=body, headers=JSON, timeout=timeout_s)
+        return http.post("/v1/chat/completions", content=body, headers=JSON, timeout=to_read(timeout_s))
 
 
 def small(server: RunningServer) -> httpx2.Response:
@@ -352,11 +353,12 @@ def test_bodies_that_are_held_at_once_are_bounded_and_the_loader_is_killed(tiny_
             assert b"HTTP/1.1 503" in select.select(holders, [], [], 0)[0][0].recv(4096)
             stack.enter_context(connect(running)).sendall(head + b"{" + b" " * 9500)
             refused: list[httpx2.Response] = []
-            until(lambda: refused.append(http.post("/tokenize", content=LARGE, headers=JSON)) or refused[-1].is_error)
+            ask = partial(http.post, "/tokenize", content=LARGE, headers=JSON)
+            until(lambda: refused.append(ask()) or refused[-1].is_error, 0.2)
         assert refused[-1].status_code == 503 and "too much is being sent" in refused[-1].text
         assert refused[-1].headers["Retry-After"]
     with running.client() as http:
-        until(lambda: http.post("/tokenize", content=LARGE, headers=JSON).status_code == 200)
+        until(lambda: http.post("/tokenize", content=LARGE, headers=JSON).status_code == 200, 0.2)
     os.kill(running.loader_pid, signal.SIGKILL)
     assert running.process.wait(120) == 1
     assert "the process that starts readers has ended" in running.log and "Traceback" not in running.log

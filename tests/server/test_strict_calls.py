@@ -242,8 +242,8 @@ DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_loo
 
 @pytest.fixture(
     scope="module",
-    params=[("",), (XML, "--async-scheduling"), ("", "--speculative-config", DRAFTS)],
-    ids=["hermes", "qwen_xml, early steps", "hermes, drafts"],
+    params=[(XML, "--async-scheduling"), ("", "--speculative-config", DRAFTS)],
+    ids=["qwen_xml, early steps", "hermes, drafts"],
 )
 def scripted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("strict")

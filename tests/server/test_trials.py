@@ -14,7 +14,7 @@ from forkpoint.errors import InvalidParamsError
 from forkpoint.params import StructuredOutputsParams
 from forkpoint.server import trials
 from forkpoint.server.trials import NUM_AT_ONCE, compile_once
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, to_read
 from tests.server.test_readers import until
 
 # The automaton of their least common multiple has more states than any memory.
@@ -26,7 +26,7 @@ DEEP = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in r
 def ask(server: RunningServer, timeout_s: float = 60, **wanted: Any) -> httpx2.Response:
     body = {"prompt": "x", "max_tokens": 1, "structured_outputs": wanted}
     with server.client() as http:
-        return http.post("/v1/completions", json=body, timeout=timeout_s)
+        return http.post("/v1/completions", json=body, timeout=to_read(timeout_s))
 
 
 def message(reply: httpx2.Response) -> str:
