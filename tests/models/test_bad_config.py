@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.registry import FAMILIES
 from forkpoint.plugins import Registry
 
-HUB = {path.stem: path for path in (Path(__file__).parent / "hub_configs").glob("*.json")}
 WRONG: list[Any] = ["x", -1, 3, float("inf"), [None], {"a": 1}]
 # What no config here has, and some family reads.
 RARE = (
@@ -42,9 +41,9 @@ RARE = (
 )
 
 
-def wrong_configs(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(field, the config with it set wrong), fields of inner objects too."""
-    for name in {**dict.fromkeys(RARE), **config}:
+def wrong_configs(config: dict[str, Any], others: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(field, the config with it set wrong): `others`, its own fields, and those of its inner objects."""
+    for name in {**dict.fromkeys(others), **config}:
         for value in WRONG:
             yield f"{name}={value!r}", {**config, name: value}
         inner = config.get(name)
@@ -53,17 +52,25 @@ def wrong_configs(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
                 yield f"{name}.{field}={value!r}", {**config, name: {**inner, field: value}}
 
 
-@pytest.mark.parametrize("name", [*HUB, *(family.architectures[0] for family in FAMILIES)])
+def defaults(architecture: str) -> dict[str, Any]:
+    family = next(family for family in FAMILIES if architecture in family.architectures)
+    fields = class_defaults(family.config_class)[0] if family.config_class else {}
+    return {**fields, **family.defaults, "architectures": [architecture]}
+
+
+HUB = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "hub_configs").glob("*.json")}
+PUBLISHED = {name for config in HUB.values() for name in config.get("architectures") or ["Mamba2ForCausalLM"]}
+OTHERS = [family.architectures[0] for family in FAMILIES if PUBLISHED.isdisjoint(family.architectures)]
+
+
+@pytest.mark.parametrize("name", [*HUB, *OTHERS])
 def test_a_wrong_field_is_told_in_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields of published configs and of other families' defaults, and those that their families have besides."""
     monkeypatch.setattr(Registry, "_entry_points", lambda registry: [])  # which are looked up anew each time
-    if name in HUB:
-        config = json.loads(HUB[name].read_text())
-    else:
-        family = next(family for family in FAMILIES if family.architectures[0] == name)
-        defaults = class_defaults(family.config_class)[0] if family.config_class else {}
-        config = {**defaults, **family.defaults, "architectures": [name]}
+    config = HUB[name] if name in HUB else defaults(name)
+    [architecture] = config.get("architectures") or ["Mamba2ForCausalLM"]
     num_refused = 0
-    for what, wrong in wrong_configs(config):
+    for what, wrong in wrong_configs(config, [*RARE, *defaults(architecture)]):
         file = tmp_path / "config.json"
         file.unlink(missing_ok=True)  # ext4 flushes a file that is cut to nothing and written again, in milliseconds
         file.write_text(json.dumps(wrong))

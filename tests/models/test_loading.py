@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -109,8 +110,7 @@ def test_experts_stored_whole(tmp_path: Path) -> None:
     assert torch.equal(logits(tmp_path), want)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "dtype"), zip(FAMILIES, itertools.cycle(["float32", "bfloat16"])))
 def test_dummy_weights_need_a_config_alone(family: str, dtype: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family)
     (tmp_path / SINGLE).unlink()

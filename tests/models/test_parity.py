@@ -56,7 +56,7 @@ def test_prefill_in_one_piece(pair: Pair) -> None:
     assert error(driver.prefill(driver.row(), pair.tokens), pair.want) <= TOLERANCE
 
 
-@pytest.mark.parametrize("cuts", [[1], [63, 64, 65], [2, 5, 100, 103], [64, 128, 192], [130, 199]])
+@pytest.mark.parametrize("cuts", [[1, 63, 64, 65, 128, 199], [2, 5, 130]])
 def test_prefill_in_chunks(pair: Pair, cuts: list[int]) -> None:
     driver = Driver(pair.ours)
     assert error(driver.prefill(driver.row(), pair.tokens, cuts), pair.want) <= TOLERANCE
@@ -66,8 +66,8 @@ def test_decode(pair: Pair) -> None:
     driver = Driver(pair.ours)
     row = driver.row()
     driver.prefill(row, pair.tokens[:50])
-    got = [driver.run([Work(row, [token], decode=True)])[0] for token in pair.tokens[50:100]]
-    assert error(torch.cat(got), pair.want[50:100]) <= TOLERANCE
+    got = [driver.run([Work(row, [token], decode=True)])[0] for token in pair.tokens[50:70]]
+    assert error(torch.cat(got), pair.want[50:70]) <= TOLERANCE
 
 
 def test_decode_from_the_first_token(pair: Pair) -> None:
