@@ -50,8 +50,7 @@ def test_against_plain_softmax(heads: Heads, deterministic: bool, launched: Host
     assert launched.num_programs
 
 
-@pytest.mark.parametrize("splits", [2, 7])
-@pytest.mark.parametrize("heads", [Heads(4, 2, 128, 128), Heads(3, 1, 256, 256)])
+@pytest.mark.parametrize(("heads", "splits"), [(Heads(4, 2, 128, 128), 7), (Heads(3, 1, 256, 256), 2)])
 def test_programs_share_keys(heads: Heads, splits: int, launched: HostKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode row, and rows with several shares of keys, of which some are empty. The last share of a row has one key,
     which only the last query sees."""
