@@ -288,15 +288,17 @@ def _respelled(given: Any) -> dict[str, Any]:
 
 
 def _lists(given: SamplingParams) -> dict[str, Any]:
+    """Return the checked lists. Scripts for vLLM append to some of them."""
+    stop_token_ids = _CHECK.integers("stop_token_ids", given.stop_token_ids, MAX_STOP_TOKEN_IDS, 0, MAX_INT32)
     return {
-        "stop": _texts("stop", given.stop, MAX_STOPS, MAX_STOP_CHARS),
-        "stop_token_ids": _CHECK.integers("stop_token_ids", given.stop_token_ids, MAX_STOP_TOKEN_IDS, 0, MAX_INT32),
+        "stop": list(_texts("stop", given.stop, MAX_STOPS, MAX_STOP_CHARS)),
+        "stop_token_ids": list(stop_token_ids),
         "cache_breakpoints": tuple(
             sorted(set(_CHECK.integers("cache_breakpoints", given.cache_breakpoints, MAX_BREAKPOINTS, 0, MAX_INT32)))
         ),
         "logit_bias": _logit_bias(given.logit_bias),
         "call_openings": _texts("call_openings", given.call_openings, MAX_STOPS, MAX_STOP_CHARS),
-        "bad_words": _texts("bad_words", given.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
+        "bad_words": list(_texts("bad_words", given.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)),
         "allowed_token_ids": _allowed(given),
     }
 

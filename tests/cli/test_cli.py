@@ -51,7 +51,7 @@ def test_flags_reach_the_configuration() -> None:
     assert (config.scheduler["max_num_batched_tokens"], config.kv_cache_memory_bytes) == (512, 123)
     assert (config.deterministic, config.seed, config.model) == (True, 5, "M")
     params = sampling_params(arguments, config)
-    assert (params.temperature, params.stop, params.max_tokens) == (0.0, ("a", "b"), 128)
+    assert (params.temperature, params.stop, params.max_tokens) == (0.0, ["a", "b"], 128)
 
 
 @pytest.mark.parametrize(

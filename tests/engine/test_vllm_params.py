@@ -158,6 +158,12 @@ def test_parameters_may_be_changed_and_are_checked_when_used(llm: LLM) -> None:
     for given in (copy, [params, copy]):
         with pytest.raises(InvalidParamsError, match="top_p=2 is not allowed"):
             llm.generate([PROMPT, PROMPT], given, use_tqdm=False)
+    copy = SamplingParams(stop="x")
+    for name, value in (("stop", "y"), ("stop_token_ids", 5), ("bad_words", "z")):
+        getattr(copy, name).append(value)
+    assert copy == SamplingParams(stop=["x", "y"], stop_token_ids=[5], bad_words=["z"]) == copy.clone()
+    copy.clone().stop_token_ids.append(6)  # type: ignore[attr-defined]
+    assert copy.stop_token_ids == [5]
     with pytest.raises(AttributeError):
         params.top_pp = 0.5  # type: ignore[attr-defined]
 
