@@ -86,6 +86,23 @@ def test_a_prompt_of_nan_leaves_others_as_they_are(shape: Recurrence, dtype: tor
         _close(pool[2], states[-1], 3e-5)
 
 
+@pytest.mark.parametrize("shape", [Recurrence(1, 3, 32, 64), Recurrence(2, 6, 32, 32, delta=False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_of_nan_leaves_others_as_they_are(shape: Recurrence, dtype: torch.dtype) -> None:
+    """Heads that share a key share scratch memory, in which a short chunk leaves rows of the chunk before."""
+    size = (shape.num_v_heads, shape.value_dim, shape.key_dim)
+    for length in (10, 17, 64, 74, 128):
+        case, pool = recurrence_case(length, shape, dtype=dtype), padded_pool(2, size)
+        want = CPP.recurrence_prefill(case.inputs, case.params, pool, segments([length], [-1], [0]))
+        for bad in range(shape.num_v_heads):
+            a = case.a.clone()
+            a[:, bad] = torch.nan
+            inputs = RecurrenceInputs(case.mixed, a, case.b)
+            got = CPP.recurrence_prefill(inputs, case.params, pool, segments([length], [-1], [1]))
+            others = [head for head in range(shape.num_v_heads) if head != bad]
+            assert torch.equal(got[:, others], want[:, others]) and torch.equal(pool[1, others], pool[0, others])
+
+
 @pytest.mark.parametrize("lens", [[1], [63, 65], [64, 1, 128], [2, 3, 200]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("delta", [True, False])

@@ -40,9 +40,7 @@ struct Tiles {
   Triangle na, p;
   explicit Tiles(const Recurrence& s)
       : k(CHUNK, s.key_dim), q(CHUNK, s.key_dim), turned(CHUNK, s.key_dim), state(s.value_dim, s.key_dim),
-        u(s.value_dim, CHUNK), columns(s.key_dim, CHUNK), rows(s.key_dim, CHUNK), na(true), p(false) {
-    u.clear();
-  }
+        u(s.value_dim, CHUNK), columns(s.key_dim, CHUNK), rows(s.key_dim, CHUNK), na(true), p(false) {}
 };
 
 // Scratch of one task; kp and vp are K and V rounded up to 16, with zeros behind. `tiles` is for inputs of bf16 alone,
@@ -178,7 +176,7 @@ void write_state(int64_t n, int64_t K, const float* k, float* state, Scratch& w)
 void substitute(int64_t n, bool delta, Scratch& w) {
   std::fill(w.u + n * w.vp, w.u + CHUNK * w.vp, 0.0f);
   if (!delta) {
-    if (w.tiles) split_right(w.u, w.vp, 0, w.vp, 0, CHUNK, w.tiles->u);
+    if (w.tiles) split_right(w.u, w.vp, 0, w.vp, 0, round_up(n, TILE_DEPTH), w.tiles->u);
     return;
   }
   if (w.tiles) w.tiles->na.split(w.na, n);
@@ -197,7 +195,8 @@ void substitute(int64_t n, bool delta, Scratch& w) {
         store(w.u + i * w.vp + v, acc);
       }
     }
-    if (w.tiles) split_right(w.u, w.vp, 0, w.vp, i0, i0 + STEP, w.tiles->u);
+    // Whole tiles are multiplied: what zeros meet has to be this head's too, since NaN times zero is NaN.
+    if (w.tiles) split_right(w.u, w.vp, 0, w.vp, i0, round_up(i1, TILE_DEPTH), w.tiles->u);
   }
 }
 
@@ -256,7 +255,7 @@ void chunk(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, int6
     const vf left = exp(splat(c[n - 1] - c[t]));
     for (int64_t v = 0; v < w.vp; v += LANES) store(w.u + t * w.vp + v, load(w.u + t * w.vp + v) * left);
   }
-  if (w.tiles) split_right(w.u, w.vp, 0, w.vp, 0, CHUNK, w.tiles->u);
+  if (w.tiles) split_right(w.u, w.vp, 0, w.vp, 0, round_up(n, TILE_DEPTH), w.tiles->u);
   const float kept = growth[n - 1];
   for (int64_t i = 0; i < w.kp * w.vp; i += LANES) store(state + i, load(state + i) * kept);
   write_state(n, s.key_dim, w.k, state, w);

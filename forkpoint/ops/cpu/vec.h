@@ -190,7 +190,7 @@ inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 
 inline vf silu(vf x) { return x * sigmoid(x); }
 
-// log(1 + e^x) to about 2 ulp: max(x, 0) + log(1 + y) with y = e^-|x|, as 2 artanh(r) with r = y / (2 + y) <= 1/3.
+// log(1 + e^x) to 3 ulp: max(x, 0) + log(1 + y) with y = e^-|x|, as 2 artanh(r) with r = y / (2 + y) <= 1/3.
 inline vf softplus(vf x) {
   const vf y = exp(x > 0.0f ? -x : x), r = y / (2.0f + y), z = r * r;
   vf p = z * (1.0f / 13) + 1.0f / 11;
