@@ -141,7 +141,7 @@ def test_cuts_on_the_grid_and_neighbours_leave_the_bits_alone(dtype: torch.dtype
     assert torch.equal(other[3], pool[1])
 
 
-@pytest.mark.parametrize("shape", [Recurrence(1, 5, 32, 32, delta=False), Recurrence(2, 10, 32, 32)], ids=str)
+@pytest.mark.parametrize("shape", [Recurrence(1, 41, 32, 32, delta=False), Recurrence(2, 10, 32, 32)], ids=str)
 def test_heads_that_share_keys_have_the_same_bits_on_any_number_of_threads(shape: Recurrence) -> None:
     case = recurrence_case(100, shape, dtype=torch.bfloat16)
     pool = padded_pool(4, (shape.num_v_heads, 32, 32))
