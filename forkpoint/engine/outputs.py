@@ -68,6 +68,13 @@ class Completion:
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
+    def token_starts(self, first: int, count: int) -> list[int]:
+        """Return for `count` tokens from `first` on the positions in the completion's text at which their texts begin.
+
+        See `tokens_in`.
+        """
+        return self._token_starts[first : first + count]
+
     def tokens_in(self, positions: range) -> range:
         """Return the numbers of the tokens whose text begins at one of these positions of the completion's text.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from codecs import IncrementalDecoder, getincrementaldecoder
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 from forkpoint.engine.outputs import RequestState
@@ -82,42 +82,31 @@ def chat_logprobs(entries: Sequence[Mapping[int, Logprob]], num_top: int) -> dic
     return {"content": content, "refusal": None}
 
 
-@dataclass(frozen=True, slots=True)
-class TextToken:
-    """A token of a text completion. Its alternatives are None if nothing predicts it."""
+def prompt_starts(tokens: Sequence[bytes], num_characters: int) -> list[int]:
+    """Return the characters at which a prompt's tokens start in its text, or of which they are a further part.
 
-    text: str
-    token_bytes: bytes
-    alternatives: Mapping[int, Logprob] | None = None
-
-    @classmethod
-    def chosen(cls, entry: Mapping[int, Logprob]) -> TextToken:
-        one = next(iter(entry.values()))
-        return cls(one.decoded_token, one.token_bytes, entry)
+    A text may lack the beginning of its first tokens: a special token, or the space that SentencePiece adds.
+    """
+    decoder = getincrementaldecoder("utf-8")("replace")
+    starts = list(accumulate((len(decoder.decode(data)) for data in tokens), initial=0))
+    num_absent = max(starts.pop() + len(decoder.decode(b"", final=True)) - num_characters, 0)
+    return [max(start - num_absent, 0) for start in starts]
 
 
-@dataclass(slots=True)
-class TokenStarts:
-    """Counts the characters of a text, token by token."""
+def text_logprobs(
+    entries: Sequence[tuple[str, Mapping[int, Logprob] | None]], num_top: int, starts: Sequence[int]
+) -> dict[str, Any]:
+    """Return the log-probabilities of a text completion, or of its next part.
 
-    _length: int = 0
-    _decoder: IncrementalDecoder = field(default_factory=partial(getincrementaldecoder("utf-8"), "replace"))
-
-    def next(self, token: TextToken) -> int:
-        """Return the character at which the next token starts, or of which it is a further part."""
-        start = self._length
-        self._length += len(self._decoder.decode(token.token_bytes))
-        return start
-
-
-def text_logprobs(tokens: Sequence[TextToken], num_top: int, starts: TokenStarts) -> dict[str, Any]:
-    """Return the log-probabilities of a text completion, or of its next part, which goes on after `starts`."""
-    entries = [token.alternatives for token in tokens]
+    `entries` are (text of the token, its alternatives or None if nothing predicts it). The tokens start at the
+    characters `starts` of the text.
+    """
+    alternatives = [entry for _, entry in entries]
     return {
-        "text_offset": list(map(starts.next, tokens)),
-        "token_logprobs": [_finite(next(iter(entry.values())).logprob) if entry else None for entry in entries],
-        "tokens": [token.text for token in tokens],
-        "top_logprobs": [_top(entry, num_top) if entry else None for entry in entries],
+        "text_offset": list(starts),
+        "token_logprobs": [_finite(next(iter(entry.values())).logprob) if entry else None for entry in alternatives],
+        "tokens": [text for text, _ in entries],
+        "top_logprobs": [_top(entry, num_top) if entry else None for entry in alternatives],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -11,9 +12,19 @@ import pytest
 from openai.types import Completion
 
 from forkpoint import LLM, SamplingParams
+from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.server.logprobs import prompt_starts
+from tests.engine.tokenizers import metaspace
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
 LONG = "The quick brown fox jumps over the lazy dog. " * 5
+
+
+@pytest.fixture
+def special(tiny_model: Path) -> int:
+    """A token that texts leave out."""
+    tokenizer = Tokenizer.load(str(tiny_model))
+    return next(id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special)
 
 
 def test_answers_are_those_of_the_engine(client: openai.OpenAI, oracle: LLM) -> None:
@@ -105,6 +116,26 @@ def test_tokens_of_one_character_start_where_it_starts(client: openai.OpenAI, st
         offsets = [offset for part in parts if part for offset in part.text_offset]
         assert offsets == [*starts, *range(len(text), len(text) + 8)]
         assert (parts[0].tokens[2] == "n") == (extra != ids)
+
+
+def test_tokens_that_a_text_leaves_out_have_no_length_there(client: openai.OpenAI, special: int) -> None:
+    for echo, start in ((False, 0), (True, 2)):
+        fields = {"allowed_token_ids": [special], "ignore_eos": True}
+        answer = client.completions.create(prompt="ab", echo=echo, logprobs=0, **GREEDY, extra_body=fields).choices[0]
+        assert answer.logprobs is not None and len(answer.text) == start
+        assert answer.logprobs.text_offset == [*range(start), *[start] * 8]
+
+
+@pytest.mark.parametrize("first", ["", "<s>"])
+def test_tokens_of_a_prompt_start_where_its_text_has_them(first: str) -> None:
+    """SentencePiece puts a space before a text. A text that is given has no special tokens either."""
+    tokenizer = metaspace()
+    ids = tokenizer.encode(f"{first}the dog café", add_special_tokens=False)
+    data = [tokenizer.token_bytes(token) for token in ids]
+    starts = prompt_starts(data, len("the dog café"))
+    words = [token.decode().strip() for token in data]
+    assert starts[words.index("caf")] == len("the dog ") and starts[words.index("é")] == len("the dog caf")
+    assert starts[0] == 0 and starts == sorted(starts)
 
 
 def test_echo_repeats_the_prompt(client: openai.OpenAI, oracle: LLM) -> None:

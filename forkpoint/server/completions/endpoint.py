@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import FinishReason, SamplingParams
@@ -13,10 +13,9 @@ from forkpoint.server.completions.body import NO_LIMIT, CompletionBody
 from forkpoint.server.logprobs import (
     PromptLogprobs,
     TextLogprobs,
-    TextToken,
-    TokenStarts,
     named_by_ids,
     prompt_logprobs,
+    prompt_starts,
     text_logprobs,
 )
 from forkpoint.server.protocol import CacheInfo, CompletionUsage, ReplyModel, SpeculationInfo
@@ -24,6 +23,7 @@ from forkpoint.server.sampling import PreparedRequest, sampling_params, structur
 from forkpoint.server.texts import Texts
 
 DEFAULT_MAX_TOKENS: Final = 16  # as in OpenAI's API
+Entry: TypeAlias = tuple[str, dict[int, Logprob] | None]  # a token's text, and its alternatives if there are any
 
 
 class CompletionChoice(ReplyModel):
@@ -127,7 +127,7 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
     chunk_kind = "text_completion"
 
     def __post_init__(self) -> None:
-        self._starts: dict[int, TokenStarts] = {}  # by choice; text may be held back for a stop string, tokens are not
+        self._num_reported: dict[int, int] = {}  # by choice: tokens whose log-probabilities are reported
 
     async def choices(self) -> AsyncIterator[NewChoices]:
         async for deltas in self.generation.deltas():
@@ -152,18 +152,25 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
         if prepared.drops_output:
             delta = _without_output(delta)
         text = delta.text
-        tokens = list(map(self._token, delta.logprobs or ()))
-        first = index not in self._starts
-        starts = self._starts.setdefault(index, TokenStarts())
+        entries = list(map(self._named, delta.logprobs or ()))
+        first = index not in self._num_reported
+        num_before = self._num_reported.setdefault(index, 0)
+        self._num_reported[index] += len(entries)
+        completion = self.generation.states[number].completions[delta.index]
+        starts = completion.token_starts(num_before, len(entries))
         num_top = prepared.params.logprobs
-        if prepared.echoed is not None and first:
-            text = prepared.echoed[number] + text
-            if num_top is not None:
-                tokens = [*self._prompt_tokens(number), *tokens]
+        if prepared.echoed is not None:
+            prompt = prepared.echoed[number]
+            starts = [len(prompt) + start for start in starts]
+            if first:
+                text = prompt + text
+                if num_top is not None:
+                    entries = [*self._prompt_entries(number), *entries]
+                    starts = [*self._prompt_starts(number), *starts]
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": text_logprobs(tokens, num_top, starts) if num_top is not None else None,
+            "logprobs": text_logprobs(entries, num_top, starts) if num_top is not None else None,
             "finish_reason": delta.finish_reason and delta.finish_reason.value,
             "stop_reason": delta.stop_reason,
         }
@@ -175,16 +182,24 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
             choice["prompt_logprobs"] = prompt_logprobs(self.generation.states[number])
         return choice
 
-    def _prompt_tokens(self, number: int) -> list[TextToken]:
+    def _prompt_entries(self, number: int) -> list[Entry]:
         found = self.generation.states[number].all_prompt_logprobs() or ()
-        data = self.prepared.first_tokens[number]
-        named = self.prepared.names_ids
-        text = f"token_id:{self.prepared.prompts[number].token_ids[0]}" if named else data.decode(errors="replace")
-        return [self._token(entry) if entry else TextToken(text, data) for entry in found]
+        first = self.prepared.first_tokens[number].decode(errors="replace")
+        if self.prepared.names_ids:
+            first = f"token_id:{self.prepared.prompts[number].token_ids[0]}"
+        return [self._named(entry) if entry else (first, entry) for entry in found]
 
-    def _token(self, entry: dict[int, Logprob]) -> TextToken:
-        """Return the chosen token, with its id in place of its text if the request asks for that."""
-        return TextToken.chosen(named_by_ids(entry) if self.prepared.names_ids else entry)
+    def _prompt_starts(self, number: int) -> list[int]:
+        assert self.prepared.echoed is not None
+        found, first = self.generation.states[number].all_prompt_logprobs() or (), self.prepared.first_tokens[number]
+        data = [next(iter(entry.values())).token_bytes if entry else first for entry in found]
+        return prompt_starts(data, len(self.prepared.echoed[number]))
+
+    def _named(self, entry: dict[int, Logprob]) -> Entry:
+        """Return a token's alternatives with its text, or with its id if the request asks for that."""
+        if self.prepared.names_ids:
+            entry = named_by_ids(entry)
+        return next(iter(entry.values())).decoded_token, entry
 
 
 def _without_output(delta: CompletionOutput) -> CompletionOutput:
