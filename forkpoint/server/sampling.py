@@ -256,16 +256,18 @@ def structured_outputs(texts: Texts, body: SamplingBody) -> StructuredOutputsPar
 
 
 def _known(body: SamplingBody, texts: Texts) -> dict[str, Any] | None:
-    """Return `structured_outputs` without nulls, and without unknown fields next to known ones.
+    """Return `structured_outputs` without nulls, and without unknown fields next to a grammar.
 
-    The class of that name in vLLM has private fields, which clients send too.
+    The class of that name in vLLM has private fields, which clients send too. Without a grammar, an unknown field may
+    be a misspelt one, which the error then names.
     """
     if body.structured_outputs is None:
         return None
     given = {name: value for name, value in body.structured_outputs.items() if value is not None}
-    unknown = given.keys() - StructuredOutputsParams.__dataclass_fields__.keys() - OF_STRUCTURED_OUTPUTS.keys()
-    if len(unknown) == len(given):
+    own = StructuredOutputsParams.__dataclass_fields__.keys()
+    if not given.keys() & own - {"disable_any_whitespace"}:
         return given
+    unknown = given.keys() - own - OF_STRUCTURED_OUTPUTS.keys()
     for name in sorted(unknown)[:MAX_UNUSED]:
         texts.notices.add(f"structured_outputs has the field {name[:MAX_SHOWN]!r}, which is unknown and ignored")
     return {name: value for name, value in given.items() if name not in unknown}

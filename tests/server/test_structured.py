@@ -86,6 +86,7 @@ def test_a_call_and_its_result_can_be_told(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "xml"}}, "xml"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
         ({"structured_outputs": {"regexp": "x"}}, "regexp"),
+        ({"structured_outputs": {"choise": ["x"], "disable_any_whitespace": True}}, "choise"),
         ({"structured_outputs": {"regex": "x", "choice": ["x"]}}, "exactly one"),
         ({"structured_outputs": {"regex": "x"}, "response_format": {"type": "json_object"}}, "exclude"),
         ({"structured_outputs": {"regex": "(((("}}, "regular expression"),
