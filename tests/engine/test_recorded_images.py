@@ -31,7 +31,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 WRITE: dict[str, Callable[[Path], Any]] = {
     "qwen3_5": partial(write_vision_checkpoint, mtp=True, **SMALL),
-    "qwen3_5_moe": partial(write_vision_checkpoint, moe=True, **SMALL),
     "lfm2_vl": write_lfm2_vl,
     "nemotron_omni": write_nemotron_omni,
     "ling_vl": write_ling_vl,
