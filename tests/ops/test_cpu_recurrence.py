@@ -101,6 +101,7 @@ def test_a_head_of_nan_leaves_others_as_they_are(shape: Recurrence, dtype: torch
             got = CPP.recurrence_prefill(inputs, case.params, pool, segments([length], [-1], [1]))
             others = [head for head in range(shape.num_v_heads) if head != bad]
             assert torch.equal(got[:, others], want[:, others]) and torch.equal(pool[1, others], pool[0, others])
+            assert got[:, bad].isnan().all()
 
 
 @pytest.mark.parametrize("lens", [[1], [63, 65], [64, 1, 128], [2, 3, 200]])
