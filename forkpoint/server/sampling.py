@@ -177,6 +177,8 @@ class PreparedRequest:
         """Create a prepared request from the fields of `body` that all APIs share, and `others`."""
         options = body.stream_options
         names_ids = body.return_tokens_as_token_ids
+        if texts.tokenizer is None:
+            names_ids = True  # all tokens would have the same name
         asks_usage = bool(options and options.include_usage) or bool(body.usage and body.usage.include)
         return cls(
             priority=_priority(body, texts),
