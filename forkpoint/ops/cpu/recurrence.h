@@ -70,23 +70,23 @@ void recurrence_verify(const Recurrence& shape, const RecurrenceInput<T>& in, co
 template <class S>
 void recurrence_fold(const StatePool<S>& pool, const Records& records, const VerifyRows& rows);
 
-// beta of up to LANES heads of one token.
-template <class T>
-inline vf betas(const Recurrence& s, const RecurrenceInput<T>& in, int64_t token, int64_t head, int64_t count) {
-  const vf beta = sigmoid(load_n(in.b + token * in.b_stride + head, count));
+inline vf beta_of(const Recurrence& s, vf b) {
+  const vf beta = sigmoid(b);
   return s.double_beta ? beta + beta : beta;
 }
 
-// Of up to LANES heads of one token: g = the logs of the decays, beta = beta, or the steps without the delta rule.
-template <class T>
-inline void gates(const Recurrence& s, const RecurrenceInput<T>& in, int64_t token, int64_t head, int64_t count, vf* g,
-                  vf* beta) {
+// The logs of the decays, and beta, or the steps without the delta rule.
+struct Gates {
+  vf g, beta;
+};
+
+// Of one head, from a and b of as many tokens.
+inline Gates gates(const Recurrence& s, int64_t head, vf a, vf b) {
   const vf shortest = splat(s.shortest), longest = splat(s.longest);
-  vf step = softplus(load_n(in.a + token * in.a_stride + head, count) + load_n(s.dt_bias + head, count));
+  vf step = softplus(a + s.dt_bias[head]);
   step = step < shortest ? shortest : step;
   step = step > longest ? longest : step;
-  *g = -exp(load_n(s.A_log + head, count)) * step;
-  *beta = s.delta ? betas(s, in, token, head, count) : step;
+  return {-exp(splat(s.A_log[head])) * step, s.delta ? beta_of(s, b) : step};
 }
 
 // g[0, round_up(K)): the logs of the decays of one token's keys, zeros behind K.

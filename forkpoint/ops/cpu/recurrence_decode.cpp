@@ -103,16 +103,16 @@ void advance(const Recurrence& s, const RecurrenceInput<T>& in, int64_t token, i
   load_key(s, keys + KH, x.k, 1.0f);
   const T* v = mixed + 2 * KH + head * V;
   for (int64_t i = 0; i < V; i += LANES) store(x.value + i, load_n(v + i, V - i));
+  const vf b = s.delta ? splat(to_float(in.b[token * in.b_stride + head])) : (vf){};
   float beta;
   if (KEYED) {
     key_decays(s, in, token, head, x.decay);
     for (int64_t i = 0; i < K; i += LANES) store(x.decay + i, exp(load(x.decay + i)));
-    beta = betas(s, in, token, head, 1)[0];
+    beta = beta_of(s, b)[0];
   } else {
-    vf g, step;
-    gates(s, in, token, head, 1, &g, &step);
-    x.decay[0] = exp(g)[0];
-    beta = step[0];
+    const Gates own = gates(s, head, splat(to_float(in.a[token * in.a_stride + head])), b);
+    x.decay[0] = exp(own.g)[0];
+    beta = own.beta[0];
   }
   const auto fn = K == 128 ? step<8, KEYED, S> : K == 64 ? step<4, KEYED, S> : step<0, KEYED, S>;
   fn(source, state, K, V, x.q, x.k, x.decay, beta, s.delta, x.value, x.out, x.update);

@@ -44,16 +44,16 @@ struct Tiles {
 };
 
 // Scratch of one task; kp and vp are K and V rounded up to 16, with zeros behind. `tiles` is for inputs of bf16 alone,
-// whose rounding is far larger than that of halves. g and beta are those of the value heads [first, last), `heads` apart.
+// whose rounding is far larger than that of halves.
 struct Scratch {
-  int64_t first, last, heads, kp, vp;
-  Buffer<float> k, kt, qt, rows, kk, kq, na, p, state, flip, u, o, g, beta, c, near;
+  int64_t kp, vp;
+  Buffer<float> k, kt, qt, rows, kk, kq, na, p, state, flip, u, o, c, near;
   std::optional<Tiles> tiles;
-  Scratch(const Recurrence& s, int64_t first, int64_t last, bool is_rounded)
-      : first(first), last(last), heads(round_up(last - first)), kp(round_up(s.key_dim)), vp(round_up(s.value_dim)),
+  Scratch(const Recurrence& s, bool is_rounded)
+      : kp(round_up(s.key_dim)), vp(round_up(s.value_dim)),
         k(CHUNK * kp), kt(CHUNK * kp), qt(CHUNK * kp), rows(CHUNK * kp), kk(CHUNK * CHUNK), kq(CHUNK * CHUNK),
         na(CHUNK * CHUNK), p(CHUNK * CHUNK), state(kp * vp), flip(kp * vp), u(CHUNK * vp), o(CHUNK * vp),
-        g(CHUNK * heads), beta(CHUNK * heads), c(s.per_key ? CHUNK * kp : 0), near(s.per_key ? CHUNK * kp : 0) {
+        c(s.per_key ? CHUNK * kp : 0), near(s.per_key ? CHUNK * kp : 0) {
     std::fill(p.memory.get(), p + CHUNK * CHUNK, 0.0f);  // rows behind n of a block are multiplied by zeros
     const bool whole = s.key_dim % TILE_DEPTH == 0 && s.value_dim % TILE_DEPTH == 0;
     if (is_rounded && whole && has_matrix_tiles()) tiles.emplace(s);
@@ -121,16 +121,12 @@ void load_keys(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, 
   matmul_columns(n, CHUNK, K, w.kt, CHUNK, w.qt, CHUNK, w.kq, CHUNK, false);
 }
 
+// x of tokens [t, n), up to LANES of them, which are `stride` apart.
 template <class T>
-void load_gates(const Recurrence& s, const RecurrenceInput<T>& in, int64_t t0, int64_t n, Scratch& w) {
-  for (int64_t t = 0; t < n; ++t) {
-    for (int64_t h = 0; h < w.heads; h += LANES) {
-      vf g, beta;
-      gates(s, in, t0 + t, w.first + h, w.last - w.first - h, &g, &beta);
-      store(w.g + t * w.heads + h, g);
-      store(w.beta + t * w.heads + h, beta);
-    }
-  }
+vf of_tokens(const T* x, int64_t stride, int64_t t, int64_t n) {
+  alignas(64) float values[LANES] = {};
+  for (int64_t i = 0; i < LANES && t + i < n; ++i) values[i] = to_float(x[(t + i) * stride]);
+  return load(values);
 }
 
 // na[j][i] = -A_ij and p[j][i] = (q_i . k_j) e^(c_i - c_j), both zero for i < j (na also for i = j).
@@ -225,17 +221,21 @@ void answer(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, int
   }
 }
 
-// One chunk of one value head: writes out rows and moves `state` on. load_gates has run for its chunk, and load_keys for
-// its key head.
+// One chunk of one value head: writes out rows and moves `state` on. load_keys has run for its key head.
 template <class T>
 void chunk(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, int64_t t0, int64_t n, Scratch& w, float* state) {
   const int64_t V = s.value_dim;
   const T* values = in.mixed + t0 * in.mixed_stride + 2 * s.num_k_heads * s.key_dim + head * V;
   alignas(64) float c[CHUNK] = {}, beta[CHUNK] = {}, growth[CHUNK];
-  for (int64_t t = 0; t < n; ++t) {
-    c[t] = (t ? c[t - 1] : 0.0f) + w.g[t * w.heads + head - w.first];
-    beta[t] = w.beta[t * w.heads + head - w.first];
+  for (int64_t t = 0; t < n; t += LANES) {
+    const vf a = of_tokens(in.a + t0 * in.a_stride + head, in.a_stride, t, n);
+    const Gates own = gates(s, head, a, s.delta ? of_tokens(in.b + t0 * in.b_stride + head, in.b_stride, t, n) : (vf){});
+    store(c + t, own.g);
+    store(beta + t, own.beta);
   }
+  for (int64_t t = 1; t < n; ++t) c[t] += c[t - 1];
+  std::fill(c + n, c + CHUNK, 0.0f);
+  std::fill(beta + n, beta + CHUNK, 0.0f);
   for (int64_t i = 0; i < CHUNK; i += LANES) store(growth + i, exp(load(c + i)));
   decay_products(n, c, beta, s.delta, w);
   read_state(n, s.key_dim, s.delta, state, w);
@@ -312,11 +312,14 @@ void key_chunk(const Recurrence& s, const RecurrenceInput<T>& in, int64_t head, 
   const int64_t K = s.key_dim, V = s.value_dim;
   const T* values = in.mixed + t0 * in.mixed_stride + 2 * s.num_k_heads * K + head * V;
   alignas(64) float beta[CHUNK] = {};
+  for (int64_t t = 0; t < n; t += LANES) {
+    store(beta + t, beta_of(s, of_tokens(in.b + t0 * in.b_stride + head, in.b_stride, t, n)));
+  }
+  std::fill(beta + n, beta + CHUNK, 0.0f);
   for (int64_t t = 0; t < CHUNK; ++t) {
     float* c = w.c + t * w.kp;
     if (t < n) {
       key_decays(s, in, t0 + t, head, c);
-      beta[t] = betas(s, in, t0 + t, head, 1)[0];
     } else {
       std::fill(c, c + w.kp, 0.0f);
     }
@@ -355,7 +358,7 @@ void run(const Recurrence& s, const RecurrenceInput<T>& in, const StatePool<S>& 
          int64_t first, int64_t last) {
   const int64_t begin = seg.cu_seqlens[n], length = seg.cu_seqlens[n + 1] - begin, count = last - first;
   const int64_t head_size = s.value_dim * s.key_dim, key_head = first / (s.num_v_heads / s.num_k_heads);
-  Scratch w(s, first, last, std::is_same_v<T, bf16>);
+  Scratch w(s, std::is_same_v<T, bf16>);
   Buffer<float> states(count * w.kp * w.vp);
   const auto state_of = [&](int64_t h) { return states + (h - first) * w.kp * w.vp; };
   const auto slot = [&](int32_t index, int64_t h) {
@@ -371,7 +374,6 @@ void run(const Recurrence& s, const RecurrenceInput<T>& in, const StatePool<S>& 
   for (int64_t t = 0; t < length; t += CHUNK) {
     const int64_t rows = std::min(CHUNK, length - t);
     load_keys(s, in, key_head, begin + t, rows, w);
-    if (!s.per_key) load_gates(s, in, begin + t, rows, w);
     for (int64_t h = first; h < last; ++h) {
       (s.per_key ? key_chunk<T> : chunk<T>)(s, in, h, begin + t, rows, w, state_of(h));
       pass_through<S>(state_of(h), w.kp * w.vp);  // as if it were stored and resumed from here
