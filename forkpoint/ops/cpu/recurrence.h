@@ -75,12 +75,12 @@ inline vf beta_of(const Recurrence& s, vf b) {
   return s.double_beta ? beta + beta : beta;
 }
 
-// The logs of the decays, and beta, or the steps without the delta rule.
+// g: the logs of the decays. beta: beta, or the steps without the delta rule.
 struct Gates {
   vf g, beta;
 };
 
-// Of one head, from a and b of as many tokens.
+// Returns the gates of one head for a token in each lane. b is read for the delta rule alone.
 inline Gates gates(const Recurrence& s, int64_t head, vf a, vf b) {
   const vf shortest = splat(s.shortest), longest = splat(s.longest);
   vf step = softplus(a + s.dt_bias[head]);

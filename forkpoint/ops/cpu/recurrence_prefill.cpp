@@ -388,9 +388,10 @@ void run(const Recurrence& s, const RecurrenceInput<T>& in, const StatePool<S>& 
 template <class T, class S>
 void recurrence_prefill(const Recurrence& s, const RecurrenceInput<T>& in, const StatePool<S>& pool, const Segments& seg) {
   const int64_t ratio = s.num_v_heads / s.num_k_heads, key_heads = seg.count * s.num_k_heads;
-  // The value heads of a key head share its products, unless threads had no work or states left the cache.
+  // Value heads share the products of their key head, in as many parts as keep threads busy and states in L2.
   const int64_t state_bytes = ratio * s.key_dim * s.value_dim * int64_t(sizeof(float));
-  const int64_t busy = ceil_div(2 * num_threads(), std::max<int64_t>(1, key_heads)), cached = ceil_div(state_bytes, MOST_STATE_BYTES);
+  const int64_t cached = ceil_div(state_bytes, MOST_STATE_BYTES);
+  const int64_t busy = ceil_div(2 * num_threads(), std::max<int64_t>(1, key_heads));
   const int64_t parts = std::min(ratio, std::max(busy, cached));
   parallel_tasks(key_heads * parts, [&](int64_t task) {
     const int64_t part = task % parts, key_head = task / parts % s.num_k_heads, from = key_head * ratio;
