@@ -1,4 +1,6 @@
-"""Times every C++ operator on the shapes of the 131 M-parameter model: `python -m benchmarks.ops`.
+"""Times every C++ operator on the shapes of the 131 M-parameter model, and recurrences of other models.
+
+    python -m benchmarks.ops --only prefill --no-torch
 
 Each line gives the least CPU time of several runs on one thread (least affected by what else the machine does), the
 floor (bytes over the measured copy rate, or operations over the measured fp32 matrix rate, whichever is more)
@@ -21,11 +23,20 @@ from benchmarks.model131m import SHAPE_131M as MODEL
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
-from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs, RecurrenceParams, ScanInputs, ScanParams
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
 
 DTYPE = torch.bfloat16
+HYBRID = Recurrence(MODEL.num_key_heads, MODEL.num_value_heads, MODEL.state_dim, MODEL.state_dim)
+# Recurrences of other models, by name.
+OTHERS = {
+    "Qwen3.5-9B": Recurrence(16, 32, 128, 128),
+    "KDA": Recurrence(8, 8, 128, 128, per_key=True),
+    "Granite-4.0-350M": Recurrence(1, 48, 128, 32, delta=False),
+    "Granite-4.0-Tiny": Recurrence(1, 48, 128, 64, delta=False),
+    "Falcon-H1-0.5B": Recurrence(1, 24, 128, 64, delta=False),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +83,21 @@ def linear_case(rows: int, n: int, k: int) -> Case:
     return Case(f"linear {n}x{k}, {rows} rows", make, 2.0 * (n * k + rows * (n + k)), 2.0 * rows * n * k)
 
 
-def _recurrence_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, RecurrenceParams, Tensor]:
-    shape = Recurrence(MODEL.num_key_heads, MODEL.num_value_heads, MODEL.state_dim, MODEL.state_dim)
-    heads = shape.num_v_heads
-    gates = [torch.randn(tokens, heads).to(DTYPE) for _ in range(2)]
+def _recurrence_inputs(tokens: int, shape: Recurrence) -> tuple[RecurrenceInputs, RecurrenceParams, Tensor]:
+    heads, decays = shape.num_v_heads, shape.num_decays
     pool = torch.zeros(min(tokens, 15) + 1, heads, shape.value_dim, shape.key_dim)
-    params = RecurrenceParams(shape, torch.full((heads,), -2.0), torch.full((heads,), -1.0))
-    return torch.randn(tokens, shape.mixed_dim).to(DTYPE), gates[0], gates[1], params, pool
+    params = RecurrenceParams(shape, torch.full((heads,), -2.0), torch.full((decays,), -1.0))
+    mixed, a, b = (torch.randn(tokens, size).to(DTYPE) for size in (shape.mixed_dim, decays, heads))
+    return RecurrenceInputs(mixed, a, b if shape.delta else None), params, pool
 
 
 def recurrence_decode_case(rows: int) -> Case:
-    mixed, a, b, params, pool = _recurrence_inputs(rows)
+    inputs, params, pool = _recurrence_inputs(rows, HYBRID)
     index = DecodeIndex(_ints(list(range(rows))), _ints(list(range(rows))))
     states = 2.0 * rows * pool[0].numel() * 4
     return Case(
         f"recurrence_decode, {rows} rows",
-        lambda ops: lambda: ops.recurrence_decode(RecurrenceInputs(mixed, a, b), params, pool, index),
+        lambda ops: lambda: ops.recurrence_decode(inputs, params, pool, index),
         states,
     )
 
@@ -96,15 +106,29 @@ def _segment(tokens: int) -> SegmentIndex:
     return segment_index([tokens], [-1], [0], [[(tokens, 1)]])
 
 
-def recurrence_prefill_case(tokens: int) -> Case:
-    mixed, a, b, params, pool = _recurrence_inputs(tokens)
-    s, c = params.spec, 64
-    per_token = 3 * s.key_dim * s.value_dim + c * (s.key_dim + s.value_dim)  # multiply-adds of one value head
+def recurrence_prefill_case(tokens: int, s: Recurrence = HYBRID, model: str = "") -> Case:
+    inputs, params, pool = _recurrence_inputs(tokens, s)
+    # Multiply-adds of one value head: products with the state, and in triangles of a chunk of 64 tokens.
+    triangles = 64 * (1 + s.delta) / 2 * (s.value_dim + s.key_dim * s.num_k_heads / s.num_v_heads)
+    per_token = (2 + s.delta) * s.key_dim * s.value_dim + triangles
     return Case(
-        f"recurrence_prefill, {tokens} tokens",
-        lambda ops: lambda: ops.recurrence_prefill(RecurrenceInputs(mixed, a, b), params, pool, _segment(tokens)),
-        2.0 * mixed.numel(),
+        f"recurrence_prefill, {tokens} tokens {model}".strip(),
+        lambda ops: lambda: ops.recurrence_prefill(inputs, params, pool, _segment(tokens)),
+        2.0 * inputs.mixed.numel(),
         2.0 * tokens * s.num_v_heads * per_token,
+    )
+
+
+def scan_prefill_case(tokens: int, channels: int, values: int) -> Case:
+    sizes = (channels, channels, values, values, channels)
+    inputs = ScanInputs(*(torch.randn(tokens, size).to(DTYPE) for size in sizes))
+    params = ScanParams(-torch.rand(channels, values) - 0.1, torch.full((channels,), -1.0), torch.ones(channels))
+    pool = torch.zeros(2, channels, values)
+    return Case(
+        f"scan_prefill, {tokens} tokens, {channels} channels",
+        lambda ops: lambda: ops.scan_prefill(inputs, params, pool, _segment(tokens)),
+        8.0 * tokens * channels,
+        8.0 * tokens * channels * values,
     )
 
 
@@ -174,6 +198,9 @@ def cases() -> list[Case]:
         recurrence_decode_case(8),
         recurrence_prefill_case(64),
         recurrence_prefill_case(2048),
+        recurrence_prefill_case(1024),
+        *(recurrence_prefill_case(1024, shape, model) for model, shape in OTHERS.items()),
+        scan_prefill_case(256, 4096, 16),
     ]
     found += [attention_case(1, 192, 8), attention_case(1, 4096, 1), attention_case(64, 4160, 1)]
     found += [attention_case(2048, 4096, 1), conv_case(1), conv_case(2048)]
