@@ -33,7 +33,7 @@ OF_SAMPLING: Final[Mapping[str, AbsentField]] = {
     "output_text_buffer_length": AbsentField(),
     "routed_experts_prompt_start": AbsentField(),  # answers name no experts
     "flat_logprobs": AbsentField(),  # one dict a token, as which vLLM's FlatLogprobs is read too
-    **dict.fromkeys(("early_stopping", "length_penalty"), AbsentField()),  # of beam search alone
+    **dict.fromkeys(("early_stopping", "length_penalty"), AbsentField()),  # beam search alone reads them
     "best_of": AbsentField("give n", (1,)),
     "extra_args": AbsentField("give kv_transfer_params, which is a field of its own here", ({},)),
     "guided_decoding": AbsentField("give structured_outputs=StructuredOutputsParams(...)"),

@@ -35,7 +35,7 @@ class EntryFacts(NamedTuple):
     """
 
     origin: Origin
-    cost: float  # of computing the tokens since the nearest checkpoint above, as RecomputeCost counts; a hit spares it
+    cost: float  # RecomputeCost of the tokens since the nearest checkpoint above, which a hit spares
     num_bytes: int  # freed by evicting the entry: its slot and, unless it `has_children`, the `kv_bytes`
     kv_bytes: int  # keys and values since the nearest checkpoint above it
     last_used: float  # turnover at the last use

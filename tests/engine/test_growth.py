@@ -26,7 +26,7 @@ from tests.hash_runner import HashRunner
 from tests.sched.harness import LAYOUTS
 
 VOCAB, MAX_MODEL_LEN = 500, 1024
-NUM_REQUESTS = 1_000  # of each half
+NUM_REQUESTS = 1_000  # in each half
 BURST = 50
 
 

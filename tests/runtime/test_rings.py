@@ -201,7 +201,7 @@ def copies_in_memory() -> list[CopyBatch]:
 def test_copies_of_offers_are_dropped_once_they_are_done() -> None:
     """They keep buffers of the device."""
     gc.collect()
-    before = copies_in_memory()  # of other tests
+    before = copies_in_memory()  # other tests have some
     with worker(0, "p", 1 << 20) as prefill, worker(1, "d") as decode:
         fetch(decode, prefill, 2, offer(prefill, 2))
         prefill.platform.synchronize()

@@ -53,7 +53,7 @@ def test_answers_arrive_as_they_were_sent() -> None:
 def test_large_arrays_are_in_shared_memory_that_goes_with_them() -> None:
     image = np.zeros((2048, 2048, 3), np.uint8)
     gc.collect()
-    before = num_memories()  # of other tests
+    before = num_memories()  # other tests have some
     packed = PackedAnswer.of((image, image.copy()))
     assert len(packed.message) < 1000
     found = received(packed.message)
