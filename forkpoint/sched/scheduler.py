@@ -358,11 +358,7 @@ class Scheduler:
         assert issued.plan.step == result.step, f"result of step {result.step}, expected {issued.plan.step}"
         began_s, self._ended_s = max(self._ended_s, issued.planned_s), self._clock()
         seconds = self._ended_s - began_s  # for which the device worked on the step
-        if self._pace is not None and issued.plan.num_tokens:  # other steps only wait or copy
-            num_prompt_tokens, _ = issued.plan.prefill_work()
-            self._pace.add(num_prompt_tokens, seconds)
-        for choice in self._tiers.load_choices:
-            choice.note_step(*issued.plan.prefill_work(), seconds)
+        self._time_step(issued.plan, seconds)
         if result.tier_report is not None or result.fetch_report is not None:
             self._tiers.apply_reports(result.tier_report, result.fetch_report)
         for checkpoint in issued.readers:
@@ -398,6 +394,16 @@ class Scheduler:
         if self._running.leaving:
             self._departures.release_ready()
         return updates
+
+    def _time_step(self, plan: StepPlan, seconds: float) -> None:
+        """Take in how long the device worked on a step."""
+        if self._pace is None and not self._tiers.load_choices:
+            return
+        num_prompt_tokens, num_pairs = plan.prefill_work()
+        if self._pace is not None and plan.num_tokens:  # other steps only wait or copy
+            self._pace.add(num_prompt_tokens, seconds)
+        for choice in self._tiers.load_choices:
+            choice.note_step(num_prompt_tokens, num_pairs, seconds)
 
     def _fail_request(self, scheduled: ScheduledRequest) -> RequestUpdate:
         """End a request whose logits were not finite, let nobody reuse what it computed; return its update."""
