@@ -1,7 +1,8 @@
-"""Models named by their hub ids, fetched from a hub of our own by the commands as people run them."""
+"""Models named by their hub ids, fetched from a hub of our own."""
 
 from __future__ import annotations
 
+import importlib
 import random
 import re
 import signal
@@ -9,17 +10,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx2
 import pytest
+from huggingface_hub import constants
 
+from forkpoint.cli.main import main
 from forkpoint.engine.hub import model_folder
-from forkpoint.errors import ModelFolderError
+from forkpoint.engine.llm import LLM
+from forkpoint.errors import ForkpointError, ModelFolderError
 from tests.hub import TOKEN, Hub, Repo, running_hub
 from tests.server.running import start_server
 
+Command = Callable[..., tuple[str, str]]
 ID = "acme/tiny-hybrid"
 ASK = ("generate", "--prompt", "Once upon", "--max-tokens", "4", "--temperature", "0", "--model")
 UNWANTED = {
@@ -33,7 +38,14 @@ UNWANTED = {
 
 
 @pytest.fixture
-def hub(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def client_after() -> Iterator[None]:
+    """Let the hub's client read the environment again when `monkeypatch`, which begins later, has put it back."""
+    yield
+    importlib.reload(constants)
+
+
+@pytest.fixture
+def hub(client_after: None, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """One that has the tiny model, in the environment of the commands that a test runs."""
     with running_hub() as hub:
         hub.repos[ID] = Repo.of(tiny_model, **UNWANTED)
@@ -45,30 +57,35 @@ def hub(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         yield hub
 
 
-def forkpoint(*words: str, code: int = 0) -> tuple[str, str]:
-    """Standard output and error of a command that ends with `code`."""
-    command = [sys.executable, "-m", "forkpoint", *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == code, ended.stderr
-    return ended.stdout, ended.stderr
+@pytest.fixture
+def forkpoint(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command in this process and return standard output and error of a command that ends with `code`."""
+
+    def run(*words: str, code: int = 0) -> tuple[str, str]:
+        importlib.reload(constants)
+        ended = main(words)
+        written = capsys.readouterr()
+        assert ended == code, written.err
+        return written.out, written.err
+
+    return run
 
 
 def fetched(name: str = ID, revision: str | None = None, weights: bool = True) -> str:
-    """The folder of a model, or why there is none, in a process that reads the environment anew."""
-    code = (
-        "from forkpoint.engine.hub import model_folder; from forkpoint.errors import ForkpointError\n"
-        f"try: print(model_folder({name!r}, revision={revision!r}, weights={weights}))\n"
-        "except ForkpointError as error: print(error)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    (line,) = ended.stdout.splitlines()
-    return line
+    """The folder of a model, or why there is none. The hub's client reads the environment anew."""
+    importlib.reload(constants)
+    try:
+        return model_folder(name, revision=revision, weights=weights)
+    except ForkpointError as error:
+        return str(error)
 
 
 def test_a_model_is_fetched_once_and_then_runs_without_a_network(
-    hub: Hub, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, tiny_model: Path, forkpoint: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, log = forkpoint(*ASK, ID)
+    command = [sys.executable, "-m", "forkpoint", *ASK, ID]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    text, log = ended.stdout, ended.stderr
     assert f"model {ID} (revision main) of {hub.url}" in log
     assert hub.fetched() == {path.name for path in tiny_model.iterdir()}
 
@@ -85,7 +102,9 @@ def test_templates_by_name_are_fetched(hub: Hub) -> None:
     assert [path.name for path in folder.rglob("*.jinja") if path.parent != folder] == ["tool_use.jinja"]
 
 
-def test_a_server_has_the_name_and_bench_serve_finds_the_tokenizer(hub: Hub, tmp_path: Path) -> None:
+def test_a_server_has_the_name_and_bench_serve_finds_the_tokenizer(
+    hub: Hub, forkpoint: Command, tmp_path: Path
+) -> None:
     server = start_server(Path(ID), tmp_path, "--max-model-len", "256", "--download-dir", str(tmp_path / "models"))
     try:
         server.wait_ready()
@@ -99,20 +118,15 @@ def test_a_server_has_the_name_and_bench_serve_finds_the_tokenizer(hub: Hub, tmp
         server.stop()
 
 
-def test_python_takes_ids_and_revisions(hub: Hub, tiny_model: Path) -> None:
+def test_python_takes_ids_and_revisions(hub: Hub) -> None:
     hub.repos[ID].revisions["v2"] = {**hub.repos[ID].revisions["main"], "generation_config.json": b'{"top_k": 7}'}
-    code = f"""
-import sys
-from forkpoint import LLM
-assert "huggingface_hub" not in sys.modules or "transformers" in sys.modules
-with LLM({ID!r}, revision="v2", log_level="error") as llm:
-    print(llm.get_default_sampling_params().top_k, len(llm.generate([[1, 2, 3]], use_tqdm=False)))
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ended.stdout == "7 1\n", ended.stderr
+    importlib.reload(constants)
+    with LLM(ID, revision="v2", log_level="error") as llm:
+        assert llm.get_default_sampling_params().top_k == 7
+        assert len(llm.generate([[1, 2, 3]], use_tqdm=False)) == 1
 
 
-def test_the_simulator_needs_the_config_alone(hub: Hub) -> None:
+def test_the_simulator_needs_the_config_alone(hub: Hub, forkpoint: Command) -> None:
     forkpoint("simulate", "chat:sessions=2", "--model", ID, "--memory", "1")
     assert "config.json" in hub.fetched() and not any(name.endswith(".safetensors") for name in hub.fetched())
 
@@ -125,7 +139,9 @@ def test_a_cut_connection_is_taken_up_where_it_broke(hub: Hub) -> None:
     assert any(re.search(r"model.safetensors bytes=1\d{7}-$", line) for line in hub.requests)
 
 
-def test_what_came_whole_is_kept_when_a_download_breaks_off(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_whole_is_kept_when_a_download_breaks_off(
+    hub: Hub, forkpoint: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.cuts["tokenizer.json"], hub.cut_always = 0, True
     told = forkpoint(*ASK, ID, code=2)[1].splitlines()
     assert told[-1].startswith(f"error: fetching {ID} from {hub.url} broke off: ")
@@ -234,6 +250,6 @@ class TestRefusals:
             "into its base model, with peft's merge_and_unload"
         )
 
-    def test_other_options_are_looked_at_first(self, hub: Hub) -> None:
+    def test_other_options_are_looked_at_first(self, hub: Hub, forkpoint: Command) -> None:
         assert "max_num_seqs=0" in forkpoint(*ASK, ID, "--max-num-seqs", "0", code=2)[1]
         assert not hub.requests
