@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripted import SERVED_NAME, chat_body, scripted_server, write_scripted_model
+from forkpoint import LLM, RequestOutput, SamplingParams
+from tests.scripted import write_scripted_model
 
 SCRIPTS = {
     "plain": ["Hello", " there, ", "K\u00f6ln \u6771\u4eac \U0001f642\n", "\x00 <b>", " the end"],
@@ -15,21 +16,26 @@ SCRIPTS = {
 
 
 def test_a_script_is_said_word_for_word(tmp_path: Path) -> None:
-    with scripted_server(tmp_path, SCRIPTS, after={"?": "again"}) as server, server.client() as client:
+    model = write_scripted_model(tmp_path, SCRIPTS, after={"?": "again"})
+    params = SamplingParams(max_tokens=50)
+    plain, again = ("".join(SCRIPTS["plain"]), 6), ("".join(SCRIPTS["again"]), 4)
+    with LLM(str(model.folder), log_level="warning") as llm:
 
-        def said(path: str, **body: object) -> tuple[str, int]:
-            answer = client.post(path, json={"max_tokens": 50, **body}).raise_for_status().json()
-            choice = answer["choices"][0]
-            assert choice["finish_reason"] == "stop"
-            text = choice["text"] if "text" in choice else choice["message"]["content"]
-            return text, answer["usage"]["completion_tokens"]
+        def said(message: str, **chosen: str) -> tuple[str, int]:
+            asked = [{"role": "user", "content": message}]
+            return text_of(llm.chat(asked, params, use_tqdm=False, chat_template_kwargs=chosen))
 
-        plain, again = ("".join(SCRIPTS["plain"]), 6), ("".join(SCRIPTS["again"]), 4)
-        assert said("/v1/chat/completions", **chat_body("plain")) == plain
-        assert said("/v1/chat/completions", **chat_body("again")) == again
-        by_text = {"model": SERVED_NAME, "messages": [{"role": "user", "content": "again"}]}
-        assert said("/v1/chat/completions", **by_text) == again
-        assert said("/v1/completions", model=SERVED_NAME, prompt="so?") == again
+        assert said("hello", script="plain") == plain
+        assert said("hello", script="again") == again
+        assert said("again") == again
+        assert text_of(llm.generate("so?", params, use_tqdm=False)) == again
+
+
+def text_of(outputs: list[RequestOutput]) -> tuple[str, int]:
+    """The text of the one answer, which has ended by itself, and its number of tokens."""
+    [completion] = outputs[0].outputs
+    assert completion.finish_reason == "stop"
+    return completion.text, len(completion.token_ids)
 
 
 def test_pieces_that_are_taken_are_joined(tmp_path: Path) -> None:

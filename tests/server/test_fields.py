@@ -225,9 +225,12 @@ def test_numbers_and_truth_values_may_be_texts(http: httpx2.Client, path: str) -
 )
 @pytest.mark.parametrize("value", [-1, "-1", 2**53 - 1])  # the last one is JavaScript's largest integer
 def test_these_ask_for_no_limit(http: httpx2.Client, path: str, name: str, value: object) -> None:
-    given: dict[str, Any] = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": "hello"}}.get(path, {"input": "hello"})
+    text = "x" * 400
+    messages = [{"role": "user", "content": text}]
+    given: dict[str, Any] = {CHAT: {"messages": messages}, TEXT: {"prompt": text}}.get(path, {"input": text})
     usage = http.post(path, json={**given, name: value, "ignore_eos": True}).json()["usage"]
     assert usage["total_tokens"] == MAX_MODEL_LEN
+    assert usage.get("completion_tokens", usage.get("output_tokens")) > 16  # the default of completions
 
 
 def test_minus_one_asks_for_a_random_seed(http: httpx2.Client) -> None:

@@ -116,15 +116,15 @@ def test_tools_of_chats_may_be_flat(http: httpx2.Client, choice: Any, schema: st
     parameters = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"], "additionalProperties": False}
     flat = {"name": "f", "description": "Do it.", schema: parameters}
     nested = {"type": "function", "function": {"name": "f", "description": "Do it.", "parameters": parameters}}
-    fields = {"max_tokens": 60, "return_token_ids": True}
-    same = ask(http, CHAT, tools=[nested], tool_choice="required", **fields).json()
-    reply = ask(http, CHAT, tools=[{"type": "function", **flat}], tool_choice=choice, **fields).json()
+    fields = {"return_token_ids": True}
+    same = ask(http, CHAT, tools=[nested], tool_choice="required", **fields, max_tokens=1).json()
+    reply = ask(http, CHAT, tools=[{"type": "function", **flat}], tool_choice=choice, **fields, max_tokens=60).json()
     assert reply["prompt_token_ids"] == same["prompt_token_ids"]
     [call] = reply["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": '{"a": 7}'}
     for free in ("auto", "none"):
         texts = [
-            ask(http, CHAT, tools=[flat], tool_choice=given, **fields).json()["prompt_token_ids"]
+            ask(http, CHAT, tools=[flat], tool_choice=given, **fields, max_tokens=1).json()["prompt_token_ids"]
             for given in (free, {"type": free})
         ]
         assert texts[0] == texts[1]

@@ -100,7 +100,7 @@ def test_one_interrupt_drains_and_ends(tiny_model: Path, tmp_path: Path) -> None
     shielded from it from its first moment on."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    running = start_server(tiny_model, tmp_path, "--port", str(port), "--max-model-len", "2048")
+    running = start_server(tiny_model, tmp_path, "--port", str(port))
     seen, num_shielded = set(), 0
     with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
         while 200 not in seen:
@@ -117,7 +117,7 @@ def test_one_interrupt_drains_and_ends(tiny_model: Path, tmp_path: Path) -> None
                 assert refused or http.get("/health").status_code == 200  # it may have been loaded meanwhile
         assert seen == {200, 503} and num_shielded > 10
         engine = running.wait_ready().engine_pid
-        asked = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        asked = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
         with http.stream("POST", "/v1/completions", json=asked) as reply:
             lines = reply.iter_lines()
             next(lines)

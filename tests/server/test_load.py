@@ -11,9 +11,9 @@ MAX_GROWTH_BYTES = 48 * 2**20
 
 
 def test_nothing_is_left_over_after_load(server: RunningServer) -> None:
-    warm = asyncio.run(run_load(Load(server.url, num_streams=64, seconds=3)))
+    warm = asyncio.run(run_load(Load(server.url, num_streams=64, seconds=1.5)))
     before = memory_bytes(server.process.pid)
-    tally = asyncio.run(run_load(Load(server.url, num_streams=64, seconds=7, seed=1)))
+    tally = asyncio.run(run_load(Load(server.url, num_streams=64, seconds=3, seed=1)))
     assert warm.problems + tally.problems == []
     assert asyncio.run(leftovers(server.url)) == []
     for pid, held in memory_bytes(server.process.pid).items():
