@@ -21,7 +21,7 @@ from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 
 BESIDE, BESIDE_OUTPUTS = 16, 64  # prompt and output tokens of a request that decodes next to the others
-SHORTEST = 32  # tokens; shorter prompts run too, since graphs serve none that want prompt log-probabilities
+SHORT = 64  # tokens; shorter prompts run too, since graphs serve none that want prompt log-probabilities
 # Sampling parameters that need kernels of their own. The last one is also used with masks.
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.9},
@@ -64,8 +64,9 @@ def try_kernels(loaded: Loaded, most_pages: int | None = None) -> None:
     while longest > 1 and most_pages and _pages(loaded.layout, (BESIDE + BESIDE_OUTPUTS, longest)) > most_pages:
         longest //= 2
     lengths = [longest]
-    while lengths[-1] > SHORTEST or len(lengths) < len(SAMPLINGS):
-        lengths.append(max(1, lengths[-1] // 2 - 1))  # odd lengths too: multiples of 16 have kernels of their own
+    while lengths[-1] > 2 or len(lengths) < len(SAMPLINGS):
+        # Kernels change at powers of two, and more often for short prompts. Multiples of 16 have some of their own.
+        lengths.append(max(1, lengths[-1] // 2 - 1 if lengths[-1] > SHORT else lengths[-1] * 3 // 4 - 1))
     runner, planner = _parts(loaded, (BESIDE + BESIDE_OUTPUTS, longest))
     if config.max_model_len > BESIDE + BESIDE_OUTPUTS:
         planner.add(_request(BESIDE, BESIDE_OUTPUTS))
