@@ -25,7 +25,6 @@ NEVER_LAUNCHED = {  # by what their names begin with
     "ops.linear.fragments_kernel.": PACKED,
     "ops.linear.unpack_kernel.": PACKED,
     "ops.moe.fragment_prompt_kernel.": PACKED,
-    "ops.moe.kept_kernel._kept_kernel": "multiplies FP8 by FP8",
     "ops.moe.kernel._pair_out_kernel": MASKS,
     "ops.moe.order_kernel._few_kernel": MASKS,
     "ops.norm.mix_kernel.": "torch mixes residuals there: `ops/turns.py`",

@@ -123,6 +123,15 @@ def pools() -> None:
     POINTERS["scores"] = "*bf16"
 
 
+def assembled(code: str) -> str:
+    """Return what the assembler reports about a kernel's PTX."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(code)
+        ptx.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", ptx.name, "-o", os.devnull]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
 def warps() -> None:
     """Compile prompt attention with groups of warps. Its products must not wait for one another or for spills."""
     boxes = f"tensordesc<bf16[1, 1, 64, 64],{NVMMASharedLayout(128, 16, 4)!r}>"
@@ -132,11 +141,7 @@ def warps() -> None:
         form = {**sizes, "D": dim, "KEYS": keys, "STAGES": stages, "SPLIT": split}
         made = compiled("prefill_warps", prefill_warps_kernel.prefill_warps_kernel, 4, **form)
         assert made.metadata.shared <= 227 * 1024, "more shared memory than a processor has"
-        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
-            ptx.write(made.asm["ptx"])
-            ptx.flush()
-            command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", ptx.name, "-o", os.devnull]
-            report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        report = assembled(made.asm["ptx"])
         assert " 0 bytes spill stores" in report and "serialized" not in report, report
 
 

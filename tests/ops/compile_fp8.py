@@ -5,12 +5,15 @@ Prints a line for each: its name, and its instructions of the matrix units.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from forkpoint.ops.activation import kernel as activation
 from forkpoint.ops.attention.decode_kernel import decode_kernel
@@ -20,11 +23,12 @@ from forkpoint.ops.linear import fp8_kernel, fragments_kernel, packed_kernel, un
 from forkpoint.ops.linear import kernel as linear
 from forkpoint.ops.linear.scaled import BLOCK
 from forkpoint.ops.linear.tiles import Tile, fixed_scaled_tile, one_scaled_tile, scaled_tile
-from forkpoint.ops.moe import fragment_prompt_kernel, kept_kernel
+from forkpoint.ops.moe import fragment_prompt_kernel, warps_kernel
 from forkpoint.ops.moe import kernel as moe
 from forkpoint.ops.moe.device_experts import _scaled_tiles
 from forkpoint.ops.norm import kernel as norm
 from forkpoint.ops.sampling import shortlist_kernel
+from tests.ops.compile_families import assembled
 
 POINTERS = {
     **dict.fromkeys(("q", "k", "v", "gate"), "*bf16"),
@@ -65,14 +69,16 @@ OWN_POINTERS = {
     "fragments_of_floats": {"scales": "*i16"},
     "widen_integers": {"scales": "*fp16"},
     "widen_floats": {"scales": "*i16"},
+    "expert_warps": {"x": "*fp8e4nv", "weights": f"tensordesc<fp8e4nv[128, 128],{NVMMASharedLayout(128, 8, 2)!r}>"},
     "choose": {"weight": "*bf16", "keys": "*i32", "token_ids": "*i64", "logits": "*fp32"},
 }
 ALIGNED = ("num_outputs", "width", "num_fragments", "x_stride", "out_stride", "split_width", "inner", "size", "half")
+ALIGNED += ("x_scale_step", "out_scale_step")
 FIXED = {"SCALE_ROWS": 128, "BLOCKED": True, "BITS": True, "STRAIGHT": False, "OVERLAP": False, "SQUARED": False}
 FIXED |= {"GATE_LIMIT": None, "UP_LIMIT": None, "PARTIAL": False}
 
 
-def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
+def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> Any:
     constants = {arg: value for arg, value in {**FIXED, **constants}.items() if arg in function.arg_names}
     pointers = dict(POINTERS)
     for rounded in ("x", "out"):
@@ -84,7 +90,7 @@ def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
     aligned = [
         places[arg] for arg, kind in signature.items() if kind.startswith("*") or (arg in ALIGNED and kind == "i32")
     ]
-    source = ASTSource(
+    source = (GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource)(
         fn=function,
         signature=signature,
         constexprs={places[arg]: value for arg, value in constants.items()},
@@ -94,6 +100,22 @@ def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = made.asm["ptx"]
     print(name, ptx.count("wgmma.mma_async") + ptx.count("mma.sync"))
+    return made
+
+
+def expert_warps() -> None:
+    """Compile products with experts by groups of warps, which must not wait for one another or for many spills."""
+    for gated in (False, True):
+        form = {
+            "KEPT": 1 if gated else warps_kernel.MOST_KEPT,
+            "GATED": gated,
+            **({} if gated else {"out_scales": None}),
+        }
+        made = compiled("expert_warps", warps_kernel.expert_warps_kernel, Tile(1, 1, 1, 4, 1), **form)
+        assert made.metadata.shared <= 227 * 1024, "more shared memory than a processor has"
+        report = assembled(made.asm["ptx"])
+        spills = re.search(r"(\d+) bytes spill stores", report)
+        assert spills and int(spills[1]) <= 64 and "serialized" not in report, report
 
 
 def of_tile(tile: Tile) -> dict[str, Any]:
@@ -105,6 +127,7 @@ def of_tile(tile: Tile) -> dict[str, Any]:
 
 
 def main() -> None:
+    expert_warps()
     bf16 = torch.bfloat16
     for gated in (False, True):
         alone: dict[str, Any] = dict.fromkeys(("out_scales", "tiles", "pairs", *(("bias",) if gated else ())))
@@ -118,7 +141,6 @@ def main() -> None:
             if not (gated and narrows and tile.outputs == BLOCK):
                 flags["out_scales"] = None
             compiled("experts", linear.product_kernel, tile, **of_tile(tile), **flags)
-    compiled("kept", kept_kernel._kept_kernel, Tile(1, 1, 1, kept_kernel.NUM_WARPS, 3), ROWS=128, STEPS=4)
     compiled("widen", widen_kernel._widen_kernel, Tile(1, 1, 1, 4, 1))
     widened = {"ROWS": packed_kernel.WIDEN_ROWS, "WIDTH": packed_kernel.WIDTH}
     for flags in ({"zeros": None, "GROUP": 16}, {"GROUP": 128}):

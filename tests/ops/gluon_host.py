@@ -2,7 +2,8 @@
 
 Gluon has no interpreter. Where the hardware promises nothing, the least convenient order is taken: copies land when the
 program waits, in random order, and a product reads its tiles when it is waited for. Layouts place the elements of tiles
-in shared memory as on the device, so that two views of the same memory agree only where they do there.
+in shared memory as on the device, so that two views of the same memory agree only where they do there. Kernels must not
+use `+=` and the like on tensors, which Gluon would copy and torch changes in place.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Layout:
     """A swizzled layout of the last two dims: panels of 128 bytes, whose rows lie one after the other."""
 
     def __init__(self, width: int, bits: int, rank: int = 2) -> None:
-        self.columns = width // (bits // 8)
+        self.columns, self.chunk = width * 8 // bits, 128 // bits
 
     def places(self, shape: Sequence[int]) -> Tensor:
         """Return the place of each element of a tile of `shape`, in elements."""
@@ -56,10 +57,20 @@ class Layout:
         row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
         panel, within = column // self.columns, column % self.columns
         line = panel * rows + row  # of a panel's rows, which are `self.columns` elements each
-        chunk, spot = within // 8, within % 8  # 16 bytes
-        group = 64 // self.columns  # rows that fill 128 bytes
-        chunk = chunk ^ (row // group % (self.columns // 8))
-        return (line * self.columns + chunk * 8 + spot).reshape(*shape)
+        chunk, spot = within // self.chunk, within % self.chunk  # 16 bytes
+        group = 8 * self.chunk // self.columns  # rows that fill 128 bytes
+        chunk = chunk ^ (row // group % (self.columns // self.chunk))
+        return (line * self.columns + chunk * self.chunk + spot).reshape(*shape)
+
+
+class PlainLayout:
+    """A layout whose elements lie one after the other."""
+
+    def __init__(self, *parts: Any) -> None:
+        pass
+
+    def places(self, shape: Sequence[int]) -> Tensor:
+        return torch.arange(math.prod(shape)).reshape(*shape)
 
 
 class Tile:
@@ -101,7 +112,7 @@ class Tile:
         self.memory[self.places] = value
 
 
-def stacked(shape: Sequence[int], layout: Layout) -> Tensor:
+def stacked(shape: Sequence[int], layout: Layout | PlainLayout) -> Tensor:
     """Return the places of tiles `shape[1:]`, one after the other."""
     own = layout.places(shape[1:])
     return torch.arange(shape[0]).reshape(-1, *[1] * own.dim()) * own.numel() + own
@@ -132,11 +143,11 @@ class Barriers:
 
 
 class Program(Partitions):
-    """One program."""
+    """One of `count` programs."""
 
-    def __init__(self, number: int, seed: int) -> None:
+    def __init__(self, number: int, count: int, seed: int) -> None:
         super().__init__(random.Random(seed))
-        self.number = number
+        self.number, self.count = number, count
 
 
 class Running:
@@ -165,7 +176,8 @@ def allocate(dtype: Any, shape: Sequence[int], layout: Any, value: Tensor | None
     if isinstance(layout, Barriers):
         return Barriers(shape[0])
     memory = torch.full((math.prod(shape),), float("nan"), dtype=dtype)
-    tile = Tile(memory, stacked(shape, layout) if len(shape) > 2 else layout.places(shape), layout)
+    flat = len(shape) == 2 and not isinstance(layout, PlainLayout)
+    tile = Tile(memory, layout.places(shape) if flat else stacked(shape, layout), layout)
     if value is not None:
         tile.store(value)
     return tile
@@ -212,6 +224,34 @@ def copy(described: Any, at: Sequence[Any], barrier: Barrier, tile: Tile, pred: 
     Running.program.copies.append(land)
 
 
+def gather(tile: Tile, at: Pointer, mask: Any = None) -> None:
+    """Copy the elements at the pointers into a tile, some time later. Memory is as it was where the mask is False."""
+    offset, running = torch.as_tensor(at.offset), Running.program.running
+    assert tuple(offset.shape) == tile.shape, "the tile has another size"
+    inside = torch.ones_like(offset, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, offset.shape)
+
+    def land() -> None:
+        tile.memory[tile.places[inside]] = at.base[offset[inside]]
+        running.copies_left -= 1
+
+    running.copies_left += 1
+    Running.program.copies.append(land)
+
+
+def arrive_behind_copies(barrier: Barrier, increment_count: bool) -> None:
+    """Let each thread of the partition arrive when the copies that it has begun have landed."""
+    assert not increment_count
+    running = Running.program.running
+
+    def land() -> None:
+        if running.copies_left:
+            Running.program.copies.append(land)
+        else:
+            arrive(barrier, running.num_threads)
+
+    Running.program.copies.append(land)
+
+
 class Product:
     """A product that is computed when it is waited for."""
 
@@ -242,7 +282,8 @@ def finish(count: int, deps: Sequence[Any]) -> Any:
 
 def partitions(functions: Sequence[tuple[Any, Any]], warps: Sequence[int], registers: Sequence[int]) -> None:
     assert len(functions) == len(warps) + 1 == len(registers) + 1
-    Running.program.run([functools.partial(function, *args) for function, args in functions])
+    threads = [32 * count for count in (4, *warps)]
+    Running.program.run([functools.partial(function, *args) for function, args in functions], threads)
 
 
 def pairwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
@@ -256,7 +297,9 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
 LANGUAGE: dict[str, Any] = {
     "NVMMASharedLayout": Layout,
     "static_range": range,
+    "SwizzledSharedLayout": PlainLayout,
     "program_id": lambda axis: torch.tensor(Running.program.number),
+    "num_programs": lambda axis: torch.tensor(Running.program.count),
     "load": load,
     "store": store,
     "allocate_shared_memory": allocate,
@@ -266,6 +309,7 @@ LANGUAGE: dict[str, Any] = {
     "where": where,
     "maximum": pairwise(torch.maximum),
     "minimum": pairwise(torch.minimum),
+    "abs": torch.abs,
     "exp2": torch.exp2,
     "max": lambda x, axis: x.amax(axis),
     "cdiv": lambda a, b: -(-a // b),
@@ -273,6 +317,7 @@ LANGUAGE: dict[str, Any] = {
     "int32": torch.int32,
     "int64": torch.int64,
     "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
     "convert_layout": lambda x, layout: x,
     "exp": torch.exp,
     "warp_specialize": partitions,
@@ -287,6 +332,7 @@ HARDWARE: dict[str, Any] = {
         init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: Barriers(0)
     ),
     "tma": types.SimpleNamespace(async_copy_global_to_shared=copy),
+    "async_copy": types.SimpleNamespace(async_copy_global_to_shared=gather, mbarrier_arrive=arrive_behind_copies),
     "warpgroup_mma": multiply,
     "warpgroup_mma_wait": finish,
     "fence_async_shared": lambda: None,
@@ -301,7 +347,7 @@ class Described:
         self.base, self.block_shape = given.base, given.block_shape
         self.whole = torch.as_strided(given.base, given.shape, given.strides)
         nbytes = math.prod(self.block_shape) * self.base.element_size()
-        self.layout = Layout(128, 16)
+        self.layout = Layout(128, 8 * self.base.element_size())
         self.block_type = types.SimpleNamespace(nbytes=nbytes, shape=self.block_shape)
 
 
@@ -322,8 +368,8 @@ class HostKernel:
         def launch(*args: Any, **options: Any) -> None:
             given = [argument(arg) for arg in args]
             known = {name: value for name, value in options.items() if name in self.names}
-            for number in range(operator.index(grid[0])):
-                Running.program = Program(number, self.seed + number)
+            for number in range(count := operator.index(grid[0])):
+                Running.program = Program(number, count, self.seed + number)
                 self.function(*given, **known)
                 self.num_programs += 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -13,10 +13,11 @@ class Stopped(BaseException):
 
 
 class Partition:
-    """A thread that runs one function, and its products that are not computed yet."""
+    """A thread that runs one function as `num_threads` threads of a device do, its products that are not computed yet,
+    and its copies that have not landed."""
 
-    def __init__(self, function: Callable[[], None] | None = None) -> None:
-        self.function = function
+    def __init__(self, function: Callable[[], None] | None = None, num_threads: int = 128) -> None:
+        self.function, self.num_threads, self.copies_left = function, num_threads, 0
         self.products: list[Any] = []
         self.ready: Callable[[], bool] = lambda: True
         self.done = False
@@ -40,9 +41,10 @@ class Partitions:
         self._give_way(own)
         own.ready = lambda: True
 
-    def run(self, functions: list[Callable[[], None]]) -> None:
+    def run(self, functions: Sequence[Callable[[], None]], num_threads: Sequence[int]) -> None:
         """Run the functions in partitions of their own until all have ended."""
-        main, parts = self.running, [Partition(function) for function in functions]
+        main = self.running
+        parts = [Partition(function, count) for function, count in zip(functions, num_threads, strict=True)]
         main.ready = lambda: all(part.done for part in parts)
         self.others = list(parts)
         threads = [threading.Thread(target=self._work, args=(part,)) for part in parts]

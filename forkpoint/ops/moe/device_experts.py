@@ -18,7 +18,7 @@ from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.linear.unpack_kernel import widen_fragments
 from forkpoint.ops.moe.four_bit_experts import four_bit_experts
 from forkpoint.ops.moe.fragment_experts import fits_prompts, fragment_experts, prompt_experts
-from forkpoint.ops.moe.kernel import UNORDERED_TOKENS, grouped_experts, paired_experts
+from forkpoint.ops.moe.kernel import UNORDERED_TOKENS, grouped_experts, paired_experts, takes_warps, warps_experts
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.parameters import GateLimits
 from forkpoint.platforms.table import traits_of
@@ -26,6 +26,7 @@ from forkpoint.platforms.table import traits_of
 WIDENED_ROWS = 192  # pairs of an expert from which it pays to widen all experts in 4 bits, if bits need not agree
 PROMPT_ROWS = 32  # pairs of an expert from which whole warp groups widen fragments
 MAX_PAIRED = 36  # (token, expert) pairs; up to here most experts are read by one pair only
+FEW_WARPS_ROWS = 12  # mean number of pairs of an FP8 expert up to which groups of warps are slower
 FEW_ROWS, FEW_SCALED_ROWS = 2, 6  # mean number of pairs of a bfloat16 and an FP8 expert up to which tiles have 8 rows
 
 AnyExperts: TypeAlias = PackedExperts | ScaledExperts | FourBitExperts | FragmentExperts
@@ -80,6 +81,8 @@ class DeviceExperts:
         if isinstance(packed, ScaledExperts):
             apart = packed.by_pairs and traits_of(x.device).masks_gathers
             narrows = apart and not self.deterministic and traits_of(x.device).multiplies_fp8
+            if narrows and mean_rows > FEW_WARPS_ROWS and x.dtype == torch.bfloat16 and takes_warps(packed):
+                return warps_experts(x, packed, weights, ids, parts, limits)
             into, out_of = _scaled_tiles(x.dtype, len(x), mean_rows, narrows)
             into = within(into, x.device, gated_fp8=True)
         else:

@@ -15,10 +15,9 @@ from forkpoint.ops.linear.fp8_kernel import Activations
 from forkpoint.ops.linear.kernel import launch_product, launch_rows
 from forkpoint.ops.linear.parts_kernel import make
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
-from forkpoint.ops.linear.scaled import ScaledExperts, ScaledMatrix
+from forkpoint.ops.linear.scaled import ScaledExperts
 from forkpoint.ops.linear.sums_kernel import SCALE_WIDTH, matrix_parts, scale_columns, scale_options, widened
 from forkpoint.ops.linear.tiles import Tile
-from forkpoint.ops.moe.kept_kernel import keeps, multiply_kept
 from forkpoint.ops.moe.order_kernel import ExpertOrder, order_by_expert
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.parameters import GateLimits
@@ -28,7 +27,6 @@ from forkpoint.platforms.table import traits_of
 
 PAIR_IN = Tile(1, 8, 128, 1, 6)
 UNORDERED_TOKENS = 16  # tokens; up to here a tile may hold them all, and programs find the pairs of their expert
-KEPT_ROWS = 128  # places per tile from which kept_kernel.py is used
 PAIR_OUT = Tile(1, 4, 512, 1, 1)
 WIDE_PAIR_OUT = Tile(1, 2, 1024, 4, 1)  # for bfloat16 experts with more than 512 inner columns
 # A program loads all its weights before it waits for the previous launch, if there are at most so many tokens and the
@@ -138,12 +136,40 @@ def grouped_experts(
     launch_product(given, packed.gate_up, hidden, into, near, cut, order=by, **gates)
     if out_of.narrows and hidden.scales is None:
         hidden = Activations.of(hidden.rows, True)
-    if order and out_of.rows == KEPT_ROWS and isinstance(packed.down, ScaledMatrix) and keeps(hidden, packed.down):
-        multiply_kept(hidden, packed.down, answers, order, KEPT_ROWS)
-    else:
-        launch_product(hidden, packed.down, answers, out_of, overlap(x.device, num_tokens), cut, order=by)
-    left = Parts.of(answers.rows.view(num_tokens, top_k, size), weights)
-    return left if parts else make(left, None, torch.empty(num_tokens, size, dtype=x.dtype, device=x.device))
+    launch_product(hidden, packed.down, answers, out_of, overlap(x.device, num_tokens), cut, order=by)
+    return _combined(answers.rows, weights, x.dtype, parts)
+
+
+def takes_warps(packed: ScaledExperts) -> bool:
+    """Return whether `warps_experts` supports these experts."""
+    size, inner = packed.down.shape[1:]
+    blocks = all(weight.by_block and weight.rows == SCALE_BLOCK for weight in packed)
+    whole = size % (2 * SCALE_BLOCK) == 0 and inner % SCALE_BLOCK == 0
+    return traits_of(packed.down.codes.device).has_warpgroups and packed.gated and blocks and whole
+
+
+def warps_experts(
+    x: Tensor, packed: ScaledExperts, weights: Tensor, ids: Tensor, parts: bool, limits: GateLimits | None = None
+) -> Tensor:
+    """Return what `grouped_experts` does, with FP8 activations, by groups of warps on a Hopper GPU."""
+    # imported late, because not every Triton has Gluon
+    from forkpoint.ops.moe.warps_kernel import TILE, multiply_experts
+
+    num_experts, size, inner = packed.down.shape
+    order, given = order_by_expert(ids, num_experts, TILE.value), Activations.of(x, True)
+    hidden = Activations.empty(ids.numel(), inner, x, True)
+    answers = Activations.empty(ids.numel(), size, x, False)
+    near = overlap(x.device, len(x))
+    multiply_experts(given, packed.gate_up, hidden, order, near, gated=True, choices=ids.shape[1], limits=limits)
+    multiply_experts(hidden, packed.down, answers, order, near)
+    return _combined(answers.rows, weights, x.dtype, parts)
+
+
+def _combined(answers: Tensor, weights: Tensor, dtype: torch.dtype, parts: bool) -> Tensor:
+    """Return the weighted sums of a token's `answers[T * C, K]`, made now or (`parts`) by whoever reads them."""
+    num_tokens, top_k = weights.shape
+    left = Parts.of(answers.view(num_tokens, top_k, -1), weights)
+    return left if parts else make(left, None, answers.new_empty(num_tokens, answers.shape[1], dtype=dtype))
 
 
 def paired_experts(
