@@ -138,18 +138,26 @@ class Protocol:
         ]
 
     def decode(self) -> list[Measure]:
-        """Return `batch * 128 / (t(129 tokens) - t(1))`, and the same with `t(257) - t(129)`."""
+        """Time decoding after new prompts of 256 tokens."""
         found = []
         for batch in self._batches:
-            first, later = [], []
-            for _ in range(self._repeats):
-                took = [self._engine.run([self._ids(256) for _ in range(batch)], n)[0] for n in (1, 129, 257)]
-                first.append(round(batch * 128 / (took[1] - took[0]), 1))
-                later.append(round(batch * 128 / (took[2] - took[1]), 1))
-            name = f"decode, batch {batch}"
-            found.append(Measure(name, "tokens/s", median(first), tuple(first)))
-            found.append(Measure(f"{name}, next 128 tokens", "tokens/s", median(later), tuple(later), is_detail=True))
+            found += self._rates(f"decode, batch {batch}", batch)
         return found
+
+    def _rates(self, name: str, batch: int, prompts: list[Ids] | None = None) -> list[Measure]:
+        """Return `batch * 128 / (t(129 tokens) - t(1))`, and the same with `t(257) - t(129)`.
+
+        Each time is that of new prompts, unless cached ones are given."""
+        first, later = [], []
+        for _ in range(self._repeats):
+            new = ([self._ids(256) for _ in range(batch)] for _ in range(3))
+            took = [self._engine.run(prompts or next(new), n)[0] for n in (1, 129, 257)]
+            first.append(round(batch * 128 / (took[1] - took[0]), 1))
+            later.append(round(batch * 128 / (took[2] - took[1]), 1))
+        return [
+            Measure(name, "tokens/s", median(first), tuple(first)),
+            Measure(f"{name}, next 128 tokens", "tokens/s", median(later), tuple(later), is_detail=True),
+        ]
 
     def forks(self) -> list[Measure]:
         prompt, shared = self._ids(20_000), self._ids(3000)
@@ -203,7 +211,7 @@ class Protocol:
     def prompts(self) -> list[Measure]:
         """Time the first token of new prompts, after one of each length."""
         found = []
-        for length in (1000, 1100, 2000, 3000, 4000, 8000):
+        for length in (1000, 1100, 2000, 3000, 4000, 8000, 24_576):
             hits = [self._hit(self._ids(length)) for _ in range(self._repeats + 1)][1:]
             found.append(_hits(f"time to first token, {length:,}-token prompt", hits))
         return found
@@ -228,9 +236,8 @@ class Protocol:
             warm.append(self._hit(prompt + self._ids(128)))
         for batch, length in ((1, 100_000), (16, 32_000)):
             prompts = [self._ids(length) for _ in range(batch)]
-            took = [self._engine.run(prompts, n)[0] for n in (1, 1, 129)][1:]
-            rate = round(batch * 128 / (took[1] - took[0]), 1)
-            found.append(Measure(f"decode, {batch} x {length:,} tokens", "tokens/s", rate))
+            self._engine.run(prompts, 1)
+            found += self._rates(f"decode, {batch} x {length:,} tokens", batch, prompts)
         return [
             _hits("time to first token, 100,000-token prompt", cold),
             _hits("100,000 tokens and 128 new tokens", warm),

@@ -126,4 +126,4 @@ def test_rates_and_shares_come_from_the_times_of_the_calls() -> None:
     mixed, cold, warm, *rates = found.values()
     assert 3.9 <= mixed.value <= 4
     assert (cold.num_cached, warm.num_cached) == ((99_990,) * 2, (100_118,) * 2)
-    assert [rate.value for rate in rates] == [100, 1600]
+    assert [rate.value for rate in rates] == [100, 100, 1600, 1600]
