@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Error, Page, expect, sync_playwright
 
 import forkpoint
 from tests.client.fake_server import FakeServer, fake_server
@@ -33,15 +33,35 @@ def server() -> Iterator[FakeServer]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def tab(browser: Browser) -> Iterator[Page]:
+    """A tab for all tests of a module. Each test has a server of its own, so nothing that its page keeps is seen."""
+    with browser.new_context(reduced_motion="reduce") as context:
+        yield context.new_page()
+
+
 @pytest.fixture
-def page(browser: Browser, server: FakeServer) -> Iterator[Page]:
+def page(tab: Page, server: FakeServer) -> Iterator[Page]:
     """The chat page, loaded; a test fails if a script of it raises or breaks the content security policy."""
-    context = browser.new_context(reduced_motion="reduce")
-    page = context.new_page()
     wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda message: wrong.append(message.text) if "Content Security" in message.text else None)
-    page.goto(server.url + "/")
-    yield page
-    context.close()
+
+    def note_console(message: ConsoleMessage) -> None:
+        if "Content Security" in message.text:
+            wrong.append(message.text)
+
+    def note_error(error: Error) -> None:
+        wrong.append(str(error))
+
+    tab.set_viewport_size({"width": 1280, "height": 720})
+    tab.on("pageerror", note_error)
+    tab.on("console", note_console)
+    tab.goto(server.url + "/")
+    yield tab
+    tab.remove_listener("pageerror", note_error)
+    tab.remove_listener("console", note_console)
+    tab.unroute_all()
+    tab.goto("about:blank")  # so that nothing asks a server that has ended
+    for other in tab.context.pages:
+        if other is not tab:
+            other.close()
     assert wrong == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from tests.client.fake_server import FakeServer, Script
 from tests.page.test_page import answered, answers, questions, say, told
@@ -213,17 +213,21 @@ def test_an_interrupted_answer_can_be_generated_again(page: Page, server: FakeSe
     assert [message["role"] for message in server.requests[-1]["messages"]] == ["user"]
 
 
-def test_a_tab_that_ended_without_a_word_leaves_an_interrupted_answer(page: Page, server: FakeServer) -> None:
+def test_a_tab_that_ended_without_a_word_leaves_an_interrupted_answer(browser: Browser, server: FakeServer) -> None:
     server.script = Script(words=["word "] * 2000, gap_s=0.02)
-    say(page, "talk")
-    expect(answers(page)).to_contain_text("word word")
-    other = second_tab(page, server, "talk")
-    expect(other.locator(".unfinished")).to_have_count(0)
-    page.evaluate("window.addEventListener('pagehide', event => event.stopImmediatePropagation(), { capture: true })")
-    page.close(run_before_unload=False)
-    other.clock.install()
-    other.clock.fast_forward(15_000)
-    expect(other.get_by_text("Interrupted: the page was closed or reloaded")).to_be_visible()
+    with browser.new_context() as context:  # whose clock this test sets
+        page = context.new_page()
+        page.goto(server.url + "/")
+        say(page, "talk")
+        expect(answers(page)).to_contain_text("word word")
+        other = second_tab(page, server, "talk")
+        expect(other.locator(".unfinished")).to_have_count(0)
+        shielded = "window.addEventListener('pagehide', event => event.stopImmediatePropagation(), { capture: true })"
+        page.evaluate(shielded)
+        page.close(run_before_unload=False)
+        other.clock.install()
+        other.clock.fast_forward(15_000)
+        expect(other.get_by_text("Interrupted: the page was closed or reloaded")).to_be_visible()
 
 
 def second_tab(page: Page, server: FakeServer, name: str) -> Page:
