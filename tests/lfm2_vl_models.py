@@ -43,12 +43,12 @@ SPECIAL = {"<|image_start|>": START, "<|image_end|>": END, "<|img_thumbnail|>": 
 SPECIAL |= {token: 200 + number for number, token in enumerate(TILES)}
 
 
-def write_lfm2_vl(folder: Path, *, moe: bool = False) -> Any:
+def write_lfm2_vl(folder: Path, *, moe: bool = False, **text: Any) -> Any:
     """Save a model whose images matter, and return transformers' own instance of it."""
     torch.manual_seed(0)
-    text = {**TEXT, **EXPERTS, "model_type": "lfm2_moe"} if moe else dict(TEXT)
+    inner = {**TEXT, **EXPERTS, "model_type": "lfm2_moe", **text} if moe else {**TEXT, **text}
     options = {"image_token_id": IMAGE, "projector_hidden_size": 80, "tie_word_embeddings": True}
-    config = transformers.Lfm2VlConfig(text_config=text, vision_config=dict(VISION), **options)
+    config = transformers.Lfm2VlConfig(text_config=inner, vision_config=dict(VISION), **options)
     model = transformers.Lfm2VlForConditionalGeneration(config)
     make_state_sensitive(model.eval(), 0)
     model.save_pretrained(folder)

@@ -27,12 +27,12 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="a graph that is run again needs 
 RNG = np.random.default_rng(1)
 INTRO, QUESTION, OTHER = (RNG.integers(2, IMAGE, count).tolist() for count in (50, 9, 7))
 BUDGET = 96  # tokens of a step
-GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=5)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=5)
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 WRITE: dict[str, Callable[[Path], Any]] = {
     "qwen3_5": partial(write_vision_checkpoint, mtp=True, **SMALL),
-    "lfm2_vl": write_lfm2_vl,
-    "nemotron_omni": write_nemotron_omni,
+    "lfm2_vl": partial(write_lfm2_vl, num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+    "nemotron_omni": partial(write_nemotron_omni, layers_block_type=["linear_attention", "full_attention"]),
     "ling_vl": write_ling_vl,
 }
 
