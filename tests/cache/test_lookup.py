@@ -88,9 +88,8 @@ def test_salt(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("room", [900, 100_000], ids=["tight", "ample"])
-@pytest.mark.parametrize(("theirs", "mine"), [("a", "b"), ("a", ""), ("", "b")])
-def test_nothing_tells_what_another_salt_has(name: str, room: int, theirs: str, mine: str) -> None:
+@pytest.mark.parametrize(("theirs", "mine", "room"), [("a", "b", 900), ("a", "", 900), ("", "b", 100_000)])
+def test_nothing_tells_what_another_salt_has(name: str, theirs: str, mine: str, room: int) -> None:
     """Two worlds: others have sent the prompts that are asked for, or prompts of the same lengths."""
     seen = []
     for known in (True, False):

@@ -92,13 +92,12 @@ class MovingDisk(Moving):
             self.check_landed()
 
 
-@pytest.mark.parametrize("has_memory", [True, False])
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_late_copies_keep_the_order_of_the_moves(name: str, has_memory: bool, tmp_path: Path) -> None:
-    for seed in range(3):
-        moving = MovingDisk(tmp_path / f"{seed}", name, seed, (0.5, 0.9, 0.99)[seed])
+def test_late_copies_keep_the_order_of_the_moves(name: str, tmp_path: Path) -> None:
+    for seed, chance in enumerate((0.5, 0.9, 0.9, 0.99)):
+        moving = MovingDisk(tmp_path / f"{seed}", name, seed, chance)
         for step in range(60):
-            moving.platform.world.has_memory = has_memory or step % 3 > 0
+            moving.platform.world.has_memory = seed % 2 == 0 or step % 3 > 0
             moving.plan()
         moving.land_all()
         assert moving.num_landed > 10

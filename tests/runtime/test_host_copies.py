@@ -42,6 +42,11 @@ Windows: TypeAlias = tuple[tuple[int, ...], ...]
 T = TypeVar("T")
 
 
+def words(data: Tensor) -> Tensor:
+    """Return the bytes in words, which take an eighth of the time."""
+    return data.view(torch.int64)
+
+
 class Moving:
     """An arena and a host tier under random moves, next to what they must hold."""
 
@@ -144,10 +149,10 @@ class Moving:
             before = self.arena.data.clone()
             self.arena._note(moves)
             self.take_places(moves, before)
-            assert torch.equal(self.arena.data, before), "a copy to the arena reaches beyond its units"
+            assert torch.equal(words(self.arena.data), words(before)), "a copy to the arena reaches beyond its units"
             self.check_landed()
         self.arena._issue()
-        self.arena.data.random_(0, 255)
+        words(self.arena.data).random_()
         self.platform.record_event()
         self.take_report()
 
@@ -199,19 +204,16 @@ class Moving:
             self.arrived += [ticket for ticket in report.done if ticket in self.reads]
 
 
-@pytest.mark.parametrize("has_memory", [True, False])
 @pytest.mark.parametrize("chance", [0.9, 0.99])
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_late_copies_keep_the_order_of_the_moves(
-    name: str, chance: float, has_memory: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_copies_keep_the_order_of_the_moves(name: str, chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     if chance == 0.9:
         monkeypatch.setattr("forkpoint.runtime.host_copies.BATCH_BYTES", 3000)  # some units are issued before others
     for seed in range(2):
         moving = Moving(SMALL[name], seed, chance)
         for step in range(80):
             # Without memory for buffers, some copies are made at once.
-            moving.platform.world.has_memory = has_memory or step % 3 > 0
+            moving.platform.world.has_memory = seed == 0 or step % 3 > 0
             moving.plan()
         assert moving.num_landed > 5
         moving.arena.copies.close()
