@@ -15,7 +15,6 @@ from forkpoint import LLM, SamplingParams
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.server.logprobs import prompt_starts
 from tests.engine.tokenizers import metaspace
-from tests.server.running import start_server
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
 LONG = "The quick brown fox jumps over the lazy dog. " * 5
@@ -137,19 +136,6 @@ def test_tokens_of_a_prompt_start_where_its_text_has_them(first: str) -> None:
     words = [token.decode().strip() for token in data]
     assert starts[words.index("caf")] == len("the dog ") and starts[words.index("é")] == len("the dog caf")
     assert starts[0] == 0 and starts == sorted(starts)
-
-
-def test_without_a_tokenizer_tokens_are_named_by_ids(tiny_model: Path, tmp_path: Path) -> None:
-    """Alternatives are listed by name."""
-    server = start_server(tiny_model, tmp_path, "--skip-tokenizer-init").wait_ready()
-    try:
-        with server.client() as http:
-            body = {"prompt": [65, 66], "max_tokens": 1, "temperature": 0, "logprobs": 3, "return_token_ids": True}
-            choice = http.post("/v1/completions", json=body).json()["choices"][0]
-    finally:
-        server.stop()
-    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
-    assert len(choice["logprobs"]["top_logprobs"][0]) == 3
 
 
 def test_echo_repeats_the_prompt(client: openai.OpenAI, oracle: LLM) -> None:

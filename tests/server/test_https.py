@@ -18,7 +18,7 @@ from forkpoint.cli.main import main
 from forkpoint.errors import ConfigError
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.listener import tls_context
-from tests.server.running import RunningServer, start_server
+from tests.server.running import RunningServer
 from tests.server.test_connections import connect, read_all, server_with_few_files
 
 FILES = Path(__file__).parent / "tls"  # a certificate that signs itself, for 127.0.0.1, valid for a century
@@ -30,12 +30,9 @@ ORIGIN = "https://chat.example.org"
 def secure(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     flags = ["--ssl-certfile", CERTIFICATE, "--ssl-keyfile", KEY, "--ssl-ca-certs", CERTIFICATE, "--api-key", "k"]
     flags += ["--allowed-origins", ORIGIN, "--served-model-name", "tiny", "--max-model-len", "512"]
-    running = start_server(tiny_model, tmp_path_factory.mktemp("secure"), *flags)
-    try:
-        yield running.wait_ready()
+    with server_with_few_files(tiny_model, tmp_path_factory.mktemp("secure"), *flags) as running:
+        yield running
         check_that_an_idle_client_is_no_error_at_the_end(running)
-    finally:
-        assert running.stop() == 0, running.log
 
 
 def check_that_an_idle_client_is_no_error_at_the_end(running: RunningServer) -> None:
@@ -75,17 +72,15 @@ def test_clients_without_a_certificate_and_without_https_are_turned_away(secure:
         httpx2.get(secure.url.replace("https", "http") + "/health")
 
 
-def test_clients_that_begin_no_handshake_give_way_too(tiny_model: Path, tmp_path: Path) -> None:
-    flags = ["--ssl-certfile", CERTIFICATE, "--ssl-keyfile", KEY]
-    with server_with_few_files(tiny_model, tmp_path, *flags) as running, ExitStack() as stack:
-        client = stack.enter_context(httpx2.Client(base_url=running.url, verify=client_context(), timeout=30))
+def test_clients_that_begin_no_handshake_give_way_too(secure: RunningServer, https: httpx2.Client) -> None:
+    with ExitStack() as stack:
         for _ in range(300):
-            stack.enter_context(connect(running))
-        assert client.get("/health").status_code == 200
-        assert "limit of open files" in running.log
-        silent = stack.enter_context(connect(running))
+            stack.enter_context(connect(secure))
+        assert https.get("/health").status_code == 200
+        assert "limit of open files" in secure.log
+        silent = stack.enter_context(connect(secure))
         assert not read_all(silent), "it is closed, for it has not begun in time"
-        assert "Traceback" not in running.log
+        assert "Traceback" not in secure.log
 
 
 def test_forkpoints_own_client_trusts_what_the_environment_names(

@@ -161,11 +161,21 @@ def test_the_engine_is_killed(tiny_model: Path, tmp_path: Path) -> None:
     assert "the engine process was killed by SIGKILL" in running.log and "Traceback" not in running.log
 
 
-def test_a_rank_is_killed_while_nobody_asks(tiny_model: Path, tmp_path: Path) -> None:
-    running = start_server(tiny_model, tmp_path, "-tp", "2", "--device", "cpu").wait_ready()
+def check_names_of_ids(running: RunningServer) -> None:
+    """Without a tokenizer tokens are named by their ids. Alternatives are listed by name."""
+    body = {"prompt": [65, 66], "max_tokens": 1, "temperature": 0, "logprobs": 3, "return_token_ids": True}
     with running.client() as http:
-        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 4}).json()
-        assert answer["usage"]["completion_tokens"] > 0
+        choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert len(choice["logprobs"]["top_logprobs"][0]) == 3
+
+
+def test_two_ranks_without_a_tokenizer_answer_and_one_is_killed_while_nobody_asks(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = ["-tp", "2", "--device", "cpu", "--skip-tokenizer-init"]
+    running = start_server(tiny_model, tmp_path, *flags).wait_ready()
+    check_names_of_ids(running)
     ranks = [pid for pid in children(running.engine_pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
