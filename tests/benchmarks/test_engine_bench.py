@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine import Line, write_page
-from benchmarks.engine_loads import Timing, draw_mix, half_pages, measure_long_prefill, run_mix
+from benchmarks.engine_loads import MixRun, Timing, draw_mix, half_pages, measure_long_prefill, run_mix
 from benchmarks.hit_table import TABLE_SPEC
 from benchmarks.random_model import make_random_model
 from benchmarks.rig import LoadedModel, Rig, RigOptions, random_ids
@@ -21,13 +21,21 @@ def model(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> LoadedM
 
 @pytest.mark.parametrize(("kind", "count"), [("many", 24), ("answers", 8), ("mixed", 9)])
 def test_half_an_arena_on_a_real_model(model: LoadedModel, kind: str, count: int) -> None:
-    """Same outputs, and half the throughput or more (CPU time, best of two that take turns)."""
+    """Same outputs, and half the throughput or more (CPU time; what disturbs the first run is measured again)."""
     mix = draw_mix(kind, count, 256)
-    runs = [(run_mix(model, mix), run_mix(model, mix, half_pages(model, mix))) for _ in range(2)]
+    runs = list[tuple[MixRun, MixRun]]()
+    while len(runs) < 2 and (not runs or ratio_of(runs) < 0.5):
+        runs.append((run_mix(model, mix), run_mix(model, mix, half_pages(model, mix))))
+        room, tight = runs[-1]
+        assert tight.outputs == room.outputs
+        assert all(len(outputs) == wanted for outputs, (_, wanted) in zip(tight.outputs, mix, strict=True))
+    assert ratio_of(runs) >= 0.5
+
+
+def ratio_of(runs: list[tuple[MixRun, MixRun]]) -> float:
+    """The throughput with half of the room, as a share of that with ample room."""
     ample, half = (Timing.best([pair[side].timing for pair in runs]) for side in (0, 1))
-    assert all(tight.outputs == room.outputs for room, tight in runs)
-    assert all(len(outputs) == wanted for outputs, (_, wanted) in zip(runs[0][1].outputs, mix, strict=True))
-    assert ample.cpu_s / half.cpu_s >= 0.5
+    return ample.cpu_s / half.cpu_s
 
 
 def test_a_request_that_can_never_fit(model: LoadedModel) -> None:

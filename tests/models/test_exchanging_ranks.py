@@ -46,7 +46,10 @@ def run(rank: int, folder: Path, inboxes: list[Tensor]) -> None:
 @pytest.mark.skipif(not IS_INTERPRETED, reason="the two processes share memory of the host")
 def test_kernels_exchange_what_two_halves_of_a_model_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_kernel, "MOST_ROWS", MOST_ROWS)
-    write_checkpoint(tmp_path / "model", "qwen3_next_moe", initializer_range=0.3)
+    layers = ["linear_attention", "full_attention"]
+    write_checkpoint(
+        tmp_path / "model", "qwen3_next_moe", initializer_range=0.3, num_hidden_layers=2, layer_types=layers
+    )
     inboxes = [torch.zeros(inbox_words(SIZE), dtype=torch.int64).share_memory_() for _ in range(SIZE)]
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=run, args=(rank, tmp_path, inboxes)) for rank in range(SIZE)]
