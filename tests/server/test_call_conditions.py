@@ -109,6 +109,7 @@ def test_the_time_grows_with_the_length_of_the_answer(parser: str, begin: str, a
     def seconds(number: int) -> float:
         text = begin + again * number + end
         chunks = [text[start : start + 40] for start in range(0, len(text), 40)]
-        return min(timeit.repeat(lambda: outcome(parser, chunks), timer=time.process_time, number=1, repeat=3))
+        return timeit.timeit(lambda: outcome(parser, chunks), timer=time.process_time, number=1)
 
-    assert seconds(4000) < 0.05 + 8 * seconds(1000)  # four times as long; the square would be sixteen times
+    # Four times as long. The square would be sixteen times, each time. A busy machine makes one reading slow.
+    assert any(seconds(4000) < 0.05 + 8 * seconds(1000) for _ in range(3))

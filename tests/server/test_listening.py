@@ -62,7 +62,7 @@ def test_all_is_there_under_the_prefix_and_without_it(client: httpx2.Client) -> 
 
 
 def test_a_stream_that_waits_has_comments_and_then_its_answer(behind: RunningServer, client: httpx2.Client) -> None:
-    long = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    long = {"prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True}
     runs = threading.Event()
 
     def take_the_only_place() -> None:

@@ -29,7 +29,7 @@ CHECKS = [
     negative_data_rejection,
 ]
 SETTINGS = settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],

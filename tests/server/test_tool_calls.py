@@ -69,12 +69,12 @@ def test_a_broken_call_of_a_declared_function_is_closed(client: openai.OpenAI, s
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_call_at_most(client: openai.OpenAI, stream: bool) -> None:
     call = ("forecast", '{"days": 1}')
-    text = f"So:\n{CALL}\n{CALL}{'.' * 150}"
+    text = f"So:\n{CALL}\n{CALL}{'.' * 60}"
     both = say(client, text, stream)
-    assert both[:3] == ("So:" + "." * 150, [call, call], "tool_calls")
+    assert both[:3] == ("So:" + "." * 60, [call, call], "tool_calls")
     one = say(client, text, stream, parallel_tool_calls=False)
     assert one[:3] == ("So:", [call], "tool_calls")
-    assert one[3] < both[3] - 100  # what is not told is not generated
+    assert one[3] < both[3] - 50  # what is not told is not generated
 
 
 def test_one_call_at_most_in_each_of_several_choices(client: openai.OpenAI) -> None:
