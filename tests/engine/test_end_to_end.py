@@ -16,9 +16,9 @@ from tests.engine.scenario import Example
 from tests.engine.tally import Tally
 
 # Together they draw everything in DRAWN, and each model with both kinds of operators and in both modes.
-ENOUGH = (11, 16, 22, 28, 49, 68, 75, 93, 97, 120, 124)
+ENOUGH = (51, 68, 75, 78, 80, 82, 88, 173, 176, 184, 187, 219)
 EXAMPLES = range(int(os.environ.get("FORKPOINT_EXAMPLES", "0"))) or ENOUGH
-GROUPS = 5
+GROUPS = 3
 DRAWN = [
     "hits",
     "moves",
