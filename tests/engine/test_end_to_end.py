@@ -16,7 +16,7 @@ from tests.engine.scenario import Example
 from tests.engine.tally import Tally
 
 # Together they draw everything in DRAWN, and each model with both kinds of operators and in both modes.
-ENOUGH = (51, 68, 75, 78, 80, 82, 88, 173, 176, 184, 187, 219)
+ENOUGH = (51, 68, 75, 78, 80, 82, 88, 97, 173, 176, 184, 219)
 EXAMPLES = range(int(os.environ.get("FORKPOINT_EXAMPLES", "0"))) or ENOUGH
 GROUPS = 3
 DRAWN = [
