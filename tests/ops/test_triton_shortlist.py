@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -46,13 +43,6 @@ def test_both_halves_of_a_byte() -> None:
     for found, half in ((low, codes % 16), (high, codes // 16)):
         values = found.cpu().view(torch.float8_e4m3fn).float() * 64
         assert torch.equal(values, E2M1[half.cpu().long()])
-
-
-@pytest.mark.skipif(ON_GPU, reason="the test above runs it")
-def test_four_bytes_at_a_time() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "tests.ops.on_ptx", __file__, "-k", "both_halves"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("num_rows", sized([1, 17, 70], [16, 32, 33, 64, 128, 129, 500, 600]))

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -312,13 +313,18 @@ def test_tokens_that_pad_a_recorded_step_become_zeros() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not IS_INTERPRETED, reason="the tests above run what this device's compiler makes")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="the tests run what this device's compiler makes")
 def test_compiled_for_a_gpu_rows_with_drafts_have_the_bits_of_plain_decodes() -> None:
-    """The compiler chooses in each kernel which product is fused with which sum. The interpreter fuses none."""
+    """The compiler chooses in each kernel which product is fused with which sum. The interpreter fuses none.
+
+    Compiled too are the shortlist's conversions of four bytes at a time.
+    """
     cases = "triton and (recurrence or scan or convolution) and not dtype1"  # whose states hide last bits
-    command = [sys.executable, "-m", "pytest", "-p", "tests.ops.on_ptx", __file__, "-k", cases]
+    files = [__file__, str(Path(__file__).with_name("test_triton_shortlist.py"))]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.ops.on_ptx", *files]
+    command += ["-k", f"test_verify and {cases} or both_halves"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
-    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "9 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_what_the_assembler_may_fuse_or_not_is_refused() -> None:
