@@ -88,8 +88,7 @@ def test_a_failed_step_is_undone(async_scheduling: bool, failing: int) -> None:
         harness.ask(f"{name} longer", longer, 3)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("pages", ["ample", "tight"])
+@pytest.mark.parametrize(("async_scheduling", "pages"), [(False, "ample"), (True, "tight")])
 @pytest.mark.parametrize("beyond", [0, 1, 100, 299, 300, 301, 330, 384, 398])
 def test_what_one_request_does_to_a_step_ends_it_alone(async_scheduling: bool, pages: str, beyond: int) -> None:
     """Whatever of its tokens the steps choke on: it has given what came before, and the others all they have."""

@@ -8,7 +8,7 @@ from forkpoint.sched.plan import StepPlan
 from tests.sched.harness import LAYOUTS, Harness, tokens
 
 BUDGET = 2048
-LONG = 100_000
+LONG = 40_000
 
 
 class Planned(Harness):

@@ -23,7 +23,7 @@ from tests.cache.published import Listener
 from tests.hash_peers import HashPeers
 from tests.sched.harness import WITH_WINDOWS, Harness, image_span, tokens
 
-NUM_EXAMPLES = int(os.environ.get("FORKPOINT_EXAMPLES", "45"))
+NUM_EXAMPLES = int(os.environ.get("FORKPOINT_EXAMPLES", "30"))
 TRUNK = tokens(99, 2000)
 ASKS = {"do_remote_decode": True}
 FIRST_LEASE: Final = 2**40  # that a proxy chose

@@ -93,7 +93,7 @@ class Watched(HashRunner):
         return super().submit(plan)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     name=st.sampled_from([*HYBRIDS, *WINDOWED]),
     asks=asks_strategy(),
