@@ -1,9 +1,10 @@
 """A Hopper GPU, which need not be here, for kernels in Gluon: runs their source on the host, on torch's tensors.
 
-Gluon has no interpreter. Where the hardware promises nothing, the least convenient order is taken: copies land when the
-program waits, in random order, and a product reads its tiles when it is waited for. Layouts place the elements of tiles
-in shared memory as on the device, so that two views of the same memory agree only where they do there. Kernels must not
-use `+=` and the like on tensors, which Gluon would copy and torch changes in place.
+Gluon has no interpreter. Where the hardware promises nothing, an inconvenient order is taken. Copies land in random
+order while a partition waits or arrives, and other partitions may run before an arrival returns. Tiles that a product
+reads must not change until it has been waited for. Layouts place the elements of tiles in shared memory as on the
+device, so that two views of the same memory agree only where they do there. Kernels must not use `+=` and the like on
+tensors, which Gluon would copy and torch changes in place.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Pointer:
         self.base, self.offset = base, offset
 
     def __add__(self, by: Any) -> Pointer:
-        return Pointer(self.base, self.offset + by)
+        return Pointer(self.base, self.offset + torch.as_tensor(by).long())
 
     def __getitem__(self, key: Any) -> Pointer:
         return Pointer(self.base, self.offset[key])
@@ -124,6 +125,11 @@ class Barrier:
     def __init__(self) -> None:
         self.count = self.left = self.bytes = self.phase = 0
 
+    def arrive(self, count: int) -> None:
+        assert self.left >= count, "more arrivals than a phase has"
+        self.left -= count
+        self.flip()
+
     def flip(self) -> None:
         if self.left == 0 and self.bytes == 0:
             self.phase, self.left = self.phase ^ 1, self.count
@@ -148,6 +154,8 @@ class Program(Partitions):
     def __init__(self, number: int, count: int, seed: int) -> None:
         super().__init__(random.Random(seed))
         self.number, self.count = number, count
+        self.is_fenced = True  # barriers that were initialised are visible to copies
+        self.has_waited = False  # for earlier launches
 
 
 class Running:
@@ -157,10 +165,10 @@ class Running:
 
 
 def load(at: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    assert Running.program.has_waited, "what earlier launches wrote is read before the wait for them"
     offset = torch.as_tensor(at.offset)
-    if mask is None:
-        return at.base[offset]
-    mask, offset = torch.broadcast_tensors(torch.as_tensor(mask), offset)
+    mask, offset = torch.broadcast_tensors(torch.as_tensor(True if mask is None else mask), offset)
+    assert (offset[mask] >= 0).all(), "an element before the tensor"
     found = torch.full(offset.shape, other, dtype=at.base.dtype)
     found[mask] = at.base[offset[mask]]
     return found
@@ -169,6 +177,7 @@ def load(at: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
 def store(at: Pointer, value: Tensor, mask: Any = None) -> None:
     offset, value = torch.broadcast_tensors(torch.as_tensor(at.offset), value)
     mask = torch.ones(offset.shape, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, offset.shape)
+    assert (offset[mask] >= 0).all(), "an element before the tensor"
     at.base[offset[mask]] = value[mask].to(at.base.dtype)
 
 
@@ -185,12 +194,20 @@ def allocate(dtype: Any, shape: Sequence[int], layout: Any, value: Tensor | None
 
 def init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.left = count
+    Running.program.is_fenced = False
+
+
+def fence() -> None:
+    Running.program.is_fenced = True
+
+
+def await_inputs(mode: Any) -> None:
+    Running.program.has_waited = True
 
 
 def arrive(barrier: Barrier, count: int = 1) -> None:
-    assert barrier.left >= count, "more arrivals than a phase has"
-    barrier.left -= count
-    barrier.flip()
+    barrier.arrive(count)
+    Running.program.pause()
 
 
 def expect(barrier: Barrier, count: int, pred: Any = True) -> None:
@@ -208,6 +225,7 @@ def copy(described: Any, at: Sequence[Any], barrier: Barrier, tile: Tile, pred: 
     """Copy a box from `at` into a tile, some time later. Places outside the tensor give zeros."""
     if not pred:
         return
+    assert Running.program.has_waited, "what earlier launches wrote is copied before the wait for them"
     box, at = described.block_shape, [int(x) for x in at]
     assert math.prod(box) == tile.places.numel(), "the tile has another size"
 
@@ -225,43 +243,55 @@ def copy(described: Any, at: Sequence[Any], barrier: Barrier, tile: Tile, pred: 
 
 
 def gather(tile: Tile, at: Pointer, mask: Any = None) -> None:
-    """Copy the elements at the pointers into a tile, some time later. Memory is as it was where the mask is False."""
-    offset, running = torch.as_tensor(at.offset), Running.program.running
-    assert tuple(offset.shape) == tile.shape, "the tile has another size"
-    inside = torch.ones_like(offset, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, offset.shape)
+    """Copy the elements at the pointers into a tile, some time later. The tile gets NaN where the mask is False."""
+    assert torch.as_tensor(at.offset).shape == tile.shape, "the tile has another size"
+    running = Running.program.running
 
     def land() -> None:
-        tile.memory[tile.places[inside]] = at.base[offset[inside]]
-        running.copies_left -= 1
+        tile.memory[tile.places] = load(at, mask, float("nan"))
+        running.copies.remove(land)
 
-    running.copies_left += 1
+    running.copies.append(land)
     Running.program.copies.append(land)
 
 
 def arrive_behind_copies(barrier: Barrier, increment_count: bool) -> None:
-    """Let each thread of the partition arrive when the copies that it has begun have landed."""
+    """Let each thread of the partition arrive when the copies that it has begun so far have landed."""
     assert not increment_count
     running = Running.program.running
+    begun = list(running.copies)
 
     def land() -> None:
-        if running.copies_left:
+        if any(copy in running.copies for copy in begun):
             Running.program.copies.append(land)
         else:
-            arrive(barrier, running.num_threads)
+            barrier.arrive(running.num_threads)
 
     Running.program.copies.append(land)
+    Running.program.pause()
+
+
+def same_bytes(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether tensors agree, NaN with the same NaN."""
+    raw = ([x.contiguous().view(torch.uint8) for x in tensors] for tensors in (some, others))
+    return all(map(torch.equal, *raw))
 
 
 class Product:
-    """A product that is computed when it is waited for."""
+    """A product that is computed when it is waited for. Its tiles must not change from its start until then."""
 
     def __init__(self, a: Any, b: Tile, total: Any, use_acc: bool) -> None:
         self.a, self.b, self.total, self.use_acc, self.value = a, b, total, use_acc, None
+        self.operands = self._operands()
+
+    def _operands(self) -> tuple[Tensor, Tensor]:
+        return self.a.load() if isinstance(self.a, Tile) else self.a, self.b.load()
 
     def compute(self) -> None:
-        a = self.a.load() if isinstance(self.a, Tile) else self.a
+        assert same_bytes(self._operands(), self.operands), "memory changes while a product reads it"
+        a, b = self.operands
         total = self.total.value if isinstance(self.total, Product) else self.total
-        product = a.double() @ self.b.load().double()
+        product = a.double() @ b.double()
         self.value = (product + total.double() if self.use_acc else product).float()
 
 
@@ -282,6 +312,7 @@ def finish(count: int, deps: Sequence[Any]) -> Any:
 
 def partitions(functions: Sequence[tuple[Any, Any]], warps: Sequence[int], registers: Sequence[int]) -> None:
     assert len(functions) == len(warps) + 1 == len(registers) + 1
+    assert Running.program.is_fenced, "no fence after the barriers"
     threads = [32 * count for count in (4, *warps)]
     Running.program.run([functools.partial(function, *args) for function, args in functions], threads)
 
@@ -298,12 +329,12 @@ LANGUAGE: dict[str, Any] = {
     "NVMMASharedLayout": Layout,
     "static_range": range,
     "SwizzledSharedLayout": PlainLayout,
-    "program_id": lambda axis: torch.tensor(Running.program.number),
-    "num_programs": lambda axis: torch.tensor(Running.program.count),
+    "program_id": lambda axis: torch.tensor(Running.program.number, dtype=torch.int32),
+    "num_programs": lambda axis: torch.tensor(Running.program.count, dtype=torch.int32),
     "load": load,
     "store": store,
     "allocate_shared_memory": allocate,
-    "arange": lambda a, b, layout=None: torch.arange(a, b),
+    "arange": lambda a, b, layout=None: torch.arange(a, b, dtype=torch.int32),
     "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
     "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     "where": where,
@@ -335,8 +366,8 @@ HARDWARE: dict[str, Any] = {
     "async_copy": types.SimpleNamespace(async_copy_global_to_shared=gather, mbarrier_arrive=arrive_behind_copies),
     "warpgroup_mma": multiply,
     "warpgroup_mma_wait": finish,
-    "fence_async_shared": lambda: None,
-    "await_inputs": lambda mode: None,
+    "fence_async_shared": fence,
+    "await_inputs": await_inputs,
 }
 
 

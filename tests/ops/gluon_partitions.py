@@ -17,10 +17,12 @@ class Partition:
     and its copies that have not landed."""
 
     def __init__(self, function: Callable[[], None] | None = None, num_threads: int = 128) -> None:
-        self.function, self.num_threads, self.copies_left = function, num_threads, 0
+        self.function, self.num_threads = function, num_threads
         self.products: list[Any] = []
+        self.copies: list[Callable[[], None]] = []
         self.ready: Callable[[], bool] = lambda: True
         self.done = False
+        self.is_last = False  # lets copies land and all others run first
         self.may_run = threading.Event()
 
 
@@ -40,6 +42,14 @@ class Partitions:
         own.ready = ready
         self._give_way(own)
         own.ready = lambda: True
+
+    def pause(self) -> None:
+        """Let copies land and other partitions run, half the time until only this partition can go on."""
+        own = self.running
+        if own.function is not None:
+            own.is_last = self.random.random() < 0.5
+            self._give_way(own)
+            own.is_last = False
 
     def run(self, functions: Sequence[Callable[[], None]], num_threads: Sequence[int]) -> None:
         """Run the functions in partitions of their own until all have ended."""
@@ -86,7 +96,8 @@ class Partitions:
     def _next(self) -> None:
         """Let a partition run that is ready, after copies that happen to land first."""
         while True:
-            able = [part for part in self.others if part.ready()]
+            ready = [part for part in self.others if part.ready()]
+            able = [part for part in ready if not part.is_last] or ([] if self.copies else ready)
             assert able or self.copies, "the program waits for ever"
             spot = self.random.randrange(len(able) + len(self.copies))
             if spot < len(able):
