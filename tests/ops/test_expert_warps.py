@@ -56,7 +56,7 @@ def activations(num_rows: int, width: int) -> Activations:
     return Activations.of(torch.randn(num_rows, width).to(DEVICE, BF16), True)
 
 
-@pytest.mark.parametrize(("outputs", "width", "many"), [(512, 384, 32), (1024, 512, 32), (1024, 512, 1)])
+@pytest.mark.parametrize(("outputs", "width", "many"), [(512, 384, 1), (1024, 512, 32), (1024, 512, 1)])
 def test_product_out_of_experts(
     outputs: int, width: int, many: int, launched: HostKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,10 +73,24 @@ def test_product_out_of_experts(
     assert relative_error(out.rows, want) <= 4e-3 and launched.num_programs == TRAITS.num_processors
 
 
-@pytest.mark.parametrize("limits", [None, GateLimits(0.5, 0.7)])
-def test_product_into_experts(limits: GateLimits | None, launched: HostKernel) -> None:
-    (ids, order), weight = routed(3, 66, 131, choices=2), matrix(3, 512, 256)
-    x, count = activations(len(ids), 256), ids.numel()
+def test_rows_far_apart(launched: HostKernel) -> None:
+    """Offsets of elements do not fit in 32 bits."""
+    (_, order), weight, given = routed(66), matrix(1, 256, 128), activations(66, 128)
+    far = torch.empty_strided(given.rows.shape, (1 << 25, 1), dtype=given.rows.dtype).copy_(given.rows)
+    near, out = torch.empty(66, 256, dtype=BF16), torch.empty_strided((66, 256), (1 << 25, 1), dtype=BF16)
+    warps_kernel.multiply_experts(given, weight, Activations(near, None), order, PLAIN)
+    warps_kernel.multiply_experts(Activations(far, given.scales), weight, Activations(out, None), order, PLAIN)
+    assert torch.equal(out, near)
+
+
+@pytest.mark.parametrize(("limits", "width", "many"), [(None, 256, 32), (GateLimits(0.5, 0.7), 512, 1)])
+def test_product_into_experts(
+    limits: GateLimits | None, width: int, many: int, launched: HostKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without rows that stay for two tiles."""
+    monkeypatch.setattr(warps_kernel, "MANY_TILES", many)
+    (ids, order), weight = routed(3, 66, 131, choices=2), matrix(3, 512, width)
+    x, count = activations(len(ids), width), ids.numel()
     out = Activations.empty(count, 256, torch.empty(0, dtype=BF16), True)
     warps_kernel.multiply_experts(x, weight, out, order, PLAIN, gated=True, choices=2, limits=limits)
     rows = numbers(x, len(ids))[order.pairs.long() // 2]
@@ -87,6 +101,25 @@ def test_product_into_experts(limits: GateLimits | None, launched: HostKernel) -
     assert relative_error(numbers(out, count), F.silu(gate) * up) <= 4e-2
     largest = out.rows[:count].float().view(count, 2, 128).abs().amax(2)
     assert (largest == 448).all(), "a scale is not that of its largest number"
+
+
+@pytest.mark.parametrize(
+    ("layout", "gate_up", "down", "takes"),
+    [
+        ("block", (3, 512, 512), (3, 512, 256), True),
+        ("block", (3, 256, 512), (3, 512, 256), False),  # without gates
+        ("block", (3, 512, 384), (3, 384, 256), False),  # the last two tiles of outputs are half a pair
+        ("block", (3, 384, 512), (3, 512, 192), False),  # as ranks may share out experts
+        ("row", (3, 512, 512), (3, 512, 256), False),
+        ("channel", (3, 512, 512), (3, 512, 256), False),
+    ],
+)
+def test_experts_that_fit(
+    layout: str, gate_up: tuple[int, ...], down: tuple[int, ...], takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "traits_of", lambda device: TRAITS)
+    packed = ScaledExperts(*(scaled(*shape, layout=layout, dtype=BF16, device=DEVICE) for shape in (gate_up, down)))
+    assert kernel.takes_warps(packed) == takes
 
 
 def test_the_operator_uses_it_for_many_pairs(launched: HostKernel) -> None:
