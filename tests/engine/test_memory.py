@@ -109,7 +109,7 @@ def test_kernels_are_tried_on_long_prompts_sampled_in_every_way(
     sched = SchedulerConfig(max_num_batched_tokens=200, max_num_seqs=4)
     loaded = Loaded(model, OPS, layout, sched, CpuPlatform(), [StepShape(0, 48, 1)])
     try_kernels(loaded)
-    assert {int(count) for plan in steps for count in plan.rows.num_tokens} >= {100, 49, 23}
+    assert {int(count) for plan in steps for count in plan.rows.num_tokens} >= {100, 49, 35}
     assert max(plan.num_tokens for plan in steps) < 200, "what measures memory runs a full step"
     assert any(0 < plan.num_decodes < len(plan.rows) for plan in steps), "a row decodes beside a prompt"
     assert any(params.temperature > 0 for params in sampled) and any(params.logit_bias for params in sampled)
