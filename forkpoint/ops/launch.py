@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from forkpoint.ops.rounding import MOST_OVERLAPPED_ROWS
 from forkpoint.platforms.table import traits_of
 
-MOST_ROWS = 512  # rows; longer launches do not overlap
 AT_ONCE = tl.constexpr(2)  # a value of OVERLAP: `await_before` also lets the next launch start
 
 
@@ -52,7 +52,7 @@ def overlap(device: torch.device, num_rows: int, at_once: bool = False) -> dict[
     previous launch needs. `at_once`: a kernel with `await_before` lets the next launch start before its own loads.
     Large FP8 products are slower with it.
     """
-    if num_rows > MOST_ROWS or not traits_of(device).overlaps_launches:
+    if num_rows > MOST_OVERLAPPED_ROWS or not traits_of(device).overlaps_launches:
         return {"OVERLAP": False}
     return {"OVERLAP": AT_ONCE.value if at_once else True, "launch_pdl": True}
 

@@ -183,8 +183,7 @@ def _try_kernels(config: EngineConfig, loaded: Loaded) -> None:
             with _timed("kernels compiled"), compiling, loaded.model.few_layers():
                 try_kernels(loaded, most_pages)
                 try_graphs(loaded)
-                if given is None:  # it runs later, when memory is measured
-                    run_full_step(loaded)
+                run_full_step(loaded, most_pages)  # of several prompts, if none is as long as a step
             platform.release_unused()
         with _timed("kernels tried"):
             try_kernels(loaded, most_pages)

@@ -13,6 +13,7 @@ import torch
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.models.vision import VisionTower
+from forkpoint.ops.rounding import MOST_OVERLAPPED_ROWS
 from forkpoint.params import SamplingParams
 from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.runner import ModelRunner
@@ -30,9 +31,15 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-def run_full_step(loaded: Loaded) -> None:
-    """Run one step of `max_num_batched_tokens` prompt tokens, with an arena of its own that is freed afterwards."""
+def run_full_step(loaded: Loaded, most_pages: int | None = None) -> None:
+    """Run one step of `max_num_batched_tokens` prompt tokens, or of as many whole prompts as `most_pages` hold.
+
+    The arena is its own and is freed afterwards."""
     prompts = full_step(loaded.sched, loaded.model.config.max_model_len)
+    while prompts and most_pages and _pages(loaded.layout, prompts) > most_pages:
+        prompts.pop()
+    if not prompts:
+        return
     runner, planner = _parts(loaded, prompts)
     for number, length in enumerate(prompts):
         planner.add(_request(length, 1, number))
@@ -63,10 +70,7 @@ def try_kernels(loaded: Loaded, most_pages: int | None = None) -> None:
     longest = max(1, min(loaded.sched.max_num_batched_tokens, config.max_model_len - 2) // (1 if most_pages else 2))
     while longest > 1 and most_pages and _pages(loaded.layout, (BESIDE + BESIDE_OUTPUTS, longest)) > most_pages:
         longest //= 2
-    lengths = [longest]
-    while lengths[-1] > 2 or len(lengths) < len(SAMPLINGS):
-        # Kernels change at powers of two, and more often for short prompts. Multiples of 16 have some of their own.
-        lengths.append(max(1, lengths[-1] // 2 - 1 if lengths[-1] > SHORT else lengths[-1] * 3 // 4 - 1))
+    lengths = trial_lengths(longest)
     runner, planner = _parts(loaded, (BESIDE + BESIDE_OUTPUTS, longest))
     if config.max_model_len > BESIDE + BESIDE_OUTPUTS:
         planner.add(_request(BESIDE, BESIDE_OUTPUTS))
@@ -81,6 +85,20 @@ def try_kernels(loaded: Loaded, most_pages: int | None = None) -> None:
             # Kernels that are only compiled sample nothing, and random weights may give logits that are not finite.
             planner.apply(replace(result, token_ids=np.zeros_like(result.token_ids), failed_rows=()))
     runner.close()
+
+
+def trial_lengths(longest: int) -> list[int]:
+    """Return the lengths of prompts that need all forms of kernels, with a row that decodes in the same step.
+
+    Kernels change at powers of two, and more often for short prompts. Odd lengths are needed too, because kernels have
+    other forms for multiples of 16."""
+    lengths = [longest]
+    while lengths[-1] > 2 or len(lengths) < len(SAMPLINGS):
+        last = lengths[-1]
+        length = max(1, last // 2 - 1 if last > SHORT else last * 3 // 4 - 1)
+        # Kernels for many tokens overlap only in steps of nearly so many rows.
+        lengths.append(MOST_OVERLAPPED_ROWS - 1 if length < MOST_OVERLAPPED_ROWS <= last else length)
+    return lengths
 
 
 def try_graphs(loaded: Loaded) -> None:

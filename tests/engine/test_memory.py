@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.sched.plan import StepPlan, SubmittedStep
 from forkpoint.worker import build, memory
 from forkpoint.worker.memory import SAMPLER_BYTES_PER_LOGIT, SLACK_BYTES, bytes_beside_arena, graph_bytes
-from forkpoint.worker.trial import full_step_pages, run_full_step, try_kernels
+from forkpoint.worker.trial import full_step_pages, run_full_step, trial_lengths, try_kernels
 from tests.conftest import TINY
 from tests.image_models import write_vision_checkpoint
 
@@ -92,6 +93,29 @@ def test_a_full_step_is_one_step_of_the_whole_budget(
     run_full_step(Loaded(model, OPS, layout, sched, CpuPlatform()))
     assert max(plan.num_tokens for plan in steps) == min(budget, rows * (SPEC.max_position_embeddings - 1))
     assert len(steps) == 1
+
+
+def test_a_full_step_is_of_as_many_prompts_as_pages_hold(
+    model: Model, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[StepPlan] = []
+    submit = ModelRunner.submit
+    monkeypatch.setattr(ModelRunner, "submit", lambda runner, plan: steps.append(plan) or submit(runner, plan))
+    longest = SPEC.max_position_embeddings - 1
+    sched = SchedulerConfig(max_num_batched_tokens=4 * longest, max_num_seqs=8)
+    loaded = Loaded(model, OPS, layout, sched, CpuPlatform())
+    for count in range(4):
+        fewer = replace(sched, max_num_batched_tokens=max(1, count) * longest)
+        run_full_step(loaded, full_step_pages(layout, fewer, longest + 1) - (count == 0))
+    assert [plan.num_tokens for plan in steps] == [longest, 2 * longest, 3 * longest]
+
+
+@pytest.mark.parametrize("longest", [1, 2, 63, 64, 510, 511, 512, 700, 4000, 8192])
+def test_trial_prompts_become_ever_shorter(longest: int) -> None:
+    lengths = trial_lengths(longest)
+    assert lengths[0] == longest and lengths[-1] <= 2
+    assert all(shorter < length <= 2 * shorter + 3 for length, shorter in pairwise(lengths) if length > 1)
+    assert longest < 512 or 511 in lengths, "one more row, and launches still overlap"
 
 
 def test_kernels_are_tried_on_long_prompts_sampled_in_every_way(

@@ -16,10 +16,19 @@ from tests.checkpoints import write_checkpoint
 FEW_TILES = {"num_attention_heads": 16, "num_key_value_heads": 4}  # of a thousand tokens, which share out their keys
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3_5", FEW_TILES), ("kimi_linear", {})])
-def test_what_requests_meet_was_tried_at_the_start(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "sizes", "options"),
+    [
+        ("qwen3_5", FEW_TILES, ["20000"]),
+        ("kimi_linear", {}, ["20000"]),
+        ("kimi_linear", {}, ["4000", '{"kv_cache_memory_bytes": 1073741824}']),  # steps of several prompts
+    ],
+)
+def test_what_requests_meet_was_tried_at_the_start(
+    family: str, sizes: dict[str, Any], options: list[str], tmp_path: Path
+) -> None:
     write_checkpoint(tmp_path, family, dtype=torch.bfloat16, max_position_embeddings=20000, **sizes)
-    command = [sys.executable, "-m", "tests.worker.untried", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.worker.untried", str(tmp_path), *options]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr

@@ -1,8 +1,9 @@
 """Serve prompts on a pretended Hopper GPU, whose launches are not compiled. Print the variants of kernels that run and
-were not compiled in parallel at the start: `python -m tests.worker.untried FOLDER`."""
+were not compiled in parallel at the start: `python -m tests.worker.untried FOLDER MAX_MODEL_LEN [OPTIONS]`."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.worker.trial import SAMPLINGS
 from tests.ascend.sm90 import HOPPER, Absent
 
-LENGTHS = (20, 333, 1100, 17000)
+LENGTHS = (20, 333, 1100)  # of prompts; another one is nearly as long as possible
 WAYS: tuple[dict[str, Any], ...] = ({"top_k": 5, "min_p": 0.1}, {"allowed_token_ids": [3, 5]}, *SAMPLINGS)
 PRETENDED: dict[str, Any] = {
     "traits": staticmethod(lambda device: replace(HOPPER, has_warpgroups=True, state_write_interval=8)),
@@ -76,11 +77,14 @@ def main() -> None:
     kernel.greedy, choose_kernel.sample_rows = settled(kernel.greedy), settled(choose_kernel.sample_rows)
     rows.catch_up = caught_up(rows.catch_up)
     common: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "log_level": "error", "max_num_seqs": 16}
-    with LLM(sys.argv[1], max_num_batched_tokens=8192, max_model_len=20000, **common) as llm:
+    folder, longest, *options = sys.argv[1:]
+    common |= {"max_num_batched_tokens": 8192, "max_model_len": int(longest), **json.loads("".join(options) or "{}")}
+    lengths = (*LENGTHS, int(longest) - 100)
+    with LLM(folder, **common) as llm:
         for way in WAYS:
             params = SamplingParams(**{"max_tokens": 3, "ignore_eos": True, **way})
             for count in (1, 5):
-                prompts = [[2 + (count + i) % 99] * length for i, length in enumerate(count * LENGTHS)]
+                prompts = [[2 + (count + i) % 99] * length for i, length in enumerate(count * lengths)]
                 llm.generate(prompts, params, use_tqdm=False)
     print(*sorted(met - compiled), sep="\n", end="")
 
