@@ -22,7 +22,7 @@ from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 
 BESIDE, BESIDE_OUTPUTS = 16, 64  # prompt and output tokens of a request that decodes next to the others
-SHORT = 64  # tokens; shorter prompts run too, since graphs serve none that want prompt log-probabilities
+SHORT = 64  # tokens up to which kernels change more often than at powers of two
 # Sampling parameters that need kernels of their own. The last one is also used with masks.
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.9},
@@ -90,8 +90,8 @@ def try_kernels(loaded: Loaded, most_pages: int | None = None) -> None:
 def trial_lengths(longest: int) -> list[int]:
     """Return the lengths of prompts that need all forms of kernels, with a row that decodes in the same step.
 
-    Kernels change at powers of two, and more often for short prompts. Odd lengths are needed too, because kernels have
-    other forms for multiples of 16."""
+    Short prompts are among them, because graphs serve none that want prompt log-probabilities. Odd lengths are needed,
+    because kernels have other forms for multiples of 16."""
     lengths = [longest]
     while lengths[-1] > 2 or len(lengths) < len(SAMPLINGS):
         last = lengths[-1]

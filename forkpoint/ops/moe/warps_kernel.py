@@ -38,8 +38,8 @@ STEP = gl.constexpr(BLOCK)  # columns of a place in the ring, and rows of each o
 STAGES = gl.constexpr(4)
 LOADERS = gl.constexpr(128)  # threads of the group that loads
 REGISTERS = gl.constexpr((224, 56))  # per thread of the second group and the loading one; the first has the rest
-MOST_KEPT = 4  # tiles of outputs that a program computes for the same rows, if there are many tiles
-MANY_TILES = 32  # tiles per program
+MOST_KEPT = 4  # tiles of outputs that a program computes in turn for the same rows, if there are many tiles
+MANY_TILES = 32  # tiles of outputs per program from which there are many
 
 
 @gluon.jit
@@ -82,7 +82,7 @@ def _load(tensors, ring, counts, x_stride, x_scale_step, KEPT: gl.constexpr, GAT
                         tma.async_copy_global_to_shared(weights, at, here, weight_ring.index(2 * stage + half))
                         own_scale = scale_at + half * (second // STEP * steps) + step
                         async_copy.async_copy_global_to_shared(scale_ring.index(2 * stage + half), own_scale)
-                    if turn == 0:  # later, the columns of a step are still at their place
+                    if turn == 0:  # in later turns, the step's columns of x are still at this place
                         x_here, x_scale_here = x_ring.index(stage), x_scale_ring.index(stage)
                         async_copy.async_copy_global_to_shared(x_here, x_at + step * STEP, mask=row_inside)
                         x_scale_here_at = x_scale_at + step * x_scale_step
