@@ -5,6 +5,7 @@ Prints a line for each: its name, and its instructions of the matrix units.
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -105,12 +106,8 @@ def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> Any:
 
 def expert_warps() -> None:
     """Compile products with experts by groups of warps, which must not wait for one another or for many spills."""
-    for gated in (False, True):
-        form = {
-            "KEPT": 1 if gated else warps_kernel.MOST_KEPT,
-            "GATED": gated,
-            **({} if gated else {"out_scales": None}),
-        }
+    for gated, kept in itertools.product((False, True), (1, warps_kernel.MOST_KEPT)):
+        form = {"KEPT": kept, "GATED": gated, **({} if gated else {"out_scales": None})}
         made = compiled("expert_warps", warps_kernel.expert_warps_kernel, Tile(1, 1, 1, 4, 1), **form)
         assert made.metadata.shared <= 227 * 1024, "more shared memory than a processor has"
         report = assembled(made.asm["ptx"])
