@@ -105,8 +105,9 @@ class Serving:
 class Bench:
     """One model with its operators, and what each prompt gives when it is alone and nothing is cached."""
 
-    def __init__(self, model: Model, ops: Any) -> None:
-        self.model, self.ops = model, ops
+    def __init__(self, model: Model, ops: Any, async_scheduling: bool) -> None:
+        """`async_scheduling` is that of tests which preempt."""
+        self.model, self.ops, self.async_scheduling = model, ops, async_scheduling
         self._alone: dict[tuple[bytes, int], tuple[list[int], list[Tensor]]] = {}
 
     def serve(self, cache: CacheConfig | None = None, **options: Any) -> Serving:
@@ -153,7 +154,8 @@ def bench(
         write_checkpoint(path, model, **MODELS[model])
     state_dtype = "bfloat16" if model == "qwen3_next" else "float32"
     torch.set_num_threads(2 if model == "qwen3_next" else 1)
-    yield Bench(load_model(path, ops=ops, dtype=dtype, state_dtype=state_dtype), ops)
+    loaded = load_model(path, ops=ops, dtype=dtype, state_dtype=state_dtype)
+    yield Bench(loaded, ops, async_scheduling=CASES.index(request.param) % 2 == 1)
     torch.set_num_threads(1)
 
 
@@ -210,10 +212,9 @@ def test_any_batch_in_any_order(bench: Bench, order: str, async_scheduling: bool
         bench.check(serving, name)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_preemption(bench: Bench, async_scheduling: bool) -> None:
+def test_preemption(bench: Bench) -> None:
     """Requests that are pushed out while decoding and in prefill, and resume from what they left, or replay."""
-    serving = bench.serve(async_scheduling=async_scheduling)
+    serving = bench.serve(async_scheduling=bench.async_scheduling)
     prompts = [PROMPTS[1], tokens(8, 120), tokens(9, 50)]
     for index, prompt in enumerate(prompts):
         serving.add(f"r{index}", prompt, 16)
