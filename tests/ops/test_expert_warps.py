@@ -129,8 +129,8 @@ def test_the_operator_uses_it_for_many_pairs(launched: HostKernel) -> None:
     ids, weights = torch.stack([torch.randperm(3)[:2] for _ in range(30)]).int(), torch.rand(30, 2)
     got = DeviceExperts(False)(x, packed, weights, ids)
     assert launched.num_programs
-    want = kernel.grouped_experts(x, packed, weights, ids, *device_experts._scaled_tiles(BF16, 30, 20.0, False))
-    assert relative_error(got, want.double()) <= 8e-2
+    want = kernel.grouped_experts(x, packed, weights, ids, *device_experts._scaled_tiles(BF16, 30, 20.0, True))
+    assert relative_error(got, want.double()) <= 3e-2
     before = launched.num_programs
     few = 12 * 3 // 2  # tokens
     DeviceExperts(False)(x[:few], packed, weights[:few], ids[:few])
