@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from forkpoint.ops.rounding import MOST_OVERLAPPED_ROWS
 from forkpoint.platforms.table import traits_of
 
 AT_ONCE = tl.constexpr(2)  # a value of OVERLAP: `await_before` also lets the next launch start
@@ -52,7 +51,8 @@ def overlap(device: torch.device, num_rows: int, at_once: bool = False) -> dict[
     previous launch needs. `at_once`: a kernel with `await_before` lets the next launch start before its own loads.
     Large FP8 products are slower with it.
     """
-    if num_rows > MOST_OVERLAPPED_ROWS or not traits_of(device).overlaps_launches:
+    most = traits_of(device).most_overlapped_rows
+    if not most or num_rows > most:
         return {"OVERLAP": False}
     return {"OVERLAP": AT_ONCE.value if at_once else True, "launch_pdl": True}
 

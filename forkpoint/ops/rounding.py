@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-MOST_OVERLAPPED_ROWS: Final = 512  # tokens of a step; launches of longer steps do not overlap
-
 
 def ceil_div(number: int, divisor: int) -> int:
     """Return `number / divisor`, rounded up."""

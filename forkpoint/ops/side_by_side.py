@@ -31,7 +31,7 @@ class SideStream:
         self._streams: dict[torch.device, Any] = {}
 
     def __call__(self, device: torch.device, beside: Part, part: Part) -> None:
-        if not traits_of(device).overlaps_launches:
+        if not traits_of(device).most_overlapped_rows:
             return one_after_other(device, beside, part)
         module = torch.get_device_module(device)
         if device not in self._streams:

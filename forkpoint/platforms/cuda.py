@@ -45,7 +45,7 @@ class CudaPlatform(AcceleratorPlatform):
         others = (other for other in range(torch.cuda.device_count()) if other != own)
         return DeviceTraits(
             num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
-            overlaps_launches=is_nvidia and capability >= (9, 0),
+            most_overlapped_rows=512 if is_nvidia and capability >= (9, 0) else 0,
             has_fp8=is_nvidia and capability >= (8, 9),
             multiplies_fp8=is_nvidia and capability == (9, 0),
             multiplies_tf32=is_nvidia and capability >= (8, 0),

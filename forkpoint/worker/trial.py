@@ -13,8 +13,8 @@ import torch
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.models.vision import VisionTower
-from forkpoint.ops.rounding import MOST_OVERLAPPED_ROWS
 from forkpoint.params import SamplingParams
+from forkpoint.platforms.table import traits_of
 from forkpoint.runtime.loaded import Loaded
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.sched.plan import TokenMasks
@@ -70,7 +70,7 @@ def try_kernels(loaded: Loaded, most_pages: int | None = None) -> None:
     longest = max(1, min(loaded.sched.max_num_batched_tokens, config.max_model_len - 2) // (1 if most_pages else 2))
     while longest > 1 and most_pages and _pages(loaded.layout, (BESIDE + BESIDE_OUTPUTS, longest)) > most_pages:
         longest //= 2
-    lengths = trial_lengths(longest)
+    lengths = trial_lengths(longest, traits_of(loaded.platform.device).most_overlapped_rows)
     runner, planner = _parts(loaded, (BESIDE + BESIDE_OUTPUTS, longest))
     if config.max_model_len > BESIDE + BESIDE_OUTPUTS:
         planner.add(_request(BESIDE, BESIDE_OUTPUTS))
@@ -87,7 +87,7 @@ def try_kernels(loaded: Loaded, most_pages: int | None = None) -> None:
     runner.close()
 
 
-def trial_lengths(longest: int) -> list[int]:
+def trial_lengths(longest: int, most_overlapped: int) -> list[int]:
     """Return the lengths of prompts that need all forms of kernels, with a row that decodes in the same step.
 
     Short prompts are among them, because graphs serve none that want prompt log-probabilities. Odd lengths are needed,
@@ -96,8 +96,8 @@ def trial_lengths(longest: int) -> list[int]:
     while lengths[-1] > 2 or len(lengths) < len(SAMPLINGS):
         last = lengths[-1]
         length = max(1, last // 2 - 1 if last > SHORT else last * 3 // 4 - 1)
-        # Kernels for many tokens overlap only in steps of nearly so many rows.
-        lengths.append(MOST_OVERLAPPED_ROWS - 1 if length < MOST_OVERLAPPED_ROWS <= last else length)
+        # Kernels for many tokens overlap only in steps of nearly `most_overlapped` rows.
+        lengths.append(most_overlapped - 1 if length < most_overlapped <= last else length)
     return lengths
 
 

@@ -28,7 +28,7 @@ from forkpoint.platforms.platform import DeviceTraits
 from tests.ascend.shapes import DENSE, MIXTURE, ODD, calls
 
 HOPPER = DeviceTraits(
-    num_processors=132, overlaps_launches=True, has_fp8=True, multiplies_fp8=True, caps_registers=True
+    num_processors=132, most_overlapped_rows=512, has_fp8=True, multiplies_fp8=True, caps_registers=True
 )
 
 

@@ -112,7 +112,7 @@ def test_a_full_step_is_of_as_many_prompts_as_pages_hold(
 
 @pytest.mark.parametrize("longest", [1, 2, 63, 64, 510, 511, 512, 700, 4000, 8192])
 def test_trial_prompts_become_ever_shorter(longest: int) -> None:
-    lengths = trial_lengths(longest)
+    lengths = trial_lengths(longest, 512)
     assert lengths[0] == longest and lengths[-1] <= 2
     assert all(shorter < length <= 2 * shorter + 3 for length, shorter in pairwise(lengths) if length > 1)
     assert longest < 512 or 511 in lengths, "one more row, and launches still overlap"

@@ -46,7 +46,7 @@ class Streams:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     found = Streams()
-    monkeypatch.setattr("forkpoint.ops.side_by_side.traits_of", lambda device: DeviceTraits(overlaps_launches=True))
+    monkeypatch.setattr("forkpoint.ops.side_by_side.traits_of", lambda device: DeviceTraits(most_overlapped_rows=512))
     monkeypatch.setattr(torch, "get_device_module", lambda device: found)
     return found
 

@@ -102,6 +102,7 @@ def _sums(ring, count, steps, HALF: gl.constexpr, SUMS: gl.constexpr):
         stage = (count + step) % STAGES
         own = x_ring.index(stage).slice(HALF * ROWS, ROWS)
         mbarrier.wait(arrived.index(stage), (count + step) // STAGES & 1)
+        fence_async_shared()  # products read memory by another way than the copies of x write it
         part = warpgroup_mma(own, weight_ring.index(2 * stage).permute((1, 0)), none, use_acc=False, is_async=True)
         x_scale = x_scale_ring.index(stage).slice(HALF * ROWS, ROWS).load(LINE)
         scale, up_scale = scale_ring.index(2 * stage).load(LINE), scale_ring.index(2 * stage + 1).load(LINE)
