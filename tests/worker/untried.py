@@ -22,7 +22,8 @@ from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.worker.trial import SAMPLINGS
 from tests.ascend.sm90 import HOPPER, Absent
 
-LENGTHS = (20, 333, 1100)  # of prompts; another one is nearly as long as possible
+SHORT = (2, 5, 12, 15, 18, 20, 24, 40, 50)  # lengths of prompts that come alone
+LENGTHS = (20, 333, 1100)  # lengths of prompts that come together, with one that is nearly as long as possible
 WAYS: tuple[dict[str, Any], ...] = ({"top_k": 5, "min_p": 0.1}, {"allowed_token_ids": [3, 5]}, *SAMPLINGS)
 PRETENDED: dict[str, Any] = {
     "traits": staticmethod(lambda device: replace(HOPPER, has_warpgroups=True, state_write_interval=8)),
@@ -81,6 +82,8 @@ def main() -> None:
     common |= {"max_num_batched_tokens": 8192, "max_model_len": int(longest), **json.loads("".join(options) or "{}")}
     lengths = (*LENGTHS, int(longest) - 100)
     with LLM(folder, **common) as llm:
+        for length in SHORT:  # graphs serve no prompts with log-probabilities
+            llm.generate([[2] * length], SamplingParams(**{"max_tokens": 1, **SAMPLINGS[-1]}), use_tqdm=False)
         for way in WAYS:
             params = SamplingParams(**{"max_tokens": 3, "ignore_eos": True, **way})
             for count in (1, 5):
