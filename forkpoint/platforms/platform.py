@@ -24,7 +24,7 @@ class DeviceTraits:
 
     num_processors: int = 8  # that run programs at the same time
     num_decode_programs: int = 256  # that keep it busy; each takes a part of a row's keys of one key head
-    most_overlapped_rows: int = 0  # of a step, up to which a launch may start while the one before ends
+    most_overlapped_rows: int = 0  # steps of up to so many rows start launches while the ones before end
     has_fp8: bool = True  # whether kernels convert float8_e4m3fn; otherwise FP8 weights are bytes
     multiplies_fp8: bool = False  # whether the library multiplies FP8 by FP8, and PTX widens e4m3 by moving bits
     multiplies_tf32: bool = True  # whether fp32 products can use TF32, or three of them for full precision

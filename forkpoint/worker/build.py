@@ -183,7 +183,7 @@ def _try_kernels(config: EngineConfig, loaded: Loaded) -> None:
             with _timed("kernels compiled"), compiling, loaded.model.few_layers():
                 try_kernels(loaded, most_pages)
                 try_graphs(loaded)
-                run_full_step(loaded, most_pages)  # of several prompts, if none is as long as a step
+                run_full_step(loaded, most_pages)  # several prompts make one, if none may be so long
             platform.release_unused()
         with _timed("kernels tried"):
             try_kernels(loaded, most_pages)

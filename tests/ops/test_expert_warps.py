@@ -109,7 +109,7 @@ def test_product_into_experts(
         ("block", (3, 512, 512), (3, 512, 256), True),
         ("block", (3, 256, 512), (3, 512, 256), False),  # without gates
         ("block", (3, 512, 384), (3, 384, 256), False),  # the last two tiles of outputs are half a pair
-        ("block", (3, 384, 512), (3, 512, 192), False),  # as ranks may share out experts
+        ("block", (3, 384, 512), (3, 512, 192), False),  # a rank may have such a share of experts
         ("row", (3, 512, 512), (3, 512, 256), False),
         ("channel", (3, 512, 512), (3, 512, 256), False),
     ],

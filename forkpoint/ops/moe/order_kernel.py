@@ -175,7 +175,8 @@ def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrde
     sizes = {"EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device, ids.shape[0])}
     if num_pairs <= FEW_PAIRS and traits_of(ids.device).masks_gathers:
         grid = (ceil_div(num_pairs, FEW_ROWS.value) + ceil_div(num_tiles, FEW_TILES.value),)
-        every = 1 << ((num_pairs - 1).bit_length() | 1)  # few forms: a prompt of any length should find it compiled
+        # 2, 8, 32, 128, 512 or 2,048: with few forms, a prompt of any length finds its own compiled.
+        every = 1 << ((num_pairs - 1).bit_length() | 1)
         _few_kernel[grid](ids, pairs, tiles, num_pairs, num_tiles, tile_rows, PAIRS=every, **sizes)
         return ExpertOrder(pairs, tiles)
     block = sub * next_power_of_2(ceil_div(num_pairs, sub * MAX_BLOCKS))

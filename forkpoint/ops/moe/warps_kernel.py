@@ -102,7 +102,7 @@ def _sums(ring, count, steps, HALF: gl.constexpr, SUMS: gl.constexpr):
         stage = (count + step) % STAGES
         own = x_ring.index(stage).slice(HALF * ROWS, ROWS)
         mbarrier.wait(arrived.index(stage), (count + step) // STAGES & 1)
-        fence_async_shared()  # products read memory by another way than the copies of x write it
+        fence_async_shared()  # without it, products need not see what the copies of x wrote
         part = warpgroup_mma(own, weight_ring.index(2 * stage).permute((1, 0)), none, use_acc=False, is_async=True)
         x_scale = x_scale_ring.index(stage).slice(HALF * ROWS, ROWS).load(LINE)
         scale, up_scale = scale_ring.index(2 * stage).load(LINE), scale_ring.index(2 * stage + 1).load(LINE)
@@ -218,7 +218,8 @@ def expert_warps_kernel(
     await_inputs(OVERLAP)
     ring = (x_ring, weight_ring, x_scale_ring, scale_ring, arrived, freed)
     output_tiles = num_outputs // (STEP if GATED else 2 * STEP)
-    matrix_rows, second = num_outputs, STEP  # rows of a matrix, and from one tile of weights of a step to the other
+    # The rows of an expert's matrix, and how many rows the second tile of weights of a step lies behind the first.
+    matrix_rows, second = num_outputs, STEP
     if GATED:
         matrix_rows, second = 2 * num_outputs, num_outputs
     counts = (num_tiles, output_tiles, width // STEP, choices, matrix_rows, second)
@@ -248,10 +249,10 @@ def multiply_experts(
     """Multiply `x` by `weight[E, N, K]` of the experts of its pairs, as `expert_warps_kernel` says."""
     num_outputs, width = weight.shape[-2] // (2 if gated else 1), weight.shape[-1]
     num_tiles, output_tiles = order.tiles.shape[1], num_outputs // (BLOCK if gated else 2 * BLOCK)
-    programs = traits_of(x.rows.device).num_processors
-    fits = width == STAGES.value * BLOCK and num_tiles * output_tiles >= MANY_TILES * programs
-    kept = math.gcd(output_tiles, MOST_KEPT) if fits else 1
-    programs = min(programs, num_tiles * output_tiles // kept)
+    processors = traits_of(x.rows.device).num_processors
+    keeps = width == STAGES.value * BLOCK and num_tiles * output_tiles >= MANY_TILES * processors
+    kept = math.gcd(output_tiles, MOST_KEPT) if keeps else 1
+    programs = min(processors, num_tiles * output_tiles // kept)
     boxes, layout = [STEP.value, STEP.value], gl.NVMMASharedLayout(128, 8, 2)
     described = TensorDescriptor.from_tensor(weight.codes.view(-1, width), boxes, layout)
     counts = (num_tiles, num_outputs, width, choices, x.rows.stride(0), out.rows.stride(0))
